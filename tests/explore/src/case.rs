@@ -121,8 +121,8 @@ impl Case {
         results.remove(0).map_err(|error| format!("alone: {error}"))
     }
 
-    /// Runs the job, and compares it with the run on one process. Returns the report, and what is
-    /// wrong.
+    /// Runs the job, and compares it with the run on one process. Returns the report, and the
+    /// errors found.
     pub(crate) fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
         let alive = Arc::<AtomicUsize>::default();
         let wrongs = self.wrongs();
@@ -249,7 +249,7 @@ impl Fault {
         }
     }
 
-    /// True if all processes must hear of what the fault causes.
+    /// True if all processes must hear of the fault.
     fn is_heard_of(&self) -> bool {
         matches!(
             self,

@@ -18,7 +18,7 @@ use crate::program::{Step, alone};
 /// The bytes of the shards that a process holds at the end, by (array, device).
 pub(crate) type Shards = BTreeMap<(usize, DeviceId), Vec<u8>>;
 
-/// What the program itself does wrong.
+/// Faults of the program itself.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wrongs {
     /// The step whose kernel or method fails on a device, and how.
@@ -66,7 +66,7 @@ pub(crate) fn execute(
 }
 
 impl Execution<'_> {
-    /// Counts what a step would have made.
+    /// Counts the arrays and objects that a step would have made.
     fn skip(&mut self, step: &Step) {
         self.arrays.extend((0..step.makes()).map(|_| None));
         if let Step::Object { .. } = step {

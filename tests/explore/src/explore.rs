@@ -1,4 +1,4 @@
-//! The main process: starts workers, and counts what they report.
+//! The main process: starts workers, and counts their reports.
 
 use std::collections::HashSet;
 use std::process::ExitCode;

@@ -12,7 +12,7 @@ use mpmd_ids::block::thread;
 /// A text that is in the error of each injected failure of a kernel or method.
 pub(crate) const INJECTED: &str = "injected by the exploration";
 
-/// How a kernel or method fails.
+/// The way in which a kernel or method fails.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failing {
     Error,
@@ -36,7 +36,7 @@ pub(crate) struct Work {
     pub(crate) fails: Option<(DeviceId, Failing)>,
 }
 
-/// What a kernel computes.
+/// The computation of a kernel.
 pub(crate) enum Op {
     /// The product of an array and a host value.
     Scale,

@@ -35,7 +35,7 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the options that leave out what is left out.
+/// Returns the options that leave out the removed steps and faults.
 fn without(job: &Arguments) -> String {
     let option = |name: &str, numbers: &[usize]| match numbers {
         [] => String::new(),

@@ -100,7 +100,7 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the job of a seed, without what the arguments leave out.
+/// Returns the job of a seed, without the steps and faults that the arguments leave out.
 pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Case {
     let mut case = Case::new(seed);
     case.removed.extend(&arguments.without);

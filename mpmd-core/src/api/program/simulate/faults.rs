@@ -1,4 +1,4 @@
-//! Faults of a simulation, and what a job has left behind.
+//! Faults of a simulation, and the check for things that a job has left behind.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -79,7 +79,7 @@ impl Over {
 pub(super) struct Parts {
     pub(super) fabric: Fabric,
     processes: Mutex<Vec<Process>>,
-    /// What processes that ended in order have left in their routers.
+    /// Things that processes which ended in order have left in their routers.
     kept: Mutex<Vec<String>>,
 }
 
@@ -107,7 +107,7 @@ impl Parts {
         self.processes.lock().push(process);
     }
 
-    /// Notes what a process that has ended in order leaves in its router.
+    /// Counts the messages that a process which has ended in order leaves in its router.
     pub(super) fn ended(&self, runtime: &Runtime) {
         let kept = runtime.router.lock().kept();
         if kept > 0 {
@@ -121,7 +121,7 @@ impl Parts {
         processes.iter().find(|one| one.me == process)?.runtime.upgrade()
     }
 
-    /// Describes what is left of the job, a line for each thing. Call it when all threads of the
+    /// Describes the things left of the job, a line for each. Call it when all threads of the
     /// job have ended.
     pub(super) fn left(self) -> Vec<String> {
         let mut left = self.kept.into_inner();

@@ -54,7 +54,7 @@ pub struct Simulation {
     world: Option<WorldSettings>,
 }
 
-/// How a [seeded](Simulation::seed) simulation went.
+/// The report of a [seeded](Simulation::seed) simulation.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SimulationReport {
@@ -66,7 +66,7 @@ pub struct SimulationReport {
     pub history: u64,
     /// A line for each event, if [asked for](Simulation::log).
     pub log: String,
-    /// What the job has left behind although it should not: memory in use, messages under way, a
+    /// Things that the job should not have left behind: memory in use, messages under way, a
     /// runtime. A line for each, without those that the results of the program hold.
     pub left: Vec<String>,
 }
