@@ -99,7 +99,7 @@
 //!
 //! # Testing
 //!
-//! [`testing::simulate`] runs all processes of a job in one, with delayed and reordered messages.
+//! [`testing::simulate`] runs all processes of a job in one, in simulated time.
 //! [`testing::Processes`] starts real processes, with a deadline and captured output.
 //! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang,
 //! and shows its memory and its traffic.

@@ -13,11 +13,12 @@ use self::faults::{Fault, Later, Over, Parts, vanish};
 use super::{Builder, Program};
 use crate::error::Result;
 
-/// Runs a program as `processes` processes inside this one, over `devices` devices. `seed` chooses
-/// the message delays, of up to 2 ms. Returns the result of each process, by process.
+/// Runs a program as `processes` processes inside this one, over `devices` devices, in simulated
+/// time. Returns the result of each process, by process.
 ///
-/// Each process is a thread with its own runtime. [`Program::finish`] is called for it. A panic of
-/// the program continues in the caller.
+/// Each process is a thread with its own runtime. [`Program::finish`] is called for it. `seed`
+/// decides the order of all events, see [`Simulation::seed`]: the same seed gives the same run. A
+/// panic of the program continues in the caller.
 ///
 /// ```
 /// use mpmd_core::prelude::*;
@@ -39,7 +40,7 @@ pub fn simulate<T: Send>(
     seed: u64,
     program: impl Fn(&mut Program) -> Result<T> + Sync,
 ) -> Vec<Result<T>> {
-    Simulation::new(processes, devices).delays(seed, Duration::from_millis(2)).run(program)
+    Simulation::new(processes, devices).seed(seed).run(program)
 }
 
 /// A simulated job with custom settings; [`simulate`] is the short form.
