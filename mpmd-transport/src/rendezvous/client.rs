@@ -32,12 +32,23 @@ pub struct ClockOffset {
     pub bound: u64,
 }
 
+/// An epoch of the job, and this process's part in it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Joined {
+    /// The number of this process. A spare gets that of the process that it replaces.
+    pub process: ProcessId,
+    /// The epoch.
+    pub epoch: u64,
+    /// The descriptions of all processes, by process number.
+    pub members: Vec<Member>,
+}
+
 /// The server to join, and this process's identity in the job.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
     /// The server, as `host:port`.
     pub server: String,
-    /// This process's id in the job.
+    /// This process's id in the job. A spare has one beyond the job's.
     pub process: ProcessId,
     /// Number of processes in the job, as far as this process knows.
     pub processes: usize,
@@ -65,14 +76,9 @@ impl Rendezvous {
     /// - [`Unreachable`](RendezvousError::Unreachable) after `peer_timeout`.
     /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
     ///   [`Stranger`](RendezvousError::Stranger) by the server's answer to the preamble.
-    /// - [`NoSuchProcess`](RendezvousError::NoSuchProcess) if `process` is not below `processes`.
     /// - [`ServerGone`](RendezvousError::ServerGone) or
     ///   [`Environment`](RendezvousError::Environment) if the connection fails.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
-        if config.process.index() >= config.processes {
-            let JoinConfig { process, processes, .. } = config;
-            return Err(RendezvousError::NoSuchProcess { process, processes });
-        }
         let (link, local) = open(&config)?;
         let mut this = Self { link, config, local, clock_offset: 0 };
         this.clock_offset = this.compare_clocks()?.offset;
@@ -97,21 +103,65 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// [`Missing`](RendezvousError::Missing) if other processes do not join in time.
+    /// [`NoSuchProcess`](RendezvousError::NoSuchProcess) if this process's number is not below the
+    /// number of processes. [`Missing`](RendezvousError::Missing) if other processes do not join in time.
     /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
     pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
+        match self.ask_to_join(member, 1, false)? {
+            (_, Some(joined)) => Ok(joined.members),
+            (answer, None) => Err(self.link.senseless(&answer)),
+        }
+    }
+
+    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. Waits
+    /// for all others, as [`join`](Self::join) does.
+    ///
+    /// A process that finds no place waits as a spare, for as long as the job runs: one with a
+    /// number beyond the job's, one that was started later, or one that was given up meanwhile.
+    /// Then it gets the place of a process that is gone. Returns `None` if the job ends without
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`join`](Self::join), except `NoSuchProcess` and `Complete`.
+    pub fn join_epoch(
+        &self,
+        member: Member,
+        epoch: u64,
+    ) -> Result<Option<Joined>, RendezvousError> {
+        match self.ask_to_join(member, epoch, true)? {
+            (_, Some(joined)) => Ok(Some(joined)),
+            (Answer::Done, None) => Ok(None),
+            (answer, None) => Err(self.link.senseless(&answer)),
+        }
+    }
+
+    /// Sends a request to join. Returns the answer, and its content if it has the members.
+    fn ask_to_join(
+        &self,
+        member: Member,
+        epoch: u64,
+        waits: bool,
+    ) -> Result<(Answer, Option<Joined>), RendezvousError> {
         let JoinConfig { process, processes, peer_timeout, .. } = self.config;
         let processes = processes as u64;
-        let join = |ask| Request::Join { ask, process, processes, peer_timeout, member };
-        match self.link.ask(peer_timeout, join)?.1 {
-            Answer::Members { members, .. } if members.len() as u64 == processes => {
-                Ok(members.to_vec())
+        let join =
+            |ask| Request::Join { ask, process, processes, epoch, waits, peer_timeout, member };
+        // A spare may wait for as long as the job runs.
+        let answer_within = if waits { Duration::MAX } else { peer_timeout };
+        let answer = self.link.ask(answer_within, join)?.1;
+        let joined = match &answer {
+            Answer::Members { process, epoch, members, .. }
+                if members.len() as u64 == processes && process.index() < members.len() =>
+            {
+                Some(Joined { process: *process, epoch: *epoch, members: members.to_vec() })
             }
-            other => Err(self.link.senseless(&other)),
-        }
+            _ => None,
+        };
+        Ok((answer, joined))
     }
 
     /// Sets a value that all processes can [`get`](Self::get), replacing the earlier one of `key`.
@@ -220,9 +270,23 @@ impl Rendezvous {
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes, or
     /// [`Left`](RendezvousError::Left) if this process has left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
+        self.leave_and(false)
+    }
+
+    /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its place
+    /// in the next epoch, if it joins that within the server's peer timeout.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`leave`](Self::leave).
+    pub fn leave_epoch(&self) -> Result<(), RendezvousError> {
+        self.leave_and(true)
+    }
+
+    fn leave_and(&self, returns: bool) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
-        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask }).map(drop);
+        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask, returns }).map(drop);
         if left.is_ok() {
             // The server closes after its answer, and the listening thread may already have
             // recorded that.

@@ -261,7 +261,7 @@ impl Connection {
             }
             Reply::Answer { ask, mut result } => {
                 let mut state = self.state.lock();
-                if let Ok(Answer::Members { members, more }) = &mut result {
+                if let Ok(Answer::Members { members, more, .. }) = &mut result {
                     state.members.extend_from_slice(members);
                     if state.members.len() > self.processes {
                         return Err(format!(

@@ -1,6 +1,11 @@
 //! The state of a job, with its members and pending requests: the server without its sockets.
 //!
 //! Pure: it is given the clients' requests and the time, and answers with [`Action`]s.
+//!
+//! A job begins in epoch 1. After the loss of a process the others may return: the first of them to
+//! join epoch `n + 1` begins it. The places of processes that do not return go to spares, which
+//! wait for one. A process that was given up has no place in a later epoch, unless its old one is
+//! still free.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -35,7 +40,13 @@ pub(super) struct Job {
     ping: Duration,
     phase: Phase,
     gather_until: Instant,
+    /// The epoch that gathers, runs or has failed.
+    epoch: u64,
     seats: Vec<Option<Seat>>,
+    /// By process, while a later epoch gathers: true if a spare may have the process's place.
+    vacant: Vec<bool>,
+    /// Clients that wait for a place, in order of arrival.
+    spares: Vec<Seat>,
     links: BTreeMap<Link, Client>,
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
@@ -54,8 +65,31 @@ struct Seat {
     link: Link,
     member: Member,
     waits: Wait,
-    /// The reason why the process is no longer in the job; `None` while it is.
-    ended: Option<String>,
+    /// `None` while the process is in the job.
+    ended: Option<End>,
+}
+
+/// The end of a process's part in an epoch.
+struct End {
+    why: String,
+    how: HowEnded,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum HowEnded {
+    Died,
+    /// It has left in order.
+    Left,
+    /// It has left, to join the next epoch.
+    Returns,
+}
+
+/// A client's wish to join a job.
+struct Wish {
+    process: ProcessId,
+    processes: usize,
+    epoch: u64,
+    waits: bool,
 }
 
 struct Client {
@@ -104,7 +138,10 @@ impl Job {
             ping: ping_interval(peer_timeout),
             phase: Phase::Gathering,
             gather_until: after(now, peer_timeout),
+            epoch: 1,
             seats: (0..processes).map(|_| None).collect(),
+            vacant: vec![false; processes],
+            spares: Vec::new(),
             links: BTreeMap::new(),
             values: HashMap::new(),
             gets: Vec::new(),
@@ -126,7 +163,19 @@ impl Job {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
     }
 
-    /// The failures that processes of the job have reported, as (process, report), in order of
+    /// Number of places that need a new process: those of processes that are gone, without those
+    /// that the waiting spares can take.
+    pub(super) fn wanted(&self) -> usize {
+        let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
+            (Phase::Gathering, None) => self.vacant[process],
+            (Phase::Running, Some(Seat { ended: Some(end), .. })) => end.how == HowEnded::Died,
+            _ => false,
+        };
+        let free = (0..self.seats.len()).filter(|process| is_free(*process)).count();
+        free.saturating_sub(self.spares.len())
+    }
+
+    /// The failures that processes of the job have reported in this epoch, as (process, report), in order of
     /// arrival.
     pub(super) fn reports(&self) -> &[(ProcessId, Report)] {
         &self.reports
@@ -150,7 +199,7 @@ impl Job {
     /// counts as died.
     pub(super) fn closed(&mut self, link: Link, why: &str) {
         if let Some(process) = self.forget(link) {
-            self.end(process, why, true);
+            self.end(link, process, why, HowEnded::Died);
         }
     }
 
@@ -161,9 +210,10 @@ impl Job {
         match request {
             // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => {}
-            Request::Join { ask, process, processes, peer_timeout, member } => {
+            Request::Join { ask, process, processes, epoch, waits, peer_timeout, member } => {
                 let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
-                if let Err(refusal) = self.join(link, process, processes as usize, member, wait) {
+                let wish = Wish { process, processes: processes as usize, epoch, waits };
+                if let Err(refusal) = self.join(link, &wish, member, wait, now) {
                     self.answer(link, ask, Err(refusal));
                 }
             }
@@ -205,12 +255,13 @@ impl Job {
                     self.seen(process, &status, |one| one.number == look);
                 }
             }
-            Request::Leave { ask } => {
+            Request::Leave { ask, returns } => {
                 self.answer(link, ask, Ok(Answer::Done));
                 self.forget(link);
                 self.actions.push(Action::Close(link));
                 if let Some(process) = process {
-                    self.end(process, "it has left the job", false);
+                    let how = if returns { HowEnded::Returns } else { HowEnded::Left };
+                    self.end(link, process, "it has left the job", how);
                 }
             }
         }
@@ -221,8 +272,7 @@ impl Job {
     pub(super) fn tick(&mut self, now: Instant) -> Instant {
         self.watch(now);
         if self.phase == Phase::Gathering && now >= self.gather_until {
-            let error = self.missing(self.peer_timeout);
-            self.fail(error);
+            self.is_late(now);
         }
         self.expire(now);
         let waits = self.gets.iter().map(|get| get.wait.until);
@@ -282,6 +332,21 @@ impl Job {
         }
         for look in &mut self.looks {
             look.until = after(look.until, stopped);
+        }
+    }
+
+    /// Handles the end of the time in which an epoch should have gathered. Processes that have not
+    /// returned to a later epoch lose their places, and new processes get the time once more.
+    fn is_late(&mut self, now: Instant) {
+        let is_awaited =
+            |(seat, vacant): (&Option<Seat>, &bool)| self.epoch > 1 && seat.is_none() && !vacant;
+        if self.seats.iter().zip(&self.vacant).any(is_awaited) {
+            self.gather_until = after(now, self.peer_timeout);
+            self.vacant.fill(true);
+            self.place_spares();
+        } else {
+            let error = self.missing(self.peer_timeout);
+            self.fail(error);
         }
     }
 
@@ -354,17 +419,26 @@ impl Job {
     fn join(
         &mut self,
         link: Link,
-        process: ProcessId,
-        believes: usize,
+        wish: &Wish,
         member: Member,
         waits: Wait,
+        now: Instant,
     ) -> Result<(), RendezvousError> {
+        let Wish { process, processes: believes, epoch, .. } = *wish;
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
         let processes = self.seats.len();
         if believes != processes {
             return Err(RendezvousError::Count { process, believes, job: processes });
+        }
+        if self.phase == Phase::Running && epoch == self.epoch + 1 && process.index() < processes {
+            self.begin_next_epoch(now);
+        }
+        let is_place =
+            self.phase == Phase::Gathering && epoch == self.epoch && process.index() < processes;
+        if wish.waits && !is_place && !matches!(self.phase, Phase::Failed(_)) {
+            return self.wait_for_place(link, process, member, waits, now);
         }
         let Some(seat) = self.seats.get(process.index()) else {
             return Err(RendezvousError::NoSuchProcess { process, processes });
@@ -375,7 +449,7 @@ impl Job {
         {
             let Member { host, pid, .. } = held.member.clone();
             let is_same = (&host, pid) == (&member.host, member.pid) && held.link != link;
-            if !is_same || self.phase != Phase::Gathering {
+            if !is_same || !is_place {
                 return Err(RendezvousError::Duplicate { process, host, pid });
             }
             // Its connection was cut and it tries again. The end of its first connection has not
@@ -383,12 +457,12 @@ impl Job {
             before = Some(held.link);
         }
         match &self.phase {
-            Phase::Gathering => {}
-            Phase::Running => return Err(RendezvousError::Complete { process, processes }),
             Phase::Failed(error) => return Err(error.clone()),
+            _ if !is_place => return Err(RendezvousError::Complete { process, processes }),
+            _ => {}
         }
         let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
-        if client.process.is_some() {
+        if client.process.is_some() || self.spares.iter().any(|spare| spare.link == link) {
             return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
         }
         client.process = Some(process);
@@ -396,7 +470,102 @@ impl Job {
             self.forget(before);
             self.actions.push(Action::Close(before));
         }
-        let differs = self.seats.iter().enumerate().find_map(|(other, seat)| {
+        let differs = self.differs(process, &member);
+        self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
+        match differs {
+            // Waiting cannot help. All processes had better hear of it now than of a missing
+            // process later.
+            Some(error) => self.fail(error),
+            None => self.place_spares(),
+        }
+        Ok(())
+    }
+
+    /// Begins the next epoch, in which every place is free again.
+    fn begin_next_epoch(&mut self, now: Instant) {
+        self.epoch += 1;
+        self.phase = Phase::Gathering;
+        self.gather_until = after(now, self.peer_timeout);
+        let is_gone = |seat: &Option<Seat>| {
+            let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
+            end.is_some_and(|end| end.how != HowEnded::Returns)
+        };
+        self.vacant = self.seats.iter().map(is_gone).collect();
+        self.seats.fill_with(|| None);
+        self.reports.clear();
+        for (name, arrivals) in std::mem::take(&mut self.barriers) {
+            for Arrival { link, wait, .. } in arrivals {
+                let what = format!("barrier {name:?}");
+                let when = "in an epoch that goes on".into();
+                self.answer(link, wait.ask, Err(RendezvousError::OutOfTurn { what, when }));
+            }
+        }
+    }
+
+    /// Keeps a client until there is a place for it, or until the job has ended.
+    fn wait_for_place(
+        &mut self,
+        link: Link,
+        process: ProcessId,
+        member: Member,
+        waits: Wait,
+        now: Instant,
+    ) -> Result<(), RendezvousError> {
+        if let Some(error) = self.differs(process, &member) {
+            return Err(error);
+        }
+        let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
+        if client.process.is_some() || self.spares.iter().any(|spare| spare.link == link) {
+            return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
+        }
+        client.join_by = after(now, Duration::MAX);
+        let waits = Wait { until: after(now, Duration::MAX), ..waits };
+        self.spares.push(Seat { link, member, waits, ended: None });
+        self.place_spares();
+        Ok(())
+    }
+
+    /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
+    /// complete.
+    fn place_spares(&mut self) {
+        if self.phase != Phase::Gathering {
+            return;
+        }
+        for process in processes(self.seats.len()) {
+            while self.seats[process.index()].is_none()
+                && self.vacant[process.index()]
+                && !self.spares.is_empty()
+            {
+                let spare = self.spares.remove(0);
+                if let Some(error) = self.differs(process, &spare.member) {
+                    self.answer(spare.link, spare.waits.ask, Err(error));
+                    continue;
+                }
+                if let Some(client) = self.links.get_mut(&spare.link) {
+                    client.process = Some(process);
+                }
+                self.seats[process.index()] = Some(spare);
+            }
+        }
+        if self.seats.iter().any(Option::is_none) {
+            return;
+        }
+        self.phase = Phase::Running;
+        let members: Arc<[Member]> =
+            self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+        let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
+        let told: Vec<_> =
+            seats.map(|(process, seat)| (process, seat.link, seat.waits.ask)).collect();
+        for (process, link, ask) in told {
+            let (members, epoch) = (members.clone(), self.epoch);
+            let answer = Answer::Members { process, epoch, members, more: false };
+            self.answer(link, ask, Ok(answer));
+        }
+    }
+
+    /// Returns an error if the program of a new member differs from that of one that has joined.
+    fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
+        self.seats.iter().enumerate().find_map(|(other, seat)| {
             let other_member = &seat.as_ref()?.member;
             (other_member.program != member.program).then(|| RendezvousError::Program {
                 process,
@@ -406,27 +575,7 @@ impl Job {
                 other_host: other_member.host.clone(),
                 other_program: other_member.program.clone(),
             })
-        });
-        self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
-        if let Some(error) = differs {
-            // Waiting cannot help. All processes had better hear of it now than of a missing
-            // process later.
-            self.fail(error);
-        } else if self.seats.iter().all(Option::is_some) {
-            self.phase = Phase::Running;
-            let members: Arc<[Member]> =
-                self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
-            let told: Vec<_> =
-                self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
-            for (link, ask) in told {
-                self.answer(
-                    link,
-                    ask,
-                    Ok(Answer::Members { members: members.clone(), more: false }),
-                );
-            }
-        }
-        Ok(())
+        })
     }
 
     fn set(&mut self, key: String, value: Vec<u8>) -> Result<Answer, RendezvousError> {
@@ -464,7 +613,8 @@ impl Job {
             });
         };
         for (other, seat) in processes(self.seats.len()).zip(&self.seats) {
-            if let Some(why) = seat.as_ref().and_then(|seat| seat.ended.clone()) {
+            if let Some(end) = seat.as_ref().and_then(|seat| seat.ended.as_ref()) {
+                let why = end.why.clone();
                 return Err(RendezvousError::BarrierBroken { name, process: other, why });
             }
         }
@@ -501,7 +651,7 @@ impl Job {
         for (process, seat) in processes(self.seats.len()).zip(&self.seats) {
             let why = match seat {
                 None => "it has not joined yet".to_owned(),
-                Some(Seat { ended: Some(why), .. }) => why.clone(),
+                Some(Seat { ended: Some(end), .. }) => end.why.clone(),
                 Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
                 Some(seat) => {
                     missing.insert(process);
@@ -563,22 +713,32 @@ impl Job {
         }
         self.barriers.retain(|_, arrivals| !arrivals.is_empty());
         self.looks.retain(|look| look.link != link);
+        self.spares.retain(|spare| spare.link != link);
         self.links.remove(&link)?.process
     }
 
-    /// Marks a process as ended and fails all pending barriers. If `died` (it did not leave in
-    /// order), tells the others. Before the job is complete, only frees the process's number.
-    fn end(&mut self, process: ProcessId, why: &str, died: bool) {
-        if self.phase != Phase::Running {
-            // The others do not know it yet: another process may take its number.
-            self.seats[process.index()] = None;
+    /// Marks a process as ended and fails all pending barriers. If it died, tells the others. Before
+    /// the job is complete, only frees the process's number. `link` is the process's connection: it
+    /// may be of an earlier epoch.
+    fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
+        let seat = &mut self.seats[process.index()];
+        if seat.as_ref().is_some_and(|seat| seat.link != link) {
             return;
         }
-        if let Some(seat) = &mut self.seats[process.index()] {
-            seat.ended = Some(why.to_owned());
+        if self.phase != Phase::Running {
+            // The others do not know it yet: another process may take its number.
+            *seat = None;
+            if self.epoch > 1 && how != HowEnded::Returns {
+                self.vacant[process.index()] = true;
+                self.place_spares();
+            }
+            return;
+        }
+        if let Some(seat) = seat {
+            seat.ended = Some(End { why: why.to_owned(), how });
         }
         self.seen(process, &Err(why.to_owned()), |_| true);
-        if died {
+        if how == HowEnded::Died {
             let others: Vec<Link> = self
                 .links
                 .iter()
@@ -599,12 +759,25 @@ impl Job {
                 self.answer(link, wait.ask, Err(error));
             }
         }
+        let is_over =
+            |seat: &Seat| seat.ended.as_ref().is_some_and(|end| end.how != HowEnded::Returns);
+        if self.seats.iter().flatten().all(is_over) {
+            for Seat { link, waits, .. } in std::mem::take(&mut self.spares) {
+                self.answer(link, waits.ask, Ok(Answer::Done));
+            }
+        }
     }
 
     /// Fails a job that can never be complete, and answers all processes that joined with `error`.
     fn fail(&mut self, error: RendezvousError) {
-        let told: Vec<_> =
-            self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
+        let spares = std::mem::take(&mut self.spares);
+        let told: Vec<_> = self
+            .seats
+            .iter()
+            .flatten()
+            .chain(&spares)
+            .map(|seat| (seat.link, seat.waits.ask))
+            .collect();
         for (link, ask) in told {
             self.answer(link, ask, Err(error.clone()));
         }
@@ -655,6 +828,8 @@ fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {
     Err(RendezvousError::TooLong { what: what.to_owned(), bytes: name.len(), limit: MAX_KEY_BYTES })
 }
 
+#[cfg(test)]
+mod epochs;
 #[cfg(test)]
 mod fuzz;
 #[cfg(test)]

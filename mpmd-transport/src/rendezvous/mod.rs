@@ -56,7 +56,7 @@ use serde::{Deserialize, Serialize};
 use crate::router::Failure;
 use crate::wire::ProcessId;
 
-pub use client::{ClockOffset, JoinConfig, Rendezvous};
+pub use client::{ClockOffset, JoinConfig, Joined, Rendezvous};
 pub use error::RendezvousError;
 pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};

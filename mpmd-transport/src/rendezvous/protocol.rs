@@ -13,7 +13,7 @@ use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -97,6 +97,11 @@ pub(super) enum Request {
         ask: u64,
         process: ProcessId,
         processes: u64,
+        /// The epoch of the job: 1, or the one after the epoch that has failed.
+        epoch: u64,
+        /// True if the client waits for the place of another process, should it find none of its
+        /// own.
+        waits: bool,
         peer_timeout: Duration,
         member: Member,
     },
@@ -120,6 +125,8 @@ pub(super) enum Request {
     },
     Leave {
         ask: u64,
+        /// True if the process will join the next epoch.
+        returns: bool,
     },
     Pong,
     Report {
@@ -175,6 +182,9 @@ pub(super) enum Answer {
     Done,
     /// Members by process number. If `more` is true, further messages continue the list.
     Members {
+        /// The number of the client's process.
+        process: ProcessId,
+        epoch: u64,
         members: Arc<[Member]>,
         more: bool,
     },
@@ -185,7 +195,9 @@ pub(super) enum Answer {
 
 /// Splits a reply into messages, lazily: all members of a large job do not fit one message.
 pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
-    let Reply::Answer { ask, result: Ok(Answer::Members { members, more: false }) } = reply else {
+    let Reply::Answer { ask, result: Ok(Answer::Members { process, epoch, members, more: false }) } =
+        reply
+    else {
         return Box::new(iter::once(reply));
     };
     let mut next = Some(0);
@@ -200,10 +212,9 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let end = (first + fits.count().max(1)).min(members.len());
         let more = end < members.len();
         next = more.then_some(end);
-        Some(Reply::Answer {
-            ask,
-            result: Ok(Answer::Members { members: members[first..end].into(), more }),
-        })
+        let members = members[first..end].into();
+        let result = Ok(Answer::Members { process, epoch, members, more });
+        Some(Reply::Answer { ask, result })
     }))
 }
 
@@ -310,13 +321,17 @@ mod tests {
         };
         for processes in [0, 1, 600, 4000] {
             let members: Arc<[Member]> = (0..processes).map(member).collect();
-            let answer = Answer::Members { members: members.clone(), more: false };
+            let (process, epoch) = (ProcessId(1), 2);
+            let answer = Answer::Members { process, epoch, members: members.clone(), more: false };
             let mut heard = Vec::new();
             let mut last = false;
             for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
                 assert!(!last, "nothing follows the last part");
                 assert!(frame(&part).is_ok());
-                let Reply::Answer { ask: 3, result: Ok(Answer::Members { members, more }) } = part
+                let Reply::Answer {
+                    ask: 3,
+                    result: Ok(Answer::Members { process: ProcessId(1), epoch: 2, members, more }),
+                } = part
                 else {
                     panic!("{part:?}");
                 };
@@ -357,15 +372,24 @@ mod tests {
             program: "p".into(),
             trouble: Some("none".into()),
         };
-        let join =
-            Request::Join { ask: 1, process, processes: 2, peer_timeout, member: member.clone() };
+        let (epoch, waits, processes) = (1, true, 2);
+        let joining = member.clone();
+        let join = Request::Join {
+            ask: 1,
+            process,
+            processes,
+            epoch,
+            waits,
+            peer_timeout,
+            member: joining,
+        };
         let requests = [
             join,
             Request::Set { ask: 2, key: "k".into(), value: vec![7; 20] },
             Request::Get { ask: 300, key: "k".into(), peer_timeout },
             Request::Barrier { ask: 4, name: "b".into(), peer_timeout },
             Request::Clock { ask: 70_000 },
-            Request::Leave { ask: 6 },
+            Request::Leave { ask: 6, returns: true },
             Request::Pong,
             Request::Look { ask: 7 },
             Request::Status { look: 8, status: Ok(vec![3; 25]) },
@@ -377,7 +401,12 @@ mod tests {
         let answer = |result| Reply::Answer { ask: 1 << 40, result };
         let replies = [
             answer(Ok(Answer::Done)),
-            answer(Ok(Answer::Members { members: vec![member; 2].into(), more: true })),
+            answer(Ok(Answer::Members {
+                process,
+                epoch: 3,
+                members: vec![member; 2].into(),
+                more: true,
+            })),
             answer(Ok(Answer::Value(vec![1; 30]))),
             answer(Ok(Answer::Clock(-1))),
             answer(Err(missing)),

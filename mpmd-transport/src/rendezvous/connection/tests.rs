@@ -15,7 +15,8 @@ fn too_many_members_statuses_or_downs_are_refused() {
     let (connection, _server) = connection();
     let members = |more| {
         let members = vec![Member::default(); 2].into();
-        Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more }) }
+        let process = ProcessId(0);
+        Reply::Answer { ask: 1, result: Ok(Answer::Members { process, epoch: 1, members, more }) }
     };
     assert_eq!(connection.hear(members(true)), Ok(()));
     assert!(
@@ -49,7 +50,8 @@ fn fuzz_rendezvous_replies() {
                 3 => Err(RendezvousError::Stopped),
                 _ => {
                     let members = vec![Member::default(); rng.usize(..3)].into();
-                    Ok(Answer::Members { members, more: rng.bool() })
+                    let (process, epoch) = (ProcessId(rng.u32(..3)), rng.u64(..3));
+                    Ok(Answer::Members { process, epoch, members, more: rng.bool() })
                 }
             };
             let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());

@@ -99,7 +99,7 @@ fn ask_of(request: &Request) -> Option<u64> {
         | Request::Barrier { ask, .. }
         | Request::Report { ask, .. }
         | Request::Look { ask }
-        | Request::Leave { ask } => Some(*ask),
+        | Request::Leave { ask, .. } => Some(*ask),
         Request::Clock { .. } | Request::Status { .. } | Request::Pong => None,
     }
 }
@@ -133,12 +133,14 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 2 => member.trouble = Some(text(rng)),
                 _ => {}
             }
-            Request::Join { ask, process: ProcessId(process), processes, peer_timeout, member }
+            let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
+            let process = ProcessId(process);
+            Request::Join { ask, process, processes, epoch, waits, peer_timeout, member }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
         4 => Request::Get { ask, key: text(rng), peer_timeout },
         5 => Request::Barrier { ask, name: text(rng), peer_timeout },
-        6 => Request::Leave { ask },
+        6 => Request::Leave { ask, returns: rng.bool() },
         7 => {
             let process = ProcessId(integer(rng) as u32);
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));

@@ -35,8 +35,8 @@ impl Table {
         let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
         let processes = self.job.seats.len() as u64;
         let peer_timeout = Duration::from_secs(3600);
-        let join =
-            Request::Join { ask: 1, process: ProcessId(process), processes, peer_timeout, member };
+        let (process, epoch, waits) = (ProcessId(process), 1, false);
+        let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
         self.job.said(link, join, self.now);
     }
 
@@ -87,7 +87,8 @@ fn all_get_the_members_when_the_last_has_joined() {
     let said = table.said();
     assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
     for (_, reply) in said {
-        let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false }) } = reply
+        let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false, .. }) } =
+            reply
         else {
             panic!("{reply:?}")
         };
@@ -119,7 +120,8 @@ fn duplicate_is_refused_and_the_job_goes_on() {
     table.job.opened(50, table.now);
     let peer_timeout = Duration::from_secs(3600);
     let member = Member { pid: 7, ..Member::default() };
-    let join = Request::Join { ask: 1, process: ProcessId(1), processes: 2, peer_timeout, member };
+    let (process, processes, epoch, waits) = (ProcessId(1), 2, 1, false);
+    let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
     table.job.said(50, join, table.now);
     let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
     assert_eq!(errors(table.said()), [(50, held)]);
@@ -275,7 +277,7 @@ fn set_answers_pending_get_and_leave_is_not_down() {
     table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
     let said = table.said();
     assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
-    table.job.said(11, Request::Leave { ask: 5 }, table.now);
+    table.job.said(11, Request::Leave { ask: 5, returns: false }, table.now);
     table.job.closed(11, "connection closed");
     assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
     assert_eq!(table.job.present(), 1);
@@ -298,8 +300,9 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
+        let (peer_timeout, epoch, waits) = (TIME_LIMIT, 1, false);
         let join =
-            Request::Join { ask: 1, process, processes: 2, peer_timeout: TIME_LIMIT, member };
+            Request::Join { ask: 1, process, processes: 2, epoch, waits, peer_timeout, member };
         table.job.said(link, join, table.now);
         let said = errors(table.said());
         assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");

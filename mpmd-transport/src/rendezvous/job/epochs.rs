@@ -1,0 +1,247 @@
+//! Jobs that lose processes and go on in the next epoch.
+
+use super::*;
+
+const TIME_LIMIT: Duration = Duration::from_secs(60);
+
+/// A job of three processes and its clients. Process `p` of epoch `e` has link `10 * e + p`.
+struct Table {
+    job: Job,
+    now: Instant,
+}
+
+impl Table {
+    /// Returns a job of three that runs.
+    fn running() -> Self {
+        let now = Instant::now();
+        let mut table = Self { job: Job::new(3, TIME_LIMIT, now), now };
+        (0..3).for_each(|process| table.join(1, process));
+        assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
+        table
+    }
+
+    /// Lets a process join an epoch.
+    fn join(&mut self, epoch: u64, process: u32) {
+        self.join_as(10 * epoch + u64::from(process), epoch, process);
+    }
+
+    fn join_as(&mut self, link: Link, epoch: u64, process: u32) {
+        self.job.opened(link, self.now);
+        let member = Member { pid: link as u32, ..Member::default() };
+        let (process, processes, waits) = (ProcessId(process), 3, true);
+        let peer_timeout = TIME_LIMIT * 10;
+        let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+        self.job.said(link, join, self.now);
+    }
+
+    /// Lets a process of the running epoch leave in order, and return if `returns` is true.
+    fn leave(&mut self, link: Link, returns: bool) {
+        self.job.said(link, Request::Leave { ask: 2, returns }, self.now);
+        self.job.closed(link, "the connection was closed");
+    }
+
+    fn die(&mut self, link: Link) {
+        self.job.closed(link, "connection reset");
+    }
+
+    /// Lets time pass while these clients answer.
+    fn pass(&mut self, time: Duration, awake: &[Link]) {
+        let end = self.now + time;
+        while self.now < end {
+            self.now = self.job.tick(self.now).min(end);
+            awake.iter().for_each(|link| self.job.said(*link, Request::Pong, self.now));
+        }
+        self.job.tick(self.now);
+    }
+
+    /// Takes the answers to requests to join since the last call.
+    fn answers(&mut self) -> Vec<(Link, Result<Answer, RendezvousError>)> {
+        let answers = self.job.actions().into_iter().filter_map(|action| match action {
+            Action::Say(link, Reply::Answer { ask: 1, result }) => Some((link, result)),
+            _ => None,
+        });
+        answers.collect()
+    }
+
+    /// Takes the clients that have joined since the last call, as (link, process, epoch).
+    fn joined(&mut self) -> Vec<(Link, u32, u64)> {
+        let joined = self.answers().into_iter().map(|(link, result)| match result {
+            Ok(Answer::Members { process, epoch, members, more: false }) => {
+                assert_eq!(u64::from(members[process.index()].pid), link);
+                (link, process.0, epoch)
+            }
+            other => panic!("{other:?}"),
+        });
+        joined.collect()
+    }
+}
+
+#[test]
+fn spare_takes_the_place_of_a_dead_process() {
+    let mut table = Table::running();
+    // Their numbers are beyond the job's, and any epoch will do.
+    table.join_as(90, 1, 3);
+    table.join_as(91, 1, 4);
+    table.die(11);
+    assert_eq!(table.job.wanted(), 0);
+    table.leave(10, true);
+    table.leave(12, true);
+    table.join(2, 2);
+    assert_eq!(table.joined(), []);
+    assert_eq!(table.job.phase(), &Phase::Gathering);
+    table.join(2, 0);
+    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
+    // The next death takes the second spare; a third would want a new process.
+    table.die(90);
+    table.leave(20, true);
+    table.join(3, 0);
+    table.leave(22, true);
+    table.join(3, 2);
+    assert_eq!(table.joined(), [(30, 0, 3), (91, 1, 3), (32, 2, 3)]);
+    table.die(30);
+    assert_eq!((table.job.wanted(), table.job.present()), (1, 2));
+}
+
+#[test]
+fn new_process_that_starts_later_takes_the_place() {
+    let mut table = Table::running();
+    table.die(10);
+    table.leave(11, true);
+    table.leave(12, true);
+    table.join(2, 1);
+    table.join(2, 2);
+    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
+    // Its launcher gives it the number of the dead process.
+    table.join_as(95, 1, 0);
+    assert_eq!(table.joined(), [(95, 0, 2), (21, 1, 2), (22, 2, 2)]);
+    assert_eq!(table.job.wanted(), 0);
+}
+
+#[test]
+fn process_that_does_not_return_in_time_loses_its_place() {
+    let mut table = Table::running();
+    table.die(11);
+    table.leave(10, true);
+    table.leave(12, true);
+    table.join(2, 0);
+    table.join_as(90, 1, 3);
+    assert_eq!((table.job.wanted(), table.joined()), (0, vec![]));
+    table.pass(TIME_LIMIT, &[20, 90]);
+    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
+    table.join_as(91, 1, 4);
+    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (91, 2, 2)]);
+    // The late one becomes a spare.
+    table.join(2, 2);
+    assert_eq!(table.joined(), []);
+    table.die(20);
+    assert_eq!(table.job.wanted(), 0);
+}
+
+#[test]
+fn epoch_without_enough_processes_fails_and_names_the_missing() {
+    let mut table = Table::running();
+    table.die(11);
+    table.leave(10, true);
+    table.join(2, 0);
+    table.leave(12, true);
+    table.join(2, 2);
+    table.pass(TIME_LIMIT, &[20, 22]);
+    let missing = RendezvousError::Missing {
+        missing: vec![ProcessId(1)],
+        processes: 3,
+        peer_timeout: TIME_LIMIT,
+    };
+    let both = [(20, Err(missing.clone())), (22, Err(missing.clone()))];
+    assert_eq!(table.answers(), both);
+    table.join_as(90, 1, 1);
+    assert_eq!(table.answers(), [(90, Err(missing))]);
+}
+
+#[test]
+fn deaths_while_an_epoch_gathers_free_their_places() {
+    let mut table = Table::running();
+    for spare in 0..3 {
+        table.join_as(90 + u64::from(spare), 1, 3 + spare);
+    }
+    table.die(11);
+    table.leave(10, true);
+    table.join(2, 0);
+    // One that has joined the new epoch, a spare that has its place, and one that never left.
+    table.die(20);
+    table.die(90);
+    assert_eq!(table.joined(), []);
+    table.die(12);
+    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
+    table.join_as(93, 1, 9);
+    let joined = table.joined();
+    assert_eq!(
+        joined.iter().map(|(_, process, epoch)| (*process, *epoch)).collect::<Vec<_>>(),
+        [(0, 2), (1, 2), (2, 2)]
+    );
+    let mut links: Vec<Link> = joined.iter().map(|(link, ..)| *link).collect();
+    links.sort_unstable();
+    assert_eq!(links, [91, 92, 93]);
+}
+
+#[test]
+fn late_end_of_an_old_connection_does_not_matter() {
+    let mut table = Table::running();
+    table.die(11);
+    table.join_as(90, 1, 3);
+    // They join before the service has seen the ends of their old connections.
+    table.join(2, 0);
+    table.join(2, 2);
+    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
+    table.die(10);
+    table.leave(12, false);
+    assert_eq!((table.job.present(), table.job.wanted()), (3, 0));
+}
+
+#[test]
+fn spares_hear_of_the_end_of_the_job() {
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.pass(TIME_LIMIT * 5, &[10, 11, 12, 90]);
+    table.leave(10, false);
+    table.leave(11, false);
+    assert_eq!(table.answers(), []);
+    table.leave(12, false);
+    assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
+    // The same if all have failed and none returns; but not while one does.
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.die(10);
+    table.leave(11, true);
+    table.die(12);
+    assert_eq!(table.answers(), []);
+    table.join(2, 1);
+    table.die(21);
+    table.pass(TIME_LIMIT, &[90]);
+    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Missing { .. }))]));
+}
+
+#[test]
+fn process_that_has_finished_is_replaced_if_others_return() {
+    let mut table = Table::running();
+    table.leave(10, false);
+    table.die(11);
+    assert_eq!(table.job.wanted(), 1);
+    table.leave(12, true);
+    table.join(2, 2);
+    assert_eq!(table.job.wanted(), 2);
+    table.join_as(90, 1, 1);
+    table.join_as(91, 1, 0);
+    assert_eq!(table.joined(), [(90, 0, 2), (91, 1, 2), (22, 2, 2)]);
+}
+
+#[test]
+fn spare_with_another_program_is_refused_at_once() {
+    let mut table = Table::running();
+    table.job.opened(90, table.now);
+    let member = Member { program: "other".into(), ..Member::default() };
+    let (process, processes, epoch, waits) = (ProcessId(3), 3, 1, true);
+    let peer_timeout = TIME_LIMIT;
+    let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+    table.job.said(90, join, table.now);
+    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
+}
