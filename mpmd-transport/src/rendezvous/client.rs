@@ -110,6 +110,10 @@ impl Rendezvous {
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
     pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
+        let JoinConfig { process, processes, .. } = self.config;
+        if process.index() >= processes {
+            return Err(RendezvousError::NoSuchProcess { process, processes });
+        }
         match self.ask_to_join(member, 1, false)? {
             (_, Some(joined)) => Ok(joined.members),
             (answer, None) => Err(self.link.senseless(&answer)),

@@ -486,10 +486,6 @@ impl Job {
         self.epoch += 1;
         self.phase = Phase::Gathering;
         self.gather_until = after(now, self.peer_timeout);
-        let is_gone = |seat: &Option<Seat>| {
-            let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
-            end.is_some_and(|end| end.how != HowEnded::Returns)
-        };
         self.vacant = self.seats.iter().map(is_gone).collect();
         self.seats.fill_with(|| None);
         self.reports.clear();
@@ -522,6 +518,7 @@ impl Job {
         let waits = Wait { until: after(now, Duration::MAX), ..waits };
         self.spares.push(Seat { link, member, waits, ended: None });
         self.place_spares();
+        self.dismiss_spares();
         Ok(())
     }
 
@@ -759,9 +756,12 @@ impl Job {
                 self.answer(link, wait.ask, Err(error));
             }
         }
-        let is_over =
-            |seat: &Seat| seat.ended.as_ref().is_some_and(|end| end.how != HowEnded::Returns);
-        if self.seats.iter().flatten().all(is_over) {
+        self.dismiss_spares();
+    }
+
+    /// Tells the spares that the job has ended, if it has: no process is left, and none returns.
+    fn dismiss_spares(&mut self) {
+        if self.phase == Phase::Running && self.seats.iter().all(is_gone) {
             for Seat { link, waits, .. } in std::mem::take(&mut self.spares) {
                 self.answer(link, waits.ask, Ok(Answer::Done));
             }
@@ -801,6 +801,12 @@ impl Job {
     fn answer(&mut self, link: Link, ask: u64, result: Result<Answer, RendezvousError>) {
         self.actions.push(Action::Say(link, Reply::Answer { ask, result }));
     }
+}
+
+/// True if the process of a place is gone and does not return.
+fn is_gone(seat: &Option<Seat>) -> bool {
+    let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
+    end.is_some_and(|end| end.how != HowEnded::Returns)
 }
 
 /// Interval of pings to clients: several within `peer_timeout`, and at least one a second.

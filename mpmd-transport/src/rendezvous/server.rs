@@ -124,6 +124,12 @@ impl Server {
         self.stage.state.lock().reports.clone()
     }
 
+    /// Returns the number of places of a job that need a new process: those of processes that are
+    /// gone, without those that waiting spares can take.
+    pub fn wanted(&self) -> usize {
+        self.stage.state.lock().wanted
+    }
+
     /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
     /// left.
     ///
@@ -170,6 +176,7 @@ struct StageState {
     complete: bool,
     failed: Option<RendezvousError>,
     present: usize,
+    wanted: usize,
     reports: Vec<(ProcessId, Report)>,
 }
 
@@ -283,15 +290,18 @@ impl Hub {
             Phase::Running => (true, None),
             Phase::Failed(error) => (false, Some(error)),
         };
-        let present = self.job.present();
+        let (present, wanted) = (self.job.present(), self.job.wanted());
         let mut state = self.stage.state.lock();
         let reports = self.job.reports();
-        let known = (state.complete, state.failed.as_ref(), state.present, state.reports.len());
-        if known != (complete, failed, present, reports.len()) {
+        let known = (state.complete, state.failed.as_ref(), state.reports.len());
+        if known != (complete, failed, reports.len())
+            || (state.present, state.wanted) != (present, wanted)
+        {
             *state = StageState {
                 complete,
                 failed: failed.cloned(),
                 present,
+                wanted,
                 reports: reports.to_vec(),
             };
             self.stage.changed.notify_all();

@@ -269,9 +269,9 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     stopped.set_read_timeout(Some(LONG)).unwrap();
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
     stopped.read_exact(&mut [0; 16]).unwrap();
-    // Join {ask 1, process 1, processes 2, peer_timeout 30 s, member of empty fields}, in bincode's
-    // standard form.
-    stopped.write_all(&[12, 0, 0, 0, 0, 1, 1, 2, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    // Join {ask 1, process 1, processes 2, epoch 1, waits false, peer_timeout 30 s, member of empty
+    // fields}, in bincode's standard form.
+    stopped.write_all(&[14, 0, 0, 0, 0, 1, 1, 2, 1, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
@@ -650,4 +650,41 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     drop(server);
     let ended = observer.look(LONG);
     assert!(matches!(ended, Err(RendezvousError::ServerGone { .. })), "{ended:?}");
+}
+
+#[test]
+fn job_goes_on_with_a_spare_in_the_next_epoch() {
+    let server = server(3, LONG);
+    let mut all = meet(&server, 3);
+    let join_epoch = |number: u32, epoch: u64| {
+        let config = config(&server, number, 3);
+        thread::spawn(move || {
+            let rendezvous = Rendezvous::connect(config).unwrap();
+            rendezvous.join_epoch(member(number), epoch).map(|joined| (rendezvous, joined))
+        })
+    };
+    let spares = [join_epoch(3, 1), join_epoch(4, 1)];
+    let heard = downs(&all[0]);
+    drop(all.remove(1));
+    assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Process(ProcessId(1), _))));
+    assert!(server.wanted() <= 1, "a spare may still be on its way");
+    all.iter().for_each(|survivor| survivor.leave_epoch().unwrap());
+    let survivors = [join_epoch(0, 2), join_epoch(2, 2)];
+    let mut joined: Vec<_> = survivors.map(|one| one.join().unwrap().unwrap()).into();
+    // Either spare may be the first; the other waits until all have left.
+    let (sender, ends) = mpsc::channel();
+    for spare in spares {
+        let sender = sender.clone();
+        thread::spawn(move || drop(sender.send(spare.join().unwrap().unwrap())));
+    }
+    joined.push(ends.recv_timeout(LONG).unwrap());
+    let places: Vec<_> = joined.iter().map(|(_, joined)| joined.as_ref().unwrap()).collect();
+    let numbers: Vec<_> = places.iter().map(|joined| (joined.process.0, joined.epoch)).collect();
+    assert_eq!(numbers, [(0, 2), (2, 2), (1, 2)]);
+    assert!(places.iter().all(|joined| joined.members == places[0].members));
+    assert!(places[0].members[1].host.starts_with("host"));
+    assert_eq!(server.wanted(), 0);
+    joined.iter().for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
+    assert_eq!(ends.recv_timeout(LONG).unwrap().1, None, "the job ends without the other spare");
+    assert!(server.wait_empty(LONG));
 }

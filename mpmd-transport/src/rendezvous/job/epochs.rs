@@ -207,6 +207,8 @@ fn spares_hear_of_the_end_of_the_job() {
     assert_eq!(table.answers(), []);
     table.leave(12, false);
     assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
+    table.join_as(91, 1, 3);
+    assert_eq!(table.answers(), [(91, Ok(Answer::Done))], "it comes after the end");
     // The same if all have failed and none returns; but not while one does.
     let mut table = Table::running();
     table.join_as(90, 1, 3);
