@@ -109,6 +109,43 @@ fn holders_of_large_region_share_network_transfer() {
 }
 
 #[test]
+fn small_regions_for_many_hosts_come_from_all_holders_alike() {
+    // Each half goes to three hosts, and either holder sends three of the six.
+    let topology = Topology::even(8, 1).on_hosts(&[0, 1, 2, 3, 4, 5, 6, 7]).unwrap();
+    let src = mesh(&[("x", 2)], 0).replicated().layout(&[2]).unwrap();
+    let dst = mesh(&[("y", 2), ("z", 3)], 2).sharding(spec!["y"]).layout(&[2]).unwrap();
+    let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
+    assert_eq!((summary.pieces, summary.max_bytes_sent_by_a_device), (6, 3 * 4));
+}
+
+#[test]
+fn part_of_a_large_region_has_at_least_a_mebibyte() {
+    // Four holders could send a part each, but there are only 3 MiB.
+    let topology = Topology::even(8, 1).on_hosts(&[0, 0, 0, 0, 1, 1, 1, 1]).unwrap();
+    let (src, dst) = (mesh(&[("x", 4)], 0).replicated(), mesh(&[("x", 4)], 4).replicated());
+    let far = |pieces: Vec<String>| {
+        let pieces = pieces.into_iter().filter(|piece| piece.as_bytes()[0] < b'4');
+        pieces.map(|piece| piece[..1].to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(far(planned(&src, &dst, &[3 << 18], &topology)), ["0", "1", "2"]);
+    assert_eq!(far(planned(&src, &dst, &[4 << 18], &topology)).len(), 4);
+}
+
+#[test]
+fn whole_shards_move_in_one_piece_and_their_parts_in_chunks() {
+    let deliveries = |src: &Sharding, dst: &Sharding, topology: &Topology, to: u32| {
+        let (src, dst) = (src.layout(&[4 << 20]).unwrap(), dst.layout(&[4 << 20]).unwrap());
+        plan(&src, &dst, 4, topology).unwrap().part_of(ProcessId(to)).deliveries.len()
+    };
+    let one = |device| Sharding::single_device(DeviceId(device));
+    assert_eq!(deliveries(&one(0), &one(1), &Topology::even(2, 1), 1), 1);
+    // Two holders send 8 MiB each, in chunks of 2 MiB.
+    let topology = Topology::even(4, 1).on_hosts(&[0, 0, 1, 1]).unwrap();
+    let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
+    assert_eq!(deliveries(&src, &dst, &topology, 2), 8);
+}
+
+#[test]
 fn processes_of_a_host_share_received_regions() {
     // Eight quarters of two columns, each from one device; each column is wanted by two processes.
     let topology = Topology::even(6, 2).on_hosts(&[0, 0, 0, 0, 1, 1]).unwrap();

@@ -603,6 +603,33 @@ mod tests {
     }
 
     #[test]
+    fn weight_residuals_count_from_input_to_weight_gradient() {
+        use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
+        let schedule = Builtin::ZbH1.schedule(3, 9, 1).unwrap();
+        let mut costs = Costs::units(3);
+        for stage in &mut costs.stage {
+            (stage.activation_bytes, stage.weight_residual_bytes) = (10, 100);
+        }
+        let report = check_schedule(&schedule, Limits { costs: Some(&costs), ..LIMITS });
+        for (row, peak) in steps(&schedule).iter().zip(&report.peaks) {
+            let (mut kept, mut most) = (0u64, 0);
+            for step in row {
+                let (more, less) = match step.kind {
+                    StepKind::Compute(Forward) => (10, 0),
+                    StepKind::Compute(BackwardInput) => (100, 10),
+                    StepKind::Compute(BackwardWeight) => (0, 100),
+                    StepKind::Compute(Backward) => (100, 110),
+                    _ => (0, 0),
+                };
+                kept += more;
+                most = most.max(kept);
+                kept -= less;
+            }
+            assert_eq!((peak.bytes, kept), (most, 0));
+        }
+    }
+
+    #[test]
     fn cycle_over_ranks_is_found_without_transfers() {
         let mut rows = steps(&Schedule::gpipe(2, 2).unwrap());
         // 0F0 0B0 0F1 0B1 beside 1F0 1F1 1B0 1B1.
