@@ -93,6 +93,34 @@ fn conflicting_orders_deadlock_over_every_channel() {
 }
 
 #[test]
+fn the_shortest_of_two_cycles_is_reported() {
+    // Processes 0 to 2 wait for each other around a ring, and so do 3 and 4.
+    let before = [2u32, 0, 1, 4, 3];
+    let node =
+        |process: u32| Node { lane: process, needs: (0, 0), takes: (process, 1), tag: process };
+    let transfer = |process: u32| {
+        let from = before[process as usize];
+        Transfer { from, to: process, after: from, bytes: 1, tag: process }
+    };
+    let posts = |process: u32| {
+        let sends = (0..5).filter(|to| before[*to as usize] == process).map(Post::Send);
+        [Post::Receive(process)].into_iter().chain(sends).collect()
+    };
+    let flow = Flow {
+        lanes: (0..5).collect(),
+        processes: 5,
+        nodes: (0..5).map(node).collect(),
+        transfers: (0..5).map(transfer).collect(),
+        needs: Vec::new(),
+        takes: (0..5).collect(),
+        posts: (0..5).map(posts).collect(),
+    };
+    let deadlock = check(&flow, Channel::TAGS).unwrap_err();
+    // Each process computes, receives and sends.
+    assert_eq!(deadlock.cycle.len(), 2 * 3);
+}
+
+#[test]
 fn transfers_with_a_missing_end_are_reported() {
     let schedule = Schedule::gpipe(2, 1).unwrap();
     let rows = lower(&schedule).unwrap().steps;
