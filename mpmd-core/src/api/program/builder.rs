@@ -30,6 +30,8 @@ pub(super) const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 #[must_use = "a builder does nothing until it starts a program"]
 pub struct Builder {
     pub(super) devices: Option<usize>,
+    /// The epoch of the job, from 1.
+    pub(super) epoch: u64,
     pub(super) peer_timeout: Option<Duration>,
     pub(super) spin: Option<Spin>,
     heartbeat: Duration,
@@ -52,6 +54,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             devices: None,
+            epoch: 1,
             peer_timeout: None,
             spin: None,
             heartbeat: Duration::from_millis(500),
@@ -435,7 +438,7 @@ impl Builder {
     fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
         let peer_timeout = self.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         RuntimeConfig {
-            epoch: connect::EPOCH,
+            epoch: self.epoch,
             peer_timeout,
             // A live peer must not count as lost between two heartbeats.
             heartbeat: self.heartbeat.min(peer_timeout / 4),

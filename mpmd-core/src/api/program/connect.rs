@@ -10,7 +10,7 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
+    Down, JoinConfig, Joined, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -26,10 +26,6 @@ use crate::trace::{Trace, unix_now};
 use crate::warning::warn_user;
 use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
-
-/// The epoch of every job: the number that would tell a restarted job from its predecessor. Jobs do
-/// not restart in place yet.
-pub(super) const EPOCH: u64 = 1;
 
 /// The longest time that a leaving process that hosts the rendezvous service waits for the others
 /// to leave.
@@ -225,8 +221,6 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
     let opened = has_cuda(env.process, &topology)
         .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
-    let told = costs::tell(&rendezvous, env.process, env.links.as_deref())
-        .and_then(|()| tell_gpus(&rendezvous, env.process, &topology));
     // Joins also without a transport or devices. Otherwise the others would wait and never learn
     // the reason.
     let member = Member {
@@ -237,47 +231,51 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         program: version::fingerprint(&topology, builder.checks()),
         trouble: opened.as_ref().err().map(lack),
     };
-    let members = match rendezvous.join(member) {
-        Ok(members) => members,
+    let (process, epoch) = (env.process, builder.epoch);
+    let joined = match rendezvous.join(member) {
+        Ok(members) => Joined { process, epoch, members },
         // A difference between the programs is reported before a missing transport or device.
         Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
-    let neighbours = Arc::new(Neighbours::find(env.process, &members));
+    let members = &joined.members;
+    let neighbours = Arc::new(Neighbours::find(process, members));
     let membership = Membership { rendezvous, server, neighbours };
     let agreed = || {
-        told?;
-        let opened = match (transports::agree(&members), opened) {
+        let rendezvous = &membership.rendezvous;
+        costs::tell(rendezvous, process, epoch, env.links.as_deref())?;
+        tell_gpus(rendezvous, process, epoch, &topology)?;
+        let opened = match (transports::agree(members), opened) {
             (Ok(()), opened) => opened?,
             // On the process at fault, its own error is more precise.
             (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
             (Err(error), _) => return Err(error.into()),
         };
-        let links = costs::hear(&membership.rendezvous, peer_timeout)?;
-        let topology = hear_gpus(&membership.rendezvous, topology, peer_timeout)?;
-        Ok((opened, placed(&builder, topology, &members, links)?))
+        let links = costs::hear(rendezvous, epoch, peer_timeout)?;
+        let topology = hear_gpus(rendezvous, epoch, topology, peer_timeout)?;
+        Ok((opened, placed(&builder, topology, members, links)?))
     };
     let (opened, topology) = match agreed() {
         Ok(agreed) => agreed,
         Err(error) => {
             // All peers must hear of it, also from a service that this process hosts.
-            membership.leave(Some(Report { failure: blame(env.process, &error), hash: None }));
+            membership.leave(Some(Report { failure: blame(process, &error), hash: None }));
             return Err(error);
         }
     };
     let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
-    match opened.connect(env, &members, peer_timeout, spin) {
-        Ok(transport) => builder.start(env.process, topology, Some(transport), Some(membership)),
+    match opened.connect(env, &joined, peer_timeout, spin) {
+        Ok(transport) => builder.start(process, topology, Some(transport), Some(membership)),
         Err(error) => {
-            membership.give_up(env.process, &error);
+            membership.give_up(process, &error);
             Err(error)
         }
     }
 }
 
-/// Returns the rendezvous key of the GPU ids of a process.
-fn gpus_key(process: ProcessId) -> String {
-    format!("mpmd.gpus.{process}")
+/// Returns the rendezvous key of the GPU ids of a process in an epoch.
+fn gpus_key(process: ProcessId, epoch: u64) -> String {
+    format!("mpmd.gpus.{epoch}.{process}")
 }
 
 /// True if the other processes must know the GPUs of `process`: it has CUDA devices, and
@@ -292,10 +290,11 @@ fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
 fn tell_gpus(
     rendezvous: &Rendezvous,
     process: ProcessId,
+    epoch: u64,
     topology: &Topology,
 ) -> Result<(), LaunchError> {
     match are_gpus_told(process, topology) {
-        true => Ok(rendezvous.set(gpus_key(process), gpus_of(process, topology).concat())?),
+        true => Ok(rendezvous.set(gpus_key(process, epoch), gpus_of(process, topology).concat())?),
         false => Ok(()),
     }
 }
@@ -304,13 +303,14 @@ fn tell_gpus(
 /// Blocks for up to `peer_timeout` for each process.
 fn hear_gpus(
     rendezvous: &Rendezvous,
+    epoch: u64,
     topology: Topology,
     peer_timeout: Duration,
 ) -> Result<Topology, LaunchError> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
     let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
     told.into_iter().try_fold(topology, |topology, process| {
-        let told = rendezvous.get(gpus_key(process), peer_timeout)?;
+        let told = rendezvous.get(gpus_key(process, epoch), peer_timeout)?;
         let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();
         Ok(topology.with_gpus_of(process, gpus))
     })

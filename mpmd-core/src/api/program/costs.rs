@@ -11,8 +11,11 @@ use serde::{Deserialize, Serialize};
 use mpmd_launch::{LaunchError, variables};
 use mpmd_layout::topology::{LinkClass, Links};
 
-/// The rendezvous key under which process 0 publishes the link costs or its error.
-const KEY: &str = "mpmd.links";
+/// Returns the rendezvous key under which process 0 publishes the link costs of an epoch, or its
+/// error.
+fn key(epoch: u64) -> String {
+    format!("mpmd.links.{epoch}")
+}
 
 /// The result of process 0: the costs, or the error that every process returns.
 #[derive(Deserialize, Serialize)]
@@ -25,6 +28,7 @@ enum Told {
 pub(super) fn tell(
     rendezvous: &Rendezvous,
     process: ProcessId,
+    epoch: u64,
     file: Option<&Path>,
 ) -> Result<(), LaunchError> {
     if process.index() > 0 {
@@ -37,13 +41,17 @@ pub(super) fn tell(
     };
     let told = serde_json::to_vec(&told)
         .map_err(|error| LaunchError::environment("writing down the costs of links", error))?;
-    Ok(rendezvous.set(KEY, told)?)
+    Ok(rendezvous.set(key(epoch), told)?)
 }
 
 /// Waits up to `peer_timeout` for the link costs that process 0 publishes. Fails on every process
 /// alike if process 0 could not read its file.
-pub(super) fn hear(rendezvous: &Rendezvous, peer_timeout: Duration) -> Result<Links, LaunchError> {
-    let told = rendezvous.get(KEY, peer_timeout)?;
+pub(super) fn hear(
+    rendezvous: &Rendezvous,
+    epoch: u64,
+    peer_timeout: Duration,
+) -> Result<Links, LaunchError> {
+    let told = rendezvous.get(key(epoch), peer_timeout)?;
     match serde_json::from_slice(&told) {
         Ok(Told::Costs(links)) => Ok(links),
         Ok(Told::Failed { path, why }) => {

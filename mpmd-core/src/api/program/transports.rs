@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_transport::mixed::Mixed;
-use mpmd_transport::rendezvous::Member;
+use mpmd_transport::rendezvous::{Joined, Member};
 use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
@@ -21,7 +21,6 @@ pub use mpmd_ids::block::Spin;
 pub use mpmd_transport::probe;
 pub use mpmd_transport::ucx::{Report, examine};
 
-use super::connect::EPOCH;
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 use mpmd_launch::{JobEnv, LaunchError, variables};
@@ -110,11 +109,12 @@ impl Opened {
     pub(super) fn connect(
         self,
         env: &JobEnv,
-        members: &[Member],
+        joined: &Joined,
         peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
-        let (process, token, epoch) = (env.process, *env.token.bytes(), EPOCH);
+        let Joined { process, epoch, ref members } = *joined;
+        let token = *env.token.bytes();
         let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()
