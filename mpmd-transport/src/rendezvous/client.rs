@@ -104,7 +104,8 @@ impl Rendezvous {
     /// # Errors
     ///
     /// [`NoSuchProcess`](RendezvousError::NoSuchProcess) if this process's number is not below the
-    /// number of processes. [`Missing`](RendezvousError::Missing) if other processes do not join in time.
+    /// number of processes. [`Missing`](RendezvousError::Missing) if other processes do not join in
+    /// time.
     /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
@@ -277,8 +278,8 @@ impl Rendezvous {
         self.leave_and(false)
     }
 
-    /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its place
-    /// in the next epoch, if it joins that within the server's peer timeout.
+    /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its
+    /// place in the next epoch, if it joins that within the server's peer timeout.
     ///
     /// # Errors
     ///

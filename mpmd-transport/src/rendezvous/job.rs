@@ -163,8 +163,8 @@ impl Job {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
     }
 
-    /// Number of places that need a new process: those of processes that are gone, without those
-    /// that the waiting spares can take.
+    /// Returns the number of places that need a new process: places of processes that are gone,
+    /// less the number of waiting spares.
     pub(super) fn wanted(&self) -> usize {
         let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
             (Phase::Gathering, None) => self.vacant[process],
@@ -175,8 +175,8 @@ impl Job {
         free.saturating_sub(self.spares.len())
     }
 
-    /// The failures that processes of the job have reported in this epoch, as (process, report), in order of
-    /// arrival.
+    /// The failures that processes of the job have reported in this epoch, as (process, report), in
+    /// order of arrival.
     pub(super) fn reports(&self) -> &[(ProcessId, Report)] {
         &self.reports
     }
@@ -714,9 +714,9 @@ impl Job {
         self.links.remove(&link)?.process
     }
 
-    /// Marks a process as ended and fails all pending barriers. If it died, tells the others. Before
-    /// the job is complete, only frees the process's number. `link` is the process's connection: it
-    /// may be of an earlier epoch.
+    /// Marks a process as ended and fails all pending barriers. If it died, tells the others.
+    /// Before the job is complete, only frees the process's number. `link` is the process's
+    /// connection: it may be of an earlier epoch.
     fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
         let seat = &mut self.seats[process.index()];
         if seat.as_ref().is_some_and(|seat| seat.link != link) {

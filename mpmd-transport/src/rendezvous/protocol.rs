@@ -195,10 +195,11 @@ pub(super) enum Answer {
 
 /// Splits a reply into messages, lazily: all members of a large job do not fit one message.
 pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
-    let Reply::Answer { ask, result: Ok(Answer::Members { process, epoch, members, more: false }) } =
-        reply
-    else {
+    let Reply::Answer { ask, result: Ok(answer) } = reply else {
         return Box::new(iter::once(reply));
+    };
+    let Answer::Members { process, epoch, members, more: false } = answer else {
+        return Box::new(iter::once(Reply::Answer { ask, result: Ok(answer) }));
     };
     let mut next = Some(0);
     Box::new(iter::from_fn(move || {

@@ -124,8 +124,8 @@ impl Server {
         self.stage.state.lock().reports.clone()
     }
 
-    /// Returns the number of places of a job that need a new process: those of processes that are
-    /// gone, without those that waiting spares can take.
+    /// Returns the number of places of a job that need a new process: places of processes that are
+    /// gone, less the number of waiting spares.
     pub fn wanted(&self) -> usize {
         self.stage.state.lock().wanted
     }
