@@ -27,6 +27,17 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
+    /// Number of processes beyond these, which wait for the place of one that is lost. The program
+    /// must recover: see `Builder::spares`
+    #[arg(long, value_name = "N", default_value = "0")]
+    spares: u32,
+    /// Start up to this many new processes in place of lost ones
+    #[arg(long, value_name = "N", default_value = "0")]
+    restart: u32,
+    /// Kill a random process again and again, on average after this time, to try how the program
+    /// recovers. At most as many as --restart says
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    chaos: Option<Duration>,
     /// The transport between the processes. By default that of MPMD_TRANSPORT, else auto: shared
     /// memory (shm) between processes of one host where possible, else tcp. `mpmd doctor` shows the
     /// requirements of shm and ucx
@@ -106,6 +117,9 @@ impl Run {
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
             .args(args)
             .guarded_by(this, [GUARD])
+            .spares(self.spares as usize)
+            .restarts(self.restart as usize)
+            .chaos(self.chaos)
             .transport(self.transport)
             .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
             .device(self.device)

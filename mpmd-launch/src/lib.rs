@@ -30,6 +30,7 @@ mod env;
 mod error;
 mod log;
 mod output;
+mod replace;
 mod spawn;
 mod spin;
 mod supervise;
@@ -56,6 +57,8 @@ pub mod variables {
     pub const RANK: &str = "MPMD_RANK";
     /// Number of processes in the job.
     pub const WORLD_SIZE: &str = "MPMD_WORLD_SIZE";
+    /// Number of processes beyond the job's, which wait for the place of one that is lost.
+    pub const SPARES: &str = "MPMD_SPARES";
     /// The number of this process among those on its host, from 0.
     pub const LOCAL_RANK: &str = "MPMD_LOCAL_RANK";
     /// The address of the rendezvous, `host:port`. It overrides the address from any other

@@ -25,6 +25,9 @@ use super::{Bind, Binding, LaunchError, Unbound, variables};
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {
     pub(super) processes: usize,
+    pub(super) spares: usize,
+    pub(super) restarts: usize,
+    pub(super) chaos: Option<Duration>,
     program: OsString,
     args: Vec<OsString>,
     transport: Option<String>,
@@ -57,6 +60,9 @@ impl Launch {
     pub fn new(processes: usize, program: impl Into<OsString>) -> Self {
         Self {
             processes,
+            spares: 0,
+            restarts: 0,
+            chaos: None,
             program: program.into(),
             args: Vec::new(),
             transport: None,
@@ -82,6 +88,31 @@ impl Launch {
         let program = std::env::current_exe()
             .map_err(|e| LaunchError::environment("finding this program", e))?;
         Ok(Self::new(processes, program).args(std::env::args_os().skip(1)))
+    }
+
+    /// Starts this many processes more, which wait for the place of one that is lost. The program
+    /// must recover, see `Builder::spares` of `mpmd-core`.
+    pub fn spares(mut self, spares: usize) -> Self {
+        self.spares = spares;
+        self
+    }
+
+    /// Starts up to this many new processes in place of lost ones. The program must recover.
+    pub fn restarts(mut self, restarts: usize) -> Self {
+        self.restarts = restarts;
+        self
+    }
+
+    /// Kills a random process again and again, on average after this time, as long as a new one may
+    /// take its place: to try the recovery of a program.
+    pub fn chaos(mut self, every: Option<Duration>) -> Self {
+        self.chaos = every;
+        self
+    }
+
+    /// True if the job may lose processes and go on.
+    pub(super) fn recovers(&self) -> bool {
+        self.spares + self.restarts > 0
     }
 
     /// Adds arguments for the program.
@@ -171,6 +202,10 @@ impl Launch {
             .env(variables::RANK, process.to_string())
             .env(variables::WORLD_SIZE, self.processes.to_string())
             .env(variables::LOCAL_RANK, process.to_string())
+            .env(
+                variables::SPARES,
+                self.spares.max((process + 1).saturating_sub(self.processes)).to_string(),
+            )
             .env(variables::COORDINATOR, server.address().to_string())
             .env(variables::HOSTED, "1")
             .env(variables::JOB_TOKEN, token.to_hex())

@@ -20,6 +20,7 @@ use tokio::sync::oneshot;
 use super::cause::{ExitKind, Failure, Known};
 use super::error::LaunchError;
 use super::output::{self, Stream};
+use super::replace::{LOOK, Replacing};
 use super::spawn::{Launch, OutputMode};
 
 /// The end of a job.
@@ -59,13 +60,18 @@ impl Launch {
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
         let binding = self.binding();
-        for process in 0..self.processes {
+        for process in 0..self.processes + self.spares {
             let mut command = self.command(process, &server, &token);
-            let bound = binding.as_ref().map(|binding| binding.enter(process, &mut command));
+            // Spares run on any core.
+            let binding = binding.as_ref().filter(|_| process < self.processes);
+            let bound = binding.map(|binding| binding.enter(process, &mut command));
             let _bound = bound.transpose()?;
             job.start(process, self, command, &events)?;
         }
-        Ok(job.watch(&happened, self.grace, &server))
+        let restart = |job: &mut Processes, process: usize| {
+            job.start(process, self, self.command(process, &server, &token), &events)
+        };
+        Ok(job.watch(&happened, self, &server, restart))
     }
 }
 
@@ -167,7 +173,23 @@ impl Processes {
 
     /// Waits until all processes have ended. After a first failure or a signal, ends the remaining
     /// ones: `grace`, then SIGTERM, then SIGKILL.
-    fn watch(mut self, happened: &Receiver<Event>, grace: Duration, server: &Server) -> Outcome {
+    /// In a job that recovers, `restart` starts new processes in place of lost ones before that.
+    fn watch(
+        mut self,
+        happened: &Receiver<Event>,
+        launch: &Launch,
+        server: &Server,
+        mut restart: impl FnMut(&mut Self, usize) -> Result<(), LaunchError>,
+    ) -> Outcome {
+        let (grace, mut replacing) = (launch.grace, Replacing::new(launch));
+        let mut start_one = |job: &mut Self, replacing: &mut Replacing| {
+            let number = job.running.len();
+            if replacing.take_one()
+                && let Err(error) = restart(job, number)
+            {
+                eprintln!("mpmd: a lost process cannot be replaced: {error}");
+            }
+        };
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
         let mut interrupted = false;
@@ -176,6 +198,7 @@ impl Processes {
                 Ending::Grace(until) | Ending::Asked(until) => {
                     happened.recv_timeout(until.saturating_duration_since(Instant::now()))
                 }
+                Ending::NotYet if replacing.must_look() => happened.recv_timeout(LOOK),
                 // No timeout: a healthy job may take days, and a killed process ends.
                 Ending::NotYet | Ending::Killed => {
                     happened.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -184,12 +207,23 @@ impl Processes {
             match event {
                 Ok(Event::Ended(process)) => {
                     let how = self.reap(process);
+                    let is_ending = interrupted || !matches!(ending, Ending::NotYet);
+                    // A process that has not joined yet is not replaced: the job would not wait
+                    // for it.
+                    if !is_ending && replacing.bears(how) && server.is_complete() {
+                        start_one(&mut self, &mut replacing);
+                        continue;
+                    }
                     let process = ProcessId(process as u32);
                     // A process with exit code 0 has failed too if it reported an unfinished
                     // program.
                     if how == ExitKind::Exit(0)
                         && server.reports().iter().all(|(who, _)| *who != process)
                     {
+                        if replacing.is_over() && matches!(ending, Ending::NotYet) {
+                            // Stopped processes that were replaced would never end.
+                            ending = Ending::Grace(after(Instant::now(), grace));
+                        }
                         continue;
                     }
                     match (first, ending) {
@@ -234,6 +268,20 @@ impl Processes {
                     };
                 }
                 Err(RecvTimeoutError::Timeout) => match ending {
+                    Ending::NotYet => {
+                        if replacing.wants_one(server.wanted()) {
+                            start_one(&mut self, &mut replacing);
+                        }
+                        let alive = 0..self.running.len();
+                        let alive: Vec<usize> =
+                            alive.filter(|i| self.running[*i].how.is_none()).collect();
+                        if server.is_complete()
+                            && let Some(victim) = replacing.victim(&alive)
+                        {
+                            eprintln!("mpmd: chaos kills the process that was started as {victim}");
+                            let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
+                        }
+                    }
                     // The deadline passed long ago, so this process was stopped; SIGCONT will be
                     // handled next.
                     Ending::Grace(until) if until.elapsed() > SAME_MOMENT => {

@@ -4,6 +4,7 @@ pub(crate) mod jit;
 pub(crate) mod object;
 pub(crate) mod program;
 pub(crate) mod put;
+pub(crate) mod recover;
 pub(crate) mod replay;
 pub(crate) mod reshard;
 pub(crate) mod split;

@@ -12,6 +12,7 @@ use mpmd_transport::router::{Failure, Router};
 
 use super::start::TICK;
 use super::{Doing, Runtime};
+use crate::error::Error;
 use crate::warning::warn_user;
 
 /// Time limit for the transport to flush when it closes after a failure. Without one it is the peer
@@ -165,6 +166,25 @@ impl Runtime {
                 counts.ops
             ));
         }
+    }
+
+    /// Blocks until every operation of this process has ended, its running kernels included, but at
+    /// most for the peer timeout.
+    ///
+    /// # Errors
+    ///
+    /// If an operation has not ended by then.
+    pub(crate) fn wait_for_kernels(&self) -> Result<(), Error> {
+        let until = after(now(), self.config.peer_timeout);
+        if self.in_flight.wait_until(until, |counts| counts.ops == 0 && counts.reads == 0) {
+            return Ok(());
+        }
+        Err(Error::Environment(format!(
+            "process {}: an operation of the failed epoch has not ended within {:?}; {}",
+            self.me,
+            self.config.peer_timeout,
+            self.doing()
+        )))
     }
 
     /// Blocks until every operation and user closure of this process has ended, but at most for

@@ -38,8 +38,11 @@ const MOST_DEVICES: usize = 1 << 20;
 pub struct JobEnv {
     /// The number of this process in the job.
     pub process: ProcessId,
-    /// Number of processes in the job.
+    /// Number of processes in the job, without spares.
     pub processes: usize,
+    /// Number of spares, if the launcher says it: processes with numbers from `processes` on, which
+    /// wait for the place of one that is lost.
+    pub spares: Option<usize>,
     /// The number of this process among those on its host, from 0, if the launcher gives it.
     pub local_process: Option<usize>,
     /// The address of the rendezvous, `host:port`.
@@ -146,6 +149,23 @@ impl JobEnv {
 }
 
 impl JobEnv {
+    /// Returns this environment of a program with `spares` spares, which are the last of the
+    /// launcher's processes. Returns it unchanged if the launcher says its own number of spares.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Processes`] if no process would be left.
+    pub fn with_spares(mut self, spares: usize) -> Result<Self, LaunchError> {
+        if self.spares.is_none() && self.plan.is_none() {
+            let processes = self.processes.saturating_sub(spares);
+            if processes == 0 {
+                return Err(LaunchError::Processes { processes });
+            }
+            (self.processes, self.spares) = (processes, Some(spares));
+        }
+        Ok(self)
+    }
+
     /// Returns the address at which process 0 must listen if it runs the rendezvous service. It has
     /// the coordinator's port. The address is of all interfaces, unless the coordinator is on the
     /// loopback interface.
@@ -217,7 +237,8 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             expected: format!("at most {MOST_PROCESSES}"),
         });
     }
-    if process as usize >= processes {
+    let spares = vars.number::<usize>(ours::SPARES)?;
+    if process as usize >= processes + spares.unwrap_or(0).min(MOST_PROCESSES) {
         return Err(LaunchError::Variable {
             variable: match source {
                 "mpmd" => ours::RANK.to_owned(),
@@ -309,6 +330,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     Ok(JobEnv {
         process: ProcessId(process),
         processes,
+        spares,
         local_process,
         coordinator,
         hosted,

@@ -89,6 +89,9 @@ mod tests {
         assert_eq!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a", "b"])), None);
         assert_eq!(specs(spec![], &["b"], [512, 512], &Sharding::single_device(DeviceId(1))), None);
         assert!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a"])).is_some());
+        // Two partial sums, each once.
+        let once = mesh().sharding(spec!["b"]).unreduced(&["a"]).unwrap();
+        assert_eq!(specs(spec![], &["b"], [512, 512], &once), None);
         // Two copies of every partial sum, which stay in place.
         let same = mesh().replicated().unreduced(&["b"]).unwrap();
         assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);

@@ -59,6 +59,15 @@ fn replicas_come_from_nearest_holder_in_turns() {
 }
 
 #[test]
+fn copies_within_a_process_come_from_its_holders_in_turns() {
+    let (held, wanted) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("y", 3)], 1).replicated());
+    assert_eq!(
+        planned(&held, &wanted, &[6], &Topology::even(1, 4)),
+        ["1>1 [0..6]", "0>2 [0..6]", "1>3 [0..6]"]
+    );
+}
+
+#[test]
 fn parts_of_one_tile_come_from_all_its_holders() {
     // Four holders on four processes; eight others want an eighth each.
     let topology = Topology::even(12, 1);
@@ -129,6 +138,8 @@ fn part_of_a_large_region_has_at_least_a_mebibyte() {
     };
     assert_eq!(far(planned(&src, &dst, &[3 << 18], &topology)), ["0", "1", "2"]);
     assert_eq!(far(planned(&src, &dst, &[4 << 18], &topology)).len(), 4);
+    assert_eq!(far(planned(&src, &dst, &[2 << 18], &topology)).len(), 2);
+    assert_eq!(far(planned(&src, &dst, &[(2 << 18) - 1], &topology)).len(), 1);
 }
 
 #[test]

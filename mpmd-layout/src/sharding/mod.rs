@@ -13,6 +13,7 @@ mod named;
 pub mod rules;
 mod spec;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -120,6 +121,19 @@ impl Sharding {
             Some((dim, placements)) => Self::chunk(dim as isize, placements),
             None => Ok(listed),
         }
+    }
+
+    /// Returns the sharding of an array of `shape` that has each region on one device only: the
+    /// first that holds it here, in the order of [`devices`](Self::devices).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Sharding::layout`].
+    pub fn first_holders(&self, shape: &[usize]) -> Result<Self, ShardingError> {
+        let layout = self.layout(shape)?;
+        let mut seen = HashSet::new();
+        let shards = layout.iter().filter(|(_, region)| seen.insert((*region).clone()));
+        Self::enumerated(shards.map(|(device, region)| (device, region.clone())).collect())
     }
 
     /// Returns the sharding with the same regions in the memory `memory_kind` of the devices.

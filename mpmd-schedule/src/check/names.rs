@@ -75,3 +75,27 @@ impl Names for StepNames {
         self.is_second_half(tag)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_have_the_names_of_their_nodes_and_transfers() {
+        struct Numbers;
+        impl Names for Numbers {
+            fn node(&self, tag: u32) -> String {
+                format!("n{tag}")
+            }
+
+            fn transfer(&self, tag: u32) -> String {
+                format!("t{tag}")
+            }
+        }
+        let bars = [Numbers.bar(3), Numbers.moved(4)];
+        assert_eq!(bars.each_ref().map(|bar| bar.name.as_str()), ["n3", "t4"]);
+        assert_eq!(bars.map(|bar| bar.kind == Kind::Move), [false, true]);
+        assert_eq!(Numbers.lane(7, 2), "process 2");
+        assert!(!Numbers.is_rest(3));
+    }
+}

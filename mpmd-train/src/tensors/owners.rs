@@ -20,10 +20,7 @@ pub(crate) fn owners(aval: &ShapedArray, sharding: &Sharding) -> Result<Sharding
         let problem = format!("{aval} holds partial sums as {sharding}: add them up first");
         return Err(Error::kernel(problem));
     }
-    let mut seen = std::collections::HashSet::new();
-    let shards = layout.iter().filter(|(_, region)| seen.insert((*region).clone()));
-    let shards = shards.map(|(device, region)| (device, region.clone())).collect();
-    Ok(Sharding::enumerated(shards)?)
+    Ok(sharding.first_holders(aval.shape())?)
 }
 
 /// Returns the pieces of a region, in row-major order. Each has at most `bytes` bytes, or is one

@@ -237,6 +237,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
             saves.after_step(p, self)?;
+            // Does nothing unless the program recovers.
+            p.commit(self.steps(), self)?;
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {

@@ -1,7 +1,7 @@
 //! Saving and restoring a trainer, and the saves of a run.
 
 use mpmd_core::tree::Tree;
-use mpmd_core::{Error, MpmdArray, Program, Result};
+use mpmd_core::{Committed, Error, MpmdArray, Program, Result};
 
 use super::Trainer;
 use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
@@ -61,6 +61,31 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.seed = seed;
         self.saved = Some((from.folder().to_owned(), step));
         Ok(Some(step))
+    }
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
+    /// Returns the parameters and the optimiser's state, in the order of a checkpoint.
+    fn arrays(&self) -> Vec<MpmdArray> {
+        self.contents().arrays.into_iter().map(|(_, array)| array).collect()
+    }
+
+    /// Returns the step and the seed.
+    fn values(&self) -> Vec<u8> {
+        [self.steps(), self.seed].iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    fn restore(&mut self, arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
+        let (words, _) = values.as_chunks::<8>();
+        let &[step, seed] = words else {
+            let problem =
+                format!("a commit of a trainer has 16 bytes of values, not {}", values.len());
+            return Err(Error::kernel(problem));
+        };
+        self.set_arrays(arrays)?;
+        self.optimizer.set_updates(u64::from_le_bytes(step));
+        self.seed = u64::from_le_bytes(seed);
+        Ok(())
     }
 }
 

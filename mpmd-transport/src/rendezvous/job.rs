@@ -154,6 +154,11 @@ impl Job {
         }
     }
 
+    /// True once all processes have joined the first epoch.
+    pub(super) fn has_begun(&self) -> bool {
+        self.epoch > 1 || self.phase == Phase::Running
+    }
+
     pub(super) fn phase(&self) -> &Phase {
         &self.phase
     }

@@ -113,6 +113,11 @@ impl Server {
         }
     }
 
+    /// True once all processes have joined the job.
+    pub fn is_complete(&self) -> bool {
+        self.stage.state.lock().complete
+    }
+
     /// Returns the reason why the job can never be complete, if that is already certain.
     pub fn failure(&self) -> Option<RendezvousError> {
         self.stage.state.lock().failed.clone()
@@ -285,10 +290,10 @@ impl Hub {
                 }
             }
         }
-        let (complete, failed) = match self.job.phase() {
-            Phase::Gathering => (false, None),
-            Phase::Running => (true, None),
-            Phase::Failed(error) => (false, Some(error)),
+        let complete = self.job.has_begun();
+        let failed = match self.job.phase() {
+            Phase::Gathering | Phase::Running => None,
+            Phase::Failed(error) => Some(error),
         };
         let (present, wanted) = (self.job.present(), self.job.wanted());
         let mut state = self.stage.state.lock();

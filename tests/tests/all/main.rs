@@ -20,6 +20,7 @@ mod launchers;
 mod lending;
 mod lost_rendezvous;
 mod near_and_far;
+mod recovery;
 mod resources;
 mod sending;
 mod soak;

@@ -99,6 +99,14 @@ impl Membership {
         }
     }
 
+    /// Leaves an epoch that has failed, to join the next one. Errors are only logged.
+    pub(super) fn return_later(self, process: ProcessId, epoch: u64) -> Returning {
+        if let Err(error) = self.rendezvous.leave_epoch() {
+            tracing::debug!(%error, "leaving an epoch of the job");
+        }
+        Returning { process, epoch, server: self.server }
+    }
+
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
     /// could not start its part. The peers see that it is gone.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
@@ -126,7 +134,58 @@ fn blame(me: ProcessId, error: &Error) -> Failure {
 
 /// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
 /// this process alone. Blocks until all processes are connected.
-pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
+pub(super) fn from_env(builder: Builder) -> Result<Program> {
+    let builder = with_settings(builder)?;
+    start(builder, JobEnv::from_env()?.as_ref())
+}
+
+/// This process's part in a job over its epochs.
+pub(crate) struct Job {
+    builder: Builder,
+    env: Option<JobEnv>,
+    /// The service of the job, between the epochs of a process that hosts it.
+    server: Option<Server>,
+}
+
+/// The place of a process that returns to its job, and the service if the process hosts it.
+pub(crate) struct Returning {
+    process: ProcessId,
+    epoch: u64,
+    server: Option<Server>,
+}
+
+impl Job {
+    /// Reads the environment of a program that recovers. `spares` of the processes are spares, if
+    /// the launcher says nothing else.
+    pub(crate) fn of_environment(builder: Builder, spares: usize) -> Result<Self> {
+        let builder = with_settings(builder)?;
+        let env = JobEnv::from_env()?.map(|env| env.with_spares(spares)).transpose()?;
+        Ok(Self { builder, env, server: None })
+    }
+
+    /// Joins the next epoch of the job. Blocks until all processes are connected, on a spare until
+    /// there is a place for it. Returns `None` if the job ends without this process.
+    pub(crate) fn join(&mut self) -> Result<Option<Program>> {
+        match &self.env {
+            Some(env) if env.plan.is_none() && (env.processes > 1 || env.hosted) => {
+                join(self.builder.clone(), env, self.server.take(), true)
+            }
+            env => start(self.builder.clone(), env.as_ref()).map(Some),
+        }
+    }
+
+    /// Prepares the return to the job in the epoch after one that has failed.
+    pub(crate) fn returns(&mut self, returning: Returning) {
+        if let Some(env) = &mut self.env {
+            env.process = returning.process;
+        }
+        self.builder.epoch = returning.epoch + 1;
+        self.server = returning.server;
+    }
+}
+
+/// Returns the builder with the settings of the environment that the program has not set itself.
+fn with_settings(mut builder: Builder) -> Result<Builder> {
     mpmd_launch::adopt()?;
     let folder =
         std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
@@ -148,7 +207,13 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
         let (op, folder) = mpmd_launch::dump(&text)?;
         builder = builder.dump(op, folder);
     }
-    let Some(env) = JobEnv::from_env()? else {
+    Ok(builder)
+}
+
+/// Joins the job of this environment, or starts its dry run. Without one, starts a job of this
+/// process alone.
+fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
+    let Some(env) = env else {
         if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
             && !text.trim().is_empty()
         {
@@ -171,13 +236,14 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
         builder.check_replicas.get_or_insert(true);
     }
     if let Some(plan) = &env.plan {
-        return spectate(builder, &env, plan);
+        return spectate(builder, env, plan);
     }
     if env.processes == 1 && !env.hosted {
         let topology = builder.topology(1, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
-    join(builder, &env)
+    let joined = join(builder, env, None, false)?;
+    Ok(joined.expect("a process that does not wait has a place"))
 }
 
 /// Starts a dry run that records the operations of all processes of the job, and assumes that all
@@ -193,7 +259,15 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     builder.spectate(env.process, topology, Some(order))
 }
 
-fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
+/// Joins the builder's epoch of a job. `server` is the service, if this process hosts it already.
+/// A process that `waits` may find no place of its own, and then gets that of another process that
+/// is gone. Returns `None` if the job ends without it.
+fn join(
+    mut builder: Builder,
+    env: &JobEnv,
+    server: Option<Server>,
+    waits: bool,
+) -> Result<Option<Program>> {
     let peer_timeout =
         *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
@@ -208,8 +282,10 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
             mpmd_launch::variables::JOB_TOKEN
         ));
     }
-    let server =
-        if env.hosted || env.process.index() != 0 { None } else { Some(host(env, peer_timeout)?) };
+    let server = match server {
+        None if !env.hosted && env.process.index() == 0 => Some(host(env, peer_timeout)?),
+        server => server,
+    };
     let rendezvous = Rendezvous::connect(JoinConfig {
         server: env.coordinator.clone(),
         process: env.process,
@@ -226,19 +302,25 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let member = Member {
         host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
-        devices: topology.devices_of(env.process).len() as u32,
+        devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology, builder.checks()),
         trouble: opened.as_ref().err().map(lack),
     };
     let (process, epoch) = (env.process, builder.epoch);
-    let joined = match rendezvous.join(member) {
-        Ok(members) => Joined { process, epoch, members },
+    let joined = match waits {
+        true => rendezvous.join_epoch(member, epoch),
+        false => rendezvous.join(member).map(|members| Some(Joined { process, epoch, members })),
+    };
+    let joined = match joined {
+        Ok(Some(joined)) => joined,
+        Ok(None) => return Ok(None),
         // A difference between the programs is reported before a missing transport or device.
         Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
-    let members = &joined.members;
+    let Joined { process, epoch, ref members } = joined;
+    builder.epoch = epoch;
     let neighbours = Arc::new(Neighbours::find(process, members));
     let membership = Membership { rendezvous, server, neighbours };
     let agreed = || {
@@ -265,7 +347,9 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     };
     let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
     match opened.connect(env, &joined, peer_timeout, spin) {
-        Ok(transport) => builder.start(process, topology, Some(transport), Some(membership)),
+        Ok(transport) => {
+            builder.start(process, topology, Some(transport), Some(membership)).map(Some)
+        }
         Err(error) => {
             membership.give_up(process, &error);
             Err(error)

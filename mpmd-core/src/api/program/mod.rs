@@ -9,6 +9,7 @@ mod broadcast_value;
 mod builder;
 mod connect;
 mod costs;
+mod epochs;
 mod holdings;
 mod issue;
 mod locality;
@@ -30,12 +31,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::thread;
+use mpmd_ids::block::{Mutex, thread};
 use mpmd_transport::Pool;
 use mpmd_transport::router::{Failure, FailureKind};
 
 pub use builder::Builder;
-pub(crate) use connect::Membership;
+pub(crate) use connect::{Job, Membership};
+pub(crate) use epochs::EpochEnd;
 pub use holdings::{Holdings, MemoryUse};
 use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
@@ -45,6 +47,7 @@ pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
 pub use simulate::{Simulation, SimulationReport, simulate};
 
 use crate::error::{Error, Result};
+use crate::exec::kept::Kept;
 use crate::exec::recorder::Recorder;
 use crate::exec::{Rolling, Runtime};
 use crate::trace::spans::StepSpan;
@@ -88,6 +91,8 @@ pub struct Program {
     ended: bool,
     /// Called with the number of each operation when it is issued. Only a simulation sets it.
     on_issue: Option<IssueHook>,
+    /// The copies of committed state, of a program that recovers.
+    pub(crate) kept: Option<Arc<Mutex<Kept>>>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -158,6 +163,7 @@ impl Program {
             planning,
             ended: false,
             on_issue: None,
+            kept: None,
             membership,
             one_issuer: PhantomData,
         }
@@ -308,17 +314,13 @@ impl Program {
             // A dry run is in no job: there are no operations to wait for and no peers to notify.
             return self.record_end();
         }
-        let waiting = self.runtime.trace.wait("finish", at);
-        self.runtime.wait_idle();
-        self.runtime.wait_for_callbacks();
-        drop(waiting);
-        let result = match self.runtime.trouble() {
-            Some(failure) => Err(failure),
-            None => {
-                self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
-                self.runtime.wait_for_peers()
-            }
-        };
+        let result = self.wait_for_end(at);
+        self.leave_at_end(result)
+    }
+
+    /// Leaves the job after its end, with the failure that has ended it, if one has.
+    fn leave_at_end(mut self, result: Result<(), Arc<Failure>>) -> Result<()> {
+        self.ended = true;
         let failure = result.as_ref().err();
         let report = failure.map(|failure| self.runtime.report_of(failure, true));
         self.runtime.leave(failure.map(|failure| &**failure));
@@ -327,6 +329,19 @@ impl Program {
             membership.leave(report);
         }
         result.map_err(Error::failed)
+    }
+
+    /// Blocks until this process's operations have ended and every other process has finished too.
+    fn wait_for_end(&self, at: &'static Location<'static>) -> Result<(), Arc<Failure>> {
+        let waiting = self.runtime.trace.wait("finish", at);
+        self.runtime.wait_idle();
+        self.runtime.wait_for_callbacks();
+        drop(waiting);
+        if let Some(failure) = self.runtime.trouble() {
+            return Err(failure);
+        }
+        self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
+        self.runtime.wait_for_peers()
     }
 
     /// Returns `result`. If it is a value, first [finishes](Self::finish) the program, which blocks

@@ -72,6 +72,9 @@ pub struct SimulationReport {
     pub left: Vec<String>,
 }
 
+/// The program of one process, which keeps its value elsewhere.
+type ProgramOfProcess<'a> = Box<dyn FnOnce(&mut Program) -> Result<()> + Send + 'a>;
+
 /// The simulated time after which a seeded run counts as hung.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
@@ -170,10 +173,11 @@ impl Simulation {
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
     ) -> Vec<Result<T>> {
-        match &self.world {
-            Some(world) => self.run_in(world, program).0,
-            None => self.run_processes(program).0,
-        }
+        let run = |programs: Vec<ProgramOfProcess<'_>>| match &self.world {
+            Some(world) => (self.run_in(world, programs).0, ()),
+            None => (self.run_processes(programs).0, ()),
+        };
+        self.values(&program, run).0
     }
 
     /// Same as [`run`](Self::run), with a report.
@@ -186,30 +190,49 @@ impl Simulation {
         program: impl Fn(&mut Program) -> Result<T> + Sync,
     ) -> (Vec<Result<T>>, SimulationReport) {
         let world = self.world.as_ref().expect("a simulation with a report has a seed");
-        self.run_in(world, program)
+        self.values(&program, |programs| self.run_in(world, programs))
     }
 
-    fn run_in<T: Send>(
+    /// Runs the program of each process by `run`, and returns its values and the rest of what `run`
+    /// returns. Only this function is compiled for each program.
+    fn values<T: Send, R>(
+        &self,
+        program: &(impl Fn(&mut Program) -> Result<T> + Sync),
+        run: impl FnOnce(Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, R),
+    ) -> (Vec<Result<T>>, R) {
+        let mut values: Vec<Option<T>> = (0..self.processes).map(|_| None).collect();
+        let of_process = |value| -> ProgramOfProcess<'_> {
+            let value: &mut Option<T> = value;
+            Box::new(move |p| {
+                *value = Some(program(p)?);
+                Ok(())
+            })
+        };
+        let (results, rest) = run(values.iter_mut().map(of_process).collect());
+        let value = |(result, value): (Result<()>, Option<T>)| {
+            result.map(|()| value.expect("a program that ends well has a value"))
+        };
+        (results.into_iter().zip(values).map(value).collect(), rest)
+    }
+
+    fn run_in(
         &self,
         world: &WorldSettings,
-        program: impl Fn(&mut Program) -> Result<T> + Sync,
-    ) -> (Vec<Result<T>>, SimulationReport) {
-        let ((results, parts), report) = simulated(world.clone(), || self.run_processes(program));
+        programs: Vec<ProgramOfProcess<'_>>,
+    ) -> (Vec<Result<()>>, SimulationReport) {
+        let ((results, parts), report) = simulated(world.clone(), || self.run_processes(programs));
         let WorldReport { time, switches, history, log } = report;
         // All threads of the world have ended, so nothing is about to be dropped.
         (results, SimulationReport { time, switches, history, log, left: parts.left() })
     }
 
-    fn run_processes<T: Send>(
-        &self,
-        program: impl Fn(&mut Program) -> Result<T> + Sync,
-    ) -> (Vec<Result<T>>, Parts) {
+    fn run_processes(&self, programs: Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, Parts) {
         let parts = Parts::new(Fabric::new(self.processes, self.delays.clone()));
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.
             return ((0..self.processes).map(|_| Err(error.clone())).collect(), parts);
         }
-        let one = |process: ProcessId| -> Result<T> {
+        let one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
             join_group(process.0);
             let mut p = self.builder.clone().over(parts.fabric.endpoint(process))?;
             parts.add(&p);
@@ -220,9 +243,9 @@ impl Simulation {
             }
             let runtime = p.runtime.clone();
             let result = program(&mut p);
-            let result = p.conclude(result)?;
+            p.conclude(result)?;
             parts.ended(&runtime);
-            Ok(result)
+            Ok(())
         };
         let results = thread::scope(|scope| {
             let over = Over::default();
@@ -231,8 +254,10 @@ impl Simulation {
                 scope.spawn(move || over.unless_within(later.after, || later.fault.inject(parts)))
             });
             let faults: Vec<_> = faults.collect();
-            let threads: Vec<_> = (0..self.processes as u32)
-                .map(|process| scope.spawn(move || one(ProcessId(process))))
+            let threads: Vec<_> = (0..)
+                .map(ProcessId)
+                .zip(programs)
+                .map(|(process, program)| scope.spawn(move || one(process, program)))
                 .collect();
             let ends: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
             over.say();

@@ -1,0 +1,73 @@
+//! The end of an epoch: of the whole job, or because a process was lost.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_ids::block::Mutex;
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::Program;
+use super::connect::Returning;
+use crate::error::Error;
+use crate::exec::kept::Kept;
+
+/// The end of an epoch on this process.
+pub(crate) enum EpochEnd<T, E> {
+    /// The job is over.
+    Over(Result<T, E>),
+    /// A process was lost, and this one may return in the next epoch.
+    Lost { failure: Arc<Failure>, returning: Returning },
+}
+
+impl Program {
+    /// Returns the number of the job's epoch: 1, and one more after each return from the loss of a
+    /// process.
+    pub fn epoch(&self) -> u64 {
+        self.runtime.config.epoch
+    }
+
+    /// Lets [`Program::commit`] keep its copies in `kept`.
+    pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
+        self.kept = Some(kept.clone());
+    }
+
+    /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a
+    /// program that returned a value, which blocks. After the loss of a process, leaves the epoch
+    /// and waits for running kernels, at most for the peer timeout.
+    #[track_caller]
+    pub(crate) fn end_epoch<T, E>(mut self, result: Result<T, E>) -> EpochEnd<T, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        let at = Location::caller();
+        let result = match result {
+            Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),
+            Ok(value) => match self.wait_for_end(at) {
+                Ok(()) => {
+                    return EpochEnd::Over(
+                        self.leave_at_end(Ok(())).map(|()| value).map_err(E::from),
+                    );
+                }
+                Err(failure) => Err(Error::failed(failure).into()),
+            },
+            Err(error) => Err(error),
+        };
+        let loss = self.runtime.trouble().filter(|failure| failure.kind == FailureKind::PeerLost);
+        let (Some(failure), true) = (loss, self.membership.is_some()) else {
+            return EpochEnd::Over(self.conclude(result));
+        };
+        self.ended = true;
+        self.runtime.leave(Some(&failure));
+        self.runtime.trace.close();
+        let membership = self.membership.take().expect("it was seen");
+        match self.runtime.wait_for_kernels() {
+            Ok(()) => {
+                let returning = membership.return_later(self.process(), self.epoch());
+                EpochEnd::Lost { failure, returning }
+            }
+            // The service hears that this process is gone, and gives its place to another.
+            Err(error) => EpochEnd::Over(Err(error.into())),
+        }
+    }
+}

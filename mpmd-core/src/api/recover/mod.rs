@@ -1,0 +1,17 @@
+//! Recovery: a job that loses a process goes on with another in its place, from state that the
+//! other processes keep in memory.
+//!
+//! 1. `run` calls the program once in each *epoch* of the job. When an epoch ends because a process
+//!    was lost, the others leave it, and meet under the next epoch with a spare in the free place.
+//! 2. `commit` copies the state at a step, by ordinary moves: each region to the host memory of its
+//!    owner, and to that of a *buddy* process, on another host if there is one.
+//! 3. `exec/kept` has the copies of this process, between the epochs too.
+//! 4. `restore` runs in the new epoch. The processes tell each other what they have, choose the
+//!    newest commit that is whole, bring each region home, and move it to its sharding.
+
+mod commit;
+mod restore;
+mod run;
+
+pub use commit::Committed;
+pub use run::{Commits, RecoveringBuilder};

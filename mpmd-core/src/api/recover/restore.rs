@@ -1,0 +1,280 @@
+//! Restoring a commit: the processes tell each other what they have, and bring each region home.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_ids::ProcessId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Topology};
+use serde::{Deserialize, Serialize};
+
+use super::{Commits, Committed};
+use crate::api::program::Program;
+use crate::api::put::MoveOptions;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use crate::exec::host_array::HostArray;
+use crate::exec::kept::{Copies, Copy};
+
+/// The number of epochs that may begin at one commit. A job that loses processes again and again
+/// without a newer commit ends.
+const MOST_RESTARTS: u32 = 5;
+
+/// The commits of which a process has copies.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+struct Inventory {
+    commits: Vec<(u64, CommitEntry)>,
+    stuck: (Option<u64>, u32),
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+struct CommitEntry {
+    /// Hash of the small values.
+    values: u128,
+    /// By array.
+    arrays: Vec<Vec<CopyEntry>>,
+}
+
+/// A copy of a region.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+struct CopyEntry {
+    place: RegionOfDevice,
+    /// Hash of the bytes.
+    hash: u128,
+}
+
+/// A region, and the device that owned it. The ranges are (start, end) by dimension.
+#[derive(Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+struct RegionOfDevice {
+    home: u32,
+    ranges: Vec<(usize, usize)>,
+}
+
+/// The process from which a region comes, and the hash of its bytes.
+#[derive(Clone, Debug)]
+struct Source {
+    home: DeviceId,
+    region: Region,
+    holder: ProcessId,
+    hash: u128,
+}
+
+impl Commits {
+    /// Replaces `state` by that of the newest commit that is whole, and returns its step. Returns 0
+    /// and changes nothing if nothing was committed. Every process must call it, in every epoch,
+    /// before its first commit. Blocks until the state is there.
+    ///
+    /// A region comes from the process that owned it, else from that process's buddy, and moves to
+    /// the shardings that `state` has now. The copies are compared with hashes of the process that
+    /// had them.
+    ///
+    /// # Errors
+    ///
+    /// If regions are lost with both of their processes, with the arrays that are concerned: a
+    /// checkpoint file can help. If the arrays differ from those of the commit in number, shape or
+    /// dtype. If several epochs began at this commit and none came to a newer one. Every process
+    /// gets the same error.
+    #[track_caller]
+    pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
+        let at = p.caller(Location::caller());
+        let before = p.set_caller(Some(at));
+        let restored = self.restore_at(p, state);
+        p.set_caller(before);
+        restored
+    }
+
+    fn restore_at(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
+        if p.is_dry_run() || p.epoch() == 1 {
+            return Ok(0);
+        }
+        let inventories = self.tell_inventories(p)?;
+        let arrays = state.arrays();
+        let Some((step, sources)) = choose(&inventories, &arrays, p.topology())? else {
+            return Ok(0);
+        };
+        self.count_restart(&inventories, step)?;
+        let copies = self.kept.lock().earlier.get(&step).cloned().unwrap_or_default();
+        let values = self.values(p, step, &inventories, &copies)?;
+        let mut restored = Vec::with_capacity(arrays.len());
+        for (number, (array, sources)) in arrays.iter().zip(sources).enumerate() {
+            let own = copies.arrays.get(number).cloned().unwrap_or_default();
+            restored.push(bring_home(p, array, &sources, own)?);
+        }
+        for array in &restored {
+            array.block_until_ready()?;
+        }
+        state.restore(restored, &values)?;
+        self.kept.lock().earlier.retain(|kept, _| *kept <= step);
+        Ok(step)
+    }
+
+    /// Returns what every process has, by process.
+    fn tell_inventories(&self, p: &mut Program) -> Result<Vec<Inventory>> {
+        let own = || Ok(self.inventory());
+        let processes = (0..p.processes() as u32).map(ProcessId);
+        processes.map(|from| p.broadcast_value(from, Inventory::default(), own)).collect()
+    }
+
+    fn inventory(&self) -> Inventory {
+        let kept = self.kept.lock();
+        let entry = |copy: &Copy| {
+            let ranges = copy.region.ranges().map(|range| (range.start, range.end)).collect();
+            let place = RegionOfDevice { home: copy.home.0, ranges };
+            CopyEntry { place, hash: hash(copy.data.bytes()) }
+        };
+        let commits = kept.earlier.iter().map(|(step, copies)| {
+            let arrays = copies.arrays.iter().map(|copies| copies.iter().map(entry).collect());
+            (*step, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
+        });
+        Inventory { commits: commits.collect(), stuck: kept.stuck }
+    }
+
+    /// Counts an epoch that begins at `step`, and fails if there were too many.
+    fn count_restart(&self, inventories: &[Inventory], step: u64) -> Result<()> {
+        let before = inventories.iter().map(|inventory| inventory.stuck);
+        let before = before.filter(|(at, _)| *at == Some(step)).map(|(_, count)| count).max();
+        let count = before.unwrap_or(0) + 1;
+        self.kept.lock().stuck = (Some(step), count);
+        if count > MOST_RESTARTS {
+            return Err(Error::Environment(format!(
+                "{count} epochs of the job began at the commit of step {step}, and each lost a \
+                 process before there was a newer one"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns the small values of a commit, from the first process that has them.
+    fn values(
+        &self,
+        p: &mut Program,
+        step: u64,
+        inventories: &[Inventory],
+        copies: &Copies,
+    ) -> Result<Vec<u8>> {
+        let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == step);
+        let from = inventories.iter().position(has).unwrap_or(0);
+        p.broadcast_value(ProcessId(from as u32), Vec::new(), || Ok(copies.values.clone()))
+    }
+}
+
+/// Returns the newest commit that is whole, and the sources of the regions of each array. `None` if
+/// nothing was committed.
+fn choose(
+    inventories: &[Inventory],
+    arrays: &[MpmdArray],
+    topology: &Topology,
+) -> Result<Option<(u64, Vec<Vec<Source>>)>> {
+    let steps: BTreeSet<u64> =
+        inventories.iter().flat_map(|one| one.commits.iter().map(|(step, _)| *step)).collect();
+    let mut lost = Vec::new();
+    for step in steps.iter().rev() {
+        let sources: Vec<_> =
+            (0..arrays.len()).map(|i| sources(inventories, *step, i, topology)).collect();
+        let is_lost = |(array, sources): (&MpmdArray, &Vec<Source>)| {
+            let elements: usize = sources.iter().map(|source| source.region.elements()).sum();
+            elements != array.aval().elements()
+        };
+        let missing: Vec<usize> =
+            (0..arrays.len()).filter(|i| is_lost((&arrays[*i], &sources[*i]))).collect();
+        if missing.is_empty() {
+            return Ok(Some((*step, sources)));
+        }
+        lost.push(format!("step {step}: arrays {}", listed(&missing, arrays)));
+    }
+    match lost.is_empty() {
+        true => Ok(None),
+        false => Err(Error::Environment(format!(
+            "no commit is whole: both processes that had copies of a region are lost. {}",
+            lost.join("; ")
+        ))),
+    }
+}
+
+/// Returns the regions of an array in a commit, each with its home and the process that has it: the
+/// owner of its home if that has it. Leaves out regions whose copies differ.
+fn sources(inventories: &[Inventory], step: u64, array: usize, topology: &Topology) -> Vec<Source> {
+    let mut found: BTreeMap<RegionOfDevice, Vec<(ProcessId, u128)>> = BTreeMap::new();
+    for (process, inventory) in (0..).map(ProcessId).zip(inventories) {
+        let entries = inventory.commits.iter().filter(|(kept, _)| *kept == step);
+        for copy in entries.filter_map(|(_, entry)| entry.arrays.get(array)).flatten() {
+            found.entry(copy.place.clone()).or_default().push((process, copy.hash));
+        }
+    }
+    let source = |(place, holders): (RegionOfDevice, Vec<(ProcessId, u128)>)| {
+        let owner = topology.device(DeviceId(place.home)).map(|device| device.process);
+        let own = holders.iter().find(|(holder, _)| Some(*holder) == owner);
+        let (holder, hash) = *own.or(holders.first())?;
+        let region = Region::new(place.ranges.into_iter().map(|(start, end)| start..end).collect());
+        let is_same = holders.iter().all(|(_, other)| *other == hash);
+        is_same.then_some(Source { home: DeviceId(place.home), region, holder, hash })
+    };
+    found.into_iter().filter_map(source).collect()
+}
+
+/// Issues the moves of an array's regions to their homes, makes the array there, and moves it to
+/// the sharding of `like`. Blocks until the regions are home.
+fn bring_home(
+    p: &mut Program,
+    like: &MpmdArray,
+    sources: &[Source],
+    own: Vec<Copy>,
+) -> Result<MpmdArray> {
+    let once = MoveOptions::default().cache_plans(false).may_alias(false);
+    let mut here: HashMap<Region, HostArray> =
+        own.into_iter().map(|copy| (copy.region, copy.data)).collect();
+    let mut coming = Vec::new();
+    for Source { home, region, holder, .. } in sources {
+        let owner = p.topology().device(*home).map(|device| device.process);
+        if owner == Some(*holder) {
+            continue;
+        }
+        let from = p.topology().devices_of(*holder)[0];
+        let aval = ShapedArray::new(&region.shape(), like.dtype());
+        let bytes = here.get(region).cloned();
+        let on = |device| Sharding::single_device(device).with_memory_kind(MemoryKind::Host);
+        let copied = p.array_from_fn(aval, &on(from), move |_, mut values| {
+            let bytes = bytes.as_ref().ok_or_else(|| Error::kernel("the copy is gone"))?;
+            values.as_bytes_mut().copy_from_slice(bytes.bytes());
+            Ok(())
+        })?;
+        coming.push((region.clone(), p.device_put_with(&copied, on(*home), once)?));
+    }
+    for (region, array) in coming {
+        if let Some(data) = array.to_host()? {
+            here.insert(region, data);
+        }
+    }
+    let damaged = sources.iter().find(|source| {
+        let bytes = here.get(&source.region);
+        bytes.is_some_and(|data| hash(data.bytes()) != source.hash)
+    });
+    let damaged = damaged.map(|source| source.region.clone());
+    let here = Arc::new(here);
+    let homes = sources.iter().map(|source| (source.home, source.region.clone())).collect();
+    let homes = Sharding::enumerated(homes)?;
+    let array = p.array_from_fn(like.aval().clone(), &homes, move |region, mut values| {
+        if damaged.as_ref() == Some(region) {
+            return Err(Error::kernel(format!("the copy of region {region} was damaged")));
+        }
+        let bytes = here.get(region).ok_or_else(|| Error::kernel("the copy is gone"))?;
+        values.as_bytes_mut().copy_from_slice(bytes.bytes());
+        Ok(())
+    })?;
+    let to = like.sharding().cloned();
+    let to = to.unwrap_or_else(|| Sharding::single_device(p.topology().device_ids()[0]));
+    p.device_put_with(&array, to, MoveOptions::default().donate(true).cache_plans(false))
+}
+
+/// Returns the hash of a copy.
+fn hash(bytes: &[u8]) -> u128 {
+    twox_hash::XxHash3_128::oneshot(bytes)
+}
+
+fn listed(missing: &[usize], arrays: &[MpmdArray]) -> String {
+    let named = |i: &usize| format!("{i} ({})", arrays[*i].aval());
+    missing.iter().map(named).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,97 @@
+//! Epochs: the program runs again after the loss of a process.
+
+use std::fmt;
+use std::sync::Arc;
+
+use mpmd_ids::block::{Mutex, now, since};
+
+use crate::api::program::{Builder, EpochEnd, Job, Program};
+use crate::error::{Error, Result};
+use crate::exec::kept::Kept;
+use crate::warning::tell_user;
+
+/// Settings of a program that survives lost processes: see [`Builder::spares`].
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it runs a program"]
+pub struct RecoveringBuilder {
+    builder: Builder,
+    spares: usize,
+    every: u64,
+}
+
+/// The commits of a job, as far as this process has them in its memory.
+///
+/// [`Program::commit`] adds one. After the loss of a process, [`Commits::restore`] continues from
+/// the newest that is whole.
+#[derive(Clone, Debug)]
+pub struct Commits {
+    pub(super) kept: Arc<Mutex<Kept>>,
+}
+
+impl Builder {
+    /// Makes the program survive lost processes: [`RecoveringBuilder::run`] calls it again when a
+    /// process is lost, with another process in the free place.
+    ///
+    /// `spares` of the processes that the launcher starts wait for such a place. It counts under
+    /// launchers that know no spares, such as Slurm and `mpirun`. `mpmd run --spares` says it for
+    /// the program.
+    pub fn spares(self, spares: usize) -> RecoveringBuilder {
+        RecoveringBuilder { builder: self, spares, every: 1 }
+    }
+}
+
+impl RecoveringBuilder {
+    /// Commits only steps that are multiples of `steps`: other calls of [`Program::commit`] do
+    /// nothing. 1 by default; 0 counts as 1.
+    pub fn every(mut self, steps: u64) -> Self {
+        self.every = steps.max(1);
+        self
+    }
+
+    /// Joins the job that this process was started for, runs `program` and finishes, as
+    /// [`Builder::run`] does. Returns the value of `program`, or `None` on a spare that was not
+    /// needed.
+    ///
+    /// If a process is lost, the others leave the job's epoch, and meet again under the next one
+    /// with a spare or a new process in the free place. Then `program` is called again. It issues
+    /// everything anew, and starts from [`Commits::restore`]. Arrays and other handles of the
+    /// earlier epoch must not be used. A job of one process runs `program` once.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Builder::run`], except for the loss of another process. If no process takes the
+    /// free place within the peer timeout.
+    #[track_caller]
+    pub fn run<T, E>(
+        self,
+        program: impl Fn(&mut Program, &Commits) -> Result<T, E>,
+    ) -> Result<Option<T>, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        let commits = Commits { kept: Arc::new(Mutex::new(Kept::new(self.every))) };
+        let mut job = Job::of_environment(self.builder, self.spares)?;
+        let mut lost = None;
+        loop {
+            let Some(mut p) = job.join()? else { return Ok(None) };
+            if let Some((begin, failure)) = lost.take() {
+                tell_user(&format!(
+                    "process {}: epoch {} begins {:.2} s after {failure}",
+                    p.process(),
+                    p.epoch(),
+                    since(begin).as_secs_f64(),
+                ));
+            }
+            p.keep_commits(&commits.kept);
+            let result = program(&mut p, &commits);
+            match p.end_epoch(result) {
+                EpochEnd::Over(result) => return result.map(Some),
+                EpochEnd::Lost { failure, returning } => {
+                    commits.kept.lock().end_epoch();
+                    job.returns(returning);
+                    lost = Some((now(), failure));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! `recovering STEPS`: a job that goes on after the loss of a process. Each process prints the sum
+//! of the final values.
+
+use std::time::Duration;
+
+use mpmd_core::prelude::*;
+use mpmd_core::topology::DeviceId;
+
+/// Elements of each process: enough for messages that need a grant.
+const EACH: usize = 64 << 10;
+
+/// Time between two steps, so that processes die in all parts of them.
+const PAUSE: Duration = Duration::from_millis(2);
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let steps: u64 = std::env::args().nth(1).ok_or("the number of steps is missing")?.parse()?;
+    let sum = Program::builder().spares(1).run(|p, commits| -> Result<Option<f64>> {
+        let n = p.processes() as u32;
+        let mesh = p.mesh(&[("x", n as usize)])?;
+        let here = mesh.sharding(spec!["x"]);
+        let turned = (0..n).map(|device| DeviceId((device + 1) % n)).collect::<Vec<_>>();
+        let there = p.mesh_of(&[("x", n as usize)], &turned)?.sharding(spec!["x"]);
+        let mut state =
+            p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
+                Ok(values.fill(region.range(0).start as f32)?)
+            })?;
+        let first = commits.restore(p, &mut state)?;
+        let change = elementwise(|x: f32| x * 1.001 + 0.5);
+        let change = p.jit(change).on(&mesh).outputs(here.clone()).build()?;
+        for step in first..steps {
+            state = change.call(p, state)?;
+            let moved = p.device_put(&state, &there)?;
+            state = p.device_put(&moved, &here)?;
+            p.step_end()?;
+            p.commit(step + 1, &state)?;
+            std::thread::sleep(PAUSE);
+        }
+        let all = p.device_put(&state, mesh.replicated())?.to_host()?;
+        let sum = |values: HostArray| -> Result<f64> {
+            Ok(values.to_vec::<f32>()?.into_iter().map(f64::from).sum())
+        };
+        all.map(sum).transpose()
+    })?;
+    match sum.flatten() {
+        Some(sum) => println!("sum {sum:?}"),
+        None => println!("it was not needed"),
+    }
+    Ok(())
+}
