@@ -27,8 +27,8 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
-    /// Number of processes beyond these, which wait for the place of one that is lost. The program
-    /// must recover: see `Builder::spares`
+    /// Number of spares: further processes, each of which takes the place of a process that dies.
+    /// The program must recover: see `Builder::spares`
     #[arg(long, value_name = "N", default_value = "0")]
     spares: u32,
     /// Start up to this many new processes in place of lost ones
