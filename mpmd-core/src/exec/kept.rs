@@ -4,9 +4,20 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
+use serde::{Deserialize, Serialize};
 
 use super::array::{MpmdArray, Shard};
 use super::host_array::HostArray;
+
+/// The name of a commit. Later steps are newer. A step is committed once more in each epoch that
+/// begins there, perhaps in other shardings. (0, 0) stands for none.
+#[derive(
+    Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
+)]
+pub(crate) struct CommitId {
+    pub(crate) step: u64,
+    pub(crate) epoch: u64,
+}
 
 /// The commits of which this process has copies, oldest first.
 #[derive(Debug)]
@@ -15,8 +26,10 @@ pub(crate) struct Kept {
     pub(crate) every: u64,
     /// Commits of the running epoch.
     pub(crate) issued: VecDeque<Issued>,
-    /// Commits of earlier epochs, by step.
-    pub(crate) earlier: BTreeMap<u64, Copies>,
+    /// Commits of earlier epochs.
+    pub(crate) earlier: BTreeMap<CommitId, Copies>,
+    /// The newest commit that is known to be whole on every process.
+    pub(crate) known: CommitId,
     /// The newest commit at the start of this epoch and of those before, and their number: epochs
     /// without a newer commit.
     pub(crate) stuck: (Option<u64>, u32),
@@ -25,11 +38,12 @@ pub(crate) struct Kept {
 /// A commit whose copies were issued in the running epoch.
 #[derive(Debug)]
 pub(crate) struct Issued {
-    pub(crate) step: u64,
+    pub(crate) id: CommitId,
     pub(crate) values: Vec<u8>,
     /// For each array: its copies at its owners and at their buddies.
     pub(crate) arrays: Vec<[MpmdArray; 2]>,
-    /// `i64`s, one for each process: the newest step that is whole there.
+    /// `i64`s, two for each process: step and epoch of the newest commit that is whole there, with
+    /// all older ones of the epoch.
     pub(crate) whole: MpmdArray,
 }
 
@@ -53,30 +67,32 @@ pub(crate) struct Copy {
 impl Kept {
     pub(crate) fn new(every: u64) -> Self {
         let (issued, earlier) = (VecDeque::new(), BTreeMap::new());
-        Self { every, issued, earlier, stuck: (None, 0) }
+        Self { every, issued, earlier, known: CommitId::default(), stuck: (None, 0) }
     }
 
-    /// Returns the newest step of which all copies of this process are there. 0 for none.
-    pub(crate) fn newest_whole(&self) -> u64 {
-        let is_whole = |issued: &&Issued| issued.is_complete();
-        let issued = self.issued.iter().rev().find(is_whole).map(|issued| issued.step);
-        issued.or_else(|| self.earlier.keys().next_back().copied()).unwrap_or(0)
+    /// Returns the newest commit of this epoch of which all copies of this process are there, and
+    /// those of the commits before it.
+    pub(crate) fn newest_whole(&self) -> CommitId {
+        let whole = self.issued.iter().take_while(|issued| issued.is_complete());
+        whole.last().map(|issued| issued.id).unwrap_or_default()
     }
 
     /// Drops the commits before the newest that is known to be whole on every process.
     pub(crate) fn forget_old(&mut self) {
         let known = self.issued.iter().rev().find_map(Issued::whole_everywhere);
         let Some(known) = known else { return };
-        self.issued.retain(|issued| issued.step >= known);
-        self.earlier.retain(|step, _| *step >= known);
+        self.known = known;
+        self.issued.retain(|issued| issued.id >= known);
+        self.earlier.retain(|id, _| *id >= known);
     }
 
     /// Takes the copies out of the arrays of an epoch that has ended. Keeps those that are there,
     /// also of commits that are not whole: other processes may have the rest.
     pub(crate) fn end_epoch(&mut self) {
-        for Issued { step, values, arrays, .. } in std::mem::take(&mut self.issued) {
+        self.forget_old();
+        for Issued { id, values, arrays, .. } in std::mem::take(&mut self.issued) {
             let arrays = arrays.iter().map(copies_here).collect();
-            self.earlier.insert(step, Copies { values, arrays });
+            self.earlier.insert(id, Copies { values, arrays });
         }
     }
 }
@@ -88,15 +104,19 @@ impl Issued {
         self.arrays.iter().flatten().all(is_here)
     }
 
-    /// Returns the newest step that is whole on every process, as far as this commit's message says
-    /// and has arrived. `None` if it says of none.
-    fn whole_everywhere(&self) -> Option<u64> {
+    /// Returns the newest commit that is whole on every process, as far as this commit's message
+    /// says and has arrived. `None` if it says of none.
+    fn whole_everywhere(&self) -> Option<CommitId> {
         if !self.whole.is_complete() {
             return None;
         }
         let whole = self.whole.to_host().ok()??;
-        let steps = whole.as_slice::<i64>().ok()?;
-        steps.iter().min().map(|step| step.cast_unsigned()).filter(|step| *step > 0)
+        let (words, _) = whole.as_slice::<i64>().ok()?.as_chunks::<2>();
+        let id = |[step, epoch]: &[i64; 2]| CommitId {
+            step: step.cast_unsigned(),
+            epoch: epoch.cast_unsigned(),
+        };
+        words.iter().map(id).min().filter(|id| *id > CommitId::default())
     }
 }
 

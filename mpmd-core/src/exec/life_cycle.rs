@@ -71,6 +71,12 @@ impl Runtime {
         trouble.first.clone().or_else(|| trouble.lost.clone())
     }
 
+    /// Returns the failure that is the cause of an error which the program has got. `trouble` may
+    /// hear of it a little later.
+    pub(crate) fn cause(self: &Arc<Self>) -> Option<Arc<Failure>> {
+        self.trouble().or_else(|| self.with_router(|router| router.trouble()))
+    }
+
     /// Fails the job with `failure` and tells every process that is still reachable. Does nothing
     /// if the job has failed already.
     pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {

@@ -17,10 +17,11 @@ use crate::wire::ProcessId;
 /// If it is dropped without [`leave`](Self::leave), the process counts as died, and the others are
 /// told.
 pub struct Rendezvous {
-    link: Arc<Connection>,
-    config: JoinConfig,
-    local: SocketAddr,
-    clock_offset: i64,
+    pub(super) link: Arc<Connection>,
+    pub(super) config: JoinConfig,
+    /// The address of this end of the connection.
+    pub(super) local: SocketAddr,
+    pub(super) clock_offset: i64,
 }
 
 /// The difference between a process's clock and the server's.
@@ -193,6 +194,7 @@ impl Rendezvous {
     /// # Errors
     ///
     /// [`Unset`](RendezvousError::Unset) if no process sets one within `peer_timeout`;
+    /// [`NeverSet`](RendezvousError::NeverSet) as soon as a process of the epoch is lost;
     /// [`TooLong`](RendezvousError::TooLong) for a key above 1024 bytes;
     /// [`ServerGone`](RendezvousError::ServerGone) if the server does not answer.
     pub fn get(

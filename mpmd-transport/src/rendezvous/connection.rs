@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use mpmd_ids::block::Mutex;
+use mpmd_ids::block::mpsc::{self, RecvTimeoutError};
 
 use super::connect::meet;
+use super::local::Line;
 use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
 use super::server::clock;
 use super::{Down, JoinConfig, Member, RendezvousError};
@@ -40,8 +41,7 @@ pub(super) fn open(config: &JoinConfig) -> Result<(Arc<Connection>, SocketAddr),
     let link = Arc::new(Connection {
         server: config.server.clone(),
         processes: config.processes,
-        stream,
-        writing: Mutex::new(()),
+        wire: Wire::Tcp { stream, writing: Mutex::new(()) },
         state: Mutex::new(State::default()),
     });
     let listener = link.clone();
@@ -57,10 +57,19 @@ pub(super) struct Connection {
     pub(super) server: String,
     /// Number of processes in the job, as far as this process knows.
     pub(super) processes: usize,
-    pub(super) stream: TcpStream,
-    /// Held while a whole message is written. Closing the connection does not need it.
-    pub(super) writing: Mutex<()>,
+    pub(super) wire: Wire,
     pub(super) state: Mutex<State>,
+}
+
+/// The way of messages to the server.
+pub(super) enum Wire {
+    Tcp {
+        stream: TcpStream,
+        /// Held while a whole message is written. Closing the connection does not need it.
+        writing: Mutex<()>,
+    },
+    /// To a [`LocalServer`](super::LocalServer).
+    Local(Line),
 }
 
 #[derive(Default)]
@@ -120,7 +129,7 @@ impl Connection {
             state.asks.insert(ask, sender);
             ask
         };
-        if let Err(error) = protocol::frame(&request(ask)).and_then(|frame| self.write(&frame)) {
+        if let Err(error) = self.send(request(ask)) {
             self.state.lock().asks.remove(&ask);
             return Err(error);
         }
@@ -147,19 +156,33 @@ impl Connection {
     }
 
     /// Sends a message that has no answer.
-    fn say(&self, message: &Request) -> Result<(), String> {
-        let frame = protocol::frame(message).map_err(|e| e.to_string())?;
-        self.write(&frame).map_err(|e| e.to_string())
+    fn say(&self, message: Request) -> Result<(), String> {
+        self.send(message).map_err(|e| e.to_string())
     }
 
-    fn write(&self, frame: &[u8]) -> Result<(), RendezvousError> {
-        let _writing = self.writing.lock();
-        (&self.stream).write_all(frame).map_err(|e| {
-            // Part of a message may have been sent: no other message can follow it.
-            let _ = self.stream.shutdown(Shutdown::Both);
-            let ended = self.state.lock().ended.clone();
-            ended.unwrap_or_else(|| self.gone(e.to_string()))
-        })
+    fn send(&self, message: Request) -> Result<(), RendezvousError> {
+        match &self.wire {
+            Wire::Local(line) => {
+                line.say(message);
+                Ok(())
+            }
+            Wire::Tcp { stream, writing } => {
+                let frame = protocol::frame(&message)?;
+                let _writing = writing.lock();
+                (&*stream).write_all(&frame).map_err(|e| {
+                    // Part of a message may have been sent: no other message can follow it.
+                    let _ = stream.shutdown(Shutdown::Both);
+                    let ended = self.state.lock().ended.clone();
+                    ended.unwrap_or_else(|| self.gone(e.to_string()))
+                })
+            }
+        }
+    }
+
+    /// Hears the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
+    pub(super) fn listen_to(&self, replies: &mpsc::Receiver<Reply>) {
+        let said = replies.iter().find_map(|reply| self.hear(reply).err());
+        self.is_over(said.unwrap_or_else(|| "the connection was closed".to_owned()));
     }
 
     /// Reads until the connection ends, and answers pings. If the server is silent, the connection
@@ -206,6 +229,11 @@ impl Connection {
                 }
             }
         };
+        self.is_over(why);
+    }
+
+    /// Handles the end of the connection.
+    fn is_over(&self, why: String) {
         let is_loss = self.state.lock().ended.is_none();
         self.end(self.gone(why.clone()));
         if is_loss {
@@ -243,11 +271,11 @@ impl Connection {
 
     pub(super) fn hear(&self, reply: Reply) -> Result<(), String> {
         match reply {
-            Reply::Ping => self.say(&Request::Pong)?,
+            Reply::Ping => self.say(Request::Pong)?,
             Reply::Look { look } => {
                 let describe = self.state.lock().describe.clone();
                 let status = describe.map(|describe| describe()).ok_or("it is starting".to_owned());
-                self.say(&Request::Status { look, status })?;
+                self.say(Request::Status { look, status })?;
             }
             Reply::Status { ask, process, status } => {
                 let mut state = self.state.lock();
@@ -289,7 +317,11 @@ impl Connection {
                 ));
             }
             Reply::Down { process, why } => self.tell(Down::Process(process, why)),
-            Reply::Dropped { why } => return Err(format!("it has given this process up: {why}")),
+            Reply::Dropped { why } => {
+                let given_up = RendezvousError::GivenUp { server: self.server.clone(), why };
+                self.end(given_up.clone());
+                self.tell_loss(given_up.to_string());
+            }
         }
         Ok(())
     }
@@ -317,7 +349,10 @@ impl Connection {
         for asker in waiting.into_values() {
             let _ = asker.send((0, Err(why.clone())));
         }
-        let _ = self.stream.shutdown(Shutdown::Both);
+        match &self.wire {
+            Wire::Tcp { stream, .. } => _ = stream.shutdown(Shutdown::Both),
+            Wire::Local(line) => line.hang_up(),
+        }
     }
 
     fn gone(&self, why: String) -> RendezvousError {

@@ -157,6 +157,25 @@ pub enum RendezvousError {
         /// The time that the arrived processes have waited.
         peer_timeout: Duration,
     },
+    /// The service has given this process up, and may have given its place to another. This
+    /// process's fault, or its machine's.
+    #[error("the rendezvous service at {server} has given this process up: {why}")]
+    GivenUp {
+        /// The service's address.
+        server: String,
+        /// The reason, in words.
+        why: String,
+    },
+    /// A process was lost before the value of a key was set. A peer's fault.
+    #[error("the value of {key:?} will not come: process {process} is lost: {why}")]
+    NeverSet {
+        /// The key.
+        key: String,
+        /// The process that was lost.
+        process: ProcessId,
+        /// The reason, in words.
+        why: String,
+    },
     /// A process that a barrier needs will never reach it. A peer's fault.
     #[error("barrier {name:?}: process {process} will not come: {why}")]
     BarrierBroken {

@@ -236,7 +236,13 @@ impl Job {
                         let value = value.clone();
                         self.answer(link, ask, Ok(Answer::Value(value)));
                     }
-                    (Ok(()), None) => self.gets.push(Get { link, key, wait }),
+                    (Ok(()), None) => match self.lost().filter(|_| process.is_some()) {
+                        Some((process, why)) => {
+                            let error = RendezvousError::NeverSet { key, process, why };
+                            self.answer(link, ask, Err(error));
+                        }
+                        None => self.gets.push(Get { link, key, wait }),
+                    },
                 }
             }
             Request::Barrier { ask, name, peer_timeout } => {
@@ -341,11 +347,12 @@ impl Job {
     }
 
     /// Handles the end of the time in which an epoch should have gathered. Processes that have not
-    /// returned to a later epoch lose their places, and new processes get the time once more.
+    /// come to a later epoch, or to the first if there are spares, lose their places. New processes
+    /// get the time once more.
     fn is_late(&mut self, now: Instant) {
-        let is_awaited =
-            |(seat, vacant): (&Option<Seat>, &bool)| self.epoch > 1 && seat.is_none() && !vacant;
-        if self.seats.iter().zip(&self.vacant).any(is_awaited) {
+        let goes_on = self.epoch > 1 || !self.spares.is_empty();
+        let is_awaited = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && !vacant;
+        if goes_on && self.seats.iter().zip(&self.vacant).any(is_awaited) {
             self.gather_until = after(now, self.peer_timeout);
             self.vacant.fill(true);
             self.place_spares();
@@ -476,6 +483,9 @@ impl Job {
             self.actions.push(Action::Close(before));
         }
         let differs = self.differs(process, &member);
+        // One that waits for a place has no time limit of its own.
+        let until = if wish.waits { after(now, Duration::MAX) } else { waits.until };
+        let waits = Wait { until, ..waits };
         self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
         match differs {
             // Waiting cannot help. All processes had better hear of it now than of a missing
@@ -730,7 +740,7 @@ impl Job {
         if self.phase != Phase::Running {
             // The others do not know it yet: another process may take its number.
             *seat = None;
-            if self.epoch > 1 && how != HowEnded::Returns {
+            if how != HowEnded::Returns {
                 self.vacant[process.index()] = true;
                 self.place_spares();
             }
@@ -751,6 +761,9 @@ impl Job {
                 self.actions.push(Action::Say(link, Reply::Down { process, why: why.to_owned() }));
             }
         }
+        if how != HowEnded::Left {
+            self.fail_gets(process, why);
+        }
         for (name, arrivals) in std::mem::take(&mut self.barriers) {
             for Arrival { link, wait, .. } in arrivals {
                 let error = RendezvousError::BarrierBroken {
@@ -762,6 +775,31 @@ impl Job {
             }
         }
         self.dismiss_spares();
+    }
+
+    /// Fails the requests of this epoch's processes for values that nobody may set any more.
+    fn fail_gets(&mut self, process: ProcessId, why: &str) {
+        let is_of_epoch =
+            |get: &Get| self.links.get(&get.link).is_some_and(|c| c.process.is_some());
+        let (failed, waiting) = std::mem::take(&mut self.gets).into_iter().partition(is_of_epoch);
+        self.gets = waiting;
+        let failed: Vec<Get> = failed;
+        for Get { link, key, wait } in failed {
+            let error = RendezvousError::NeverSet { key, process, why: why.to_owned() };
+            self.answer(link, wait.ask, Err(error));
+        }
+    }
+
+    /// Returns the first process of a running epoch that was lost, or that has left it as failed,
+    /// and the reason.
+    fn lost(&self) -> Option<(ProcessId, String)> {
+        if self.phase != Phase::Running {
+            return None;
+        }
+        processes(self.seats.len()).zip(&self.seats).find_map(|(process, seat)| {
+            let end = seat.as_ref()?.ended.as_ref()?;
+            (end.how != HowEnded::Left).then(|| (process, end.why.clone()))
+        })
     }
 
     /// Tells the spares that the job has ended, if it has: no process is left, and none returns.

@@ -36,7 +36,7 @@
 //! - `protocol`: these bytes.
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
 //!   does no I/O.
-//! - `server`: runs `job` over sockets.
+//! - `server`: runs `job` over sockets, and `local` without them, for simulated processes.
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
 //! - `connect`: how a client connects to the server.
@@ -46,6 +46,7 @@ mod connect;
 mod connection;
 mod error;
 mod job;
+mod local;
 mod observer;
 mod protocol;
 mod server;
@@ -58,6 +59,7 @@ use crate::wire::ProcessId;
 
 pub use client::{ClockOffset, JoinConfig, Joined, Rendezvous};
 pub use error::RendezvousError;
+pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};

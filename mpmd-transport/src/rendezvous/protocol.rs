@@ -13,7 +13,7 @@ use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 
 /// The longest value that can be shared under a key, in bytes.
 ///

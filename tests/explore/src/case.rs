@@ -20,7 +20,7 @@ pub(crate) const ORDERS: u64 = 16;
 const FAULTY: u64 = 10;
 
 /// The time without a message after which a process counts as lost: the default.
-const PEER_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The time that a process which has failed gives its last messages.
 const FLUSH: Duration = Duration::from_secs(2);
@@ -30,6 +30,22 @@ const LONGEST: Duration = Duration::from_secs(600);
 
 /// The simulated time in which every job without faults must end: no wait needs a time limit.
 const USUAL: Duration = Duration::from_secs(10);
+
+/// A job of a seed. It shows its processes and faults.
+pub(crate) trait Job: fmt::Display {
+    /// Number of faults.
+    fn faults(&self) -> usize;
+
+    /// Keeps only the faults with these numbers.
+    fn keep_faults(&mut self, keeps: &dyn Fn(usize) -> bool);
+
+    /// Runs the program on one process without faults. Returns the shards of all devices.
+    fn run_alone(&self) -> Result<Shards, String>;
+
+    /// Runs the job, and compares it with the run on one process. Returns the report, and the
+    /// errors found.
+    fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>);
+}
 
 /// A job that a seed decides.
 #[derive(Debug)]
@@ -78,17 +94,7 @@ impl Case {
         let of_program = seed / ORDERS;
         let devices: usize = [4, 6, 8, 4, 6, 8, 8, 5, 7, 3][of_program as usize % 10];
         let mut random = Rng::with_seed(seed);
-        let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
-        let processes = counts[random.usize(..counts.len())];
-        // All on one host, in pairs, or each on its own.
-        let kind = random.usize(..3);
-        let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][kind]).collect();
-        // Some pairs use no zero-copy transfers: those of different hosts, or others.
-        let zero_copy = match random.u8(..4) {
-            0 | 1 => Vec::new(),
-            2 => vec![0; processes],
-            _ => hosts.iter().map(|host| host % 3).collect(),
-        };
+        let (processes, hosts, zero_copy) = processes_of(&mut random, devices);
         let is_short = random.u8(..4) == 0;
         let steps = program(of_program, devices);
         let faults = match seed.is_multiple_of(FAULTY) {
@@ -99,40 +105,6 @@ impl Case {
         };
         let removed = BTreeSet::new();
         Self { seed, devices, processes, hosts, zero_copy, is_short, steps, faults, removed }
-    }
-
-    /// Keeps only the faults with these numbers.
-    pub(crate) fn keep_faults(&mut self, keeps: impl Fn(usize) -> bool) {
-        let mut number = 0..;
-        self.faults.retain(|_| number.next().is_some_and(&keeps));
-    }
-
-    /// Number of faults.
-    pub(crate) fn faults(&self) -> usize {
-        self.faults.len()
-    }
-
-    /// Runs the program on one process without faults. Returns the shards of all devices.
-    pub(crate) fn run_alone(&self) -> Result<Shards, String> {
-        let alive = Arc::default();
-        let simulation = Simulation::new(1, self.devices).seed(self.seed / ORDERS);
-        let (mut results, _) = simulation
-            .run_reported(|p| execute(p, &self.steps, &self.removed, &Wrongs::default(), &alive));
-        results.remove(0).map_err(|error| format!("alone: {error}"))
-    }
-
-    /// Runs the job, and compares it with the run on one process. Returns the report, and the
-    /// errors found.
-    pub(crate) fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
-        let alive = Arc::<AtomicUsize>::default();
-        let wrongs = self.wrongs();
-        let simulation = self.simulation();
-        let simulation = if log { simulation.log() } else { simulation };
-        let (results, report) =
-            simulation.run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
-        let objects = alive.load(Ordering::Relaxed);
-        let checked = self.check(results, alone, &report, objects);
-        (report, checked)
     }
 
     /// Checks the results of a run, and that it left no object.
@@ -216,6 +188,54 @@ impl Case {
     }
 }
 
+impl Job for Case {
+    fn faults(&self) -> usize {
+        self.faults.len()
+    }
+
+    fn keep_faults(&mut self, keeps: &dyn Fn(usize) -> bool) {
+        let mut number = 0..;
+        self.faults.retain(|_| number.next().is_some_and(keeps));
+    }
+
+    fn run_alone(&self) -> Result<Shards, String> {
+        let alive = Arc::default();
+        let simulation = Simulation::new(1, self.devices).seed(self.seed / ORDERS);
+        let (mut results, _) = simulation
+            .run_reported(|p| execute(p, &self.steps, &self.removed, &Wrongs::default(), &alive));
+        results.remove(0).map_err(|error| format!("alone: {error}"))
+    }
+
+    fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
+        let alive = Arc::<AtomicUsize>::default();
+        let wrongs = self.wrongs();
+        let simulation = self.simulation();
+        let simulation = if log { simulation.log() } else { simulation };
+        let (results, report) =
+            simulation.run_reported(|p| execute(p, &self.steps, &self.removed, &wrongs, &alive));
+        let objects = alive.load(Ordering::Relaxed);
+        let checked = self.check(results, alone, &report, objects);
+        (report, checked)
+    }
+}
+
+/// Returns a number of processes for these devices, the host of each process, and the groups with
+/// zero-copy transfers; none if that is empty.
+pub(crate) fn processes_of(random: &mut Rng, devices: usize) -> (usize, Vec<usize>, Vec<usize>) {
+    let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
+    let processes = counts[random.usize(..counts.len())];
+    // All on one host, in pairs, or each on its own.
+    let kind = random.usize(..3);
+    let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][kind]).collect();
+    // Some pairs use no zero-copy transfers: those of different hosts, or others.
+    let zero_copy = match random.u8(..4) {
+        0 | 1 => Vec::new(),
+        2 => vec![0; processes],
+        _ => hosts.iter().map(|host| host % 3).collect(),
+    };
+    (processes, hosts, zero_copy)
+}
+
 /// A folder on a disk without room: the system's device that is always full.
 const FULL_DISK: &str = "/dev/full";
 
@@ -280,7 +300,11 @@ impl Fault {
 
 /// Fails unless all shards have the bits of those on one process, each on one process only. With
 /// `is_whole` all of them must be there.
-fn check_shards(found: Vec<Shards>, alone: &Shards, is_whole: bool) -> Result<(), String> {
+pub(crate) fn check_shards(
+    found: Vec<Shards>,
+    alone: &Shards,
+    is_whole: bool,
+) -> Result<(), String> {
     let mut seen = HashSet::new();
     for (key, bytes) in found.into_iter().flatten() {
         if !seen.insert(key) {

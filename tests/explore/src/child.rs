@@ -65,8 +65,10 @@ impl Worker {
         command.arg(format!("--worker={core}"));
         command.arg(format!("--from={}", arguments.from));
         command.arg(format!("--seeds={}", arguments.seeds));
-        if arguments.twice {
-            command.arg("--twice");
+        for (name, is_set) in [("--twice", arguments.twice), ("--recovery", arguments.recovery)] {
+            if is_set {
+                command.arg(name);
+            }
         }
         if let Some(file) = &arguments.log {
             command.arg("--log").arg(file);

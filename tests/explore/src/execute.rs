@@ -54,15 +54,36 @@ pub(crate) fn execute(
             execution.step(p, step, fails)?;
         }
     }
+    shards_of(execution.arrays.iter().map(Option::as_ref))
+}
+
+/// Returns the shards of the arrays on this process.
+pub(crate) fn shards_of<'a>(arrays: impl Iterator<Item = Option<&'a MpmdArray>>) -> Result<Shards> {
     let mut shards = Shards::new();
-    for (i, array) in execution.arrays.iter().enumerate() {
-        let Some(array) = array.as_ref().filter(|array| !array.is_fully_remote()) else { continue };
+    for (i, array) in arrays.enumerate() {
+        let Some(array) = array.filter(|array| !array.is_fully_remote()) else { continue };
         for shard in array.addressable_shards()? {
             let twice = shards.insert((i, shard.device), shard.data.bytes().to_vec());
             assert!(twice.is_none());
         }
     }
     Ok(shards)
+}
+
+/// Makes an array of random values on its devices.
+pub(crate) fn made(
+    p: &mut Program,
+    [rows, columns]: [usize; 2],
+    to: &Sharding,
+    key: u64,
+) -> Result<MpmdArray> {
+    p.array_from_fn(f32s([rows, columns]), to, move |region, mut view| {
+        let elements =
+            region.range(0).flat_map(|i| region.range(1).map(move |j| (i * columns + j) as u64));
+        let values = view.as_mut_slice::<f32>()?.iter_mut();
+        values.zip(elements).for_each(|(value, i)| *value = uniform_f32(Key(key), i));
+        Ok(())
+    })
 }
 
 impl Execution<'_> {
@@ -80,18 +101,8 @@ impl Execution<'_> {
 
     fn step(&mut self, p: &mut Program, step: &Step, fails: Option<Failing>) -> Result<()> {
         match step {
-            Step::Make { shape: [rows, columns], to, key } => {
-                let (key, columns) = (Key(*key), *columns);
-                let made =
-                    p.array_from_fn(f32s([*rows, columns]), to, move |region, mut view| {
-                        let elements = region
-                            .range(0)
-                            .flat_map(|i| region.range(1).map(move |j| (i * columns + j) as u64));
-                        let values = view.as_mut_slice::<f32>()?.iter_mut();
-                        values.zip(elements).for_each(|(value, i)| *value = uniform_f32(key, i));
-                        Ok(())
-                    })?;
-                self.arrays.push(Some(made));
+            Step::Make { shape, to, key } => {
+                self.arrays.push(Some(made(p, *shape, to, *key)?));
             }
             Step::Host { shape, to, value } => {
                 let values: Vec<f32> = (0..shape[0] * shape[1]).map(|i| value + i as f32).collect();
@@ -218,7 +229,7 @@ fn replayed(p: &mut Program, x: MpmdArray, through: &Sharding, times: usize) -> 
 }
 
 /// Returns (the mesh of an array's sharding, the sharding).
-fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
+pub(crate) fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
     let sharding = x.sharding().expect("it is placed").clone();
     (sharding.mesh().expect("it has a mesh").clone(), sharding)
 }

@@ -67,7 +67,10 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     for seed in &red {
         match arguments.shrink {
             true => shrink(arguments, *seed)?,
-            false => println!("again: cargo xtask explore --from {seed} --seeds 1 --shrink"),
+            false => {
+                let kind = if arguments.recovery { " --recovery" } else { "" };
+                println!("again: cargo xtask explore --from {seed} --seeds 1 --shrink{kind}");
+            }
         }
     }
     if arguments.seeds == 1 && !arguments.shrink {

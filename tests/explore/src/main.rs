@@ -11,6 +11,7 @@ mod execute;
 mod explore;
 mod kernels;
 mod program;
+mod recovery;
 mod shrink;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,9 @@ struct Arguments {
     /// Number of seeds
     #[arg(long, default_value_t = 1000)]
     seeds: u64,
+    /// Run trainings that lose processes and go on
+    #[arg(long)]
+    recovery: bool,
     /// Run each job twice, and compare the logs of all events
     #[arg(long)]
     twice: bool,

@@ -122,6 +122,17 @@ pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
     steps
 }
 
+/// Returns random shardings of arrays of [`ROWS`] rows.
+pub(crate) fn shardings(
+    random: Rng,
+    devices: usize,
+    columns: usize,
+    count: usize,
+) -> Vec<Sharding> {
+    let mut maker = Maker { random, devices, columns, arrays: Vec::new(), objects: Vec::new() };
+    (0..count).map(|_| maker.sharding(ROWS)).collect()
+}
+
 struct Maker {
     random: Rng,
     devices: usize,

@@ -1,7 +1,6 @@
 //! Makes the job of a red seed smaller, as long as it stays red.
 
 use crate::Arguments;
-use crate::case::Case;
 use crate::child::run_worker;
 use crate::program::STEPS;
 use crate::worker::{Line, job_of};
@@ -9,7 +8,7 @@ use crate::worker::{Line, job_of};
 /// Leaves out faults and steps of a red seed's job, and prints the smallest job that is red.
 pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
     let mut job = Arguments { from: seed, seeds: 1, first: false, ..arguments.clone() };
-    for fault in 0..Case::new(seed).faults() {
+    for fault in 0..job_of(&job, seed).faults() {
         let mut less = job.clone();
         less.without_faults.push(fault);
         if is_red(&less)? {
@@ -17,7 +16,7 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
         }
     }
     // First large parts, then single steps.
-    let mut size = STEPS / 2;
+    let mut size = if arguments.recovery { 0 } else { STEPS / 2 };
     while size > 0 {
         for from in (0..STEPS).step_by(size) {
             let steps = (from..STEPS.min(from + size)).filter(|step| !job.without.contains(step));
@@ -44,7 +43,10 @@ fn without(job: &Arguments) -> String {
             format!(" --{name} {}", numbers.join(","))
         }
     };
-    option("without", &job.without) + &option("without-faults", &job.without_faults)
+    let recovery = if job.recovery { " --recovery" } else { "" };
+    recovery.to_owned()
+        + &option("without", &job.without)
+        + &option("without-faults", &job.without_faults)
 }
 
 fn is_red(job: &Arguments) -> anyhow::Result<bool> {

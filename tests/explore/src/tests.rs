@@ -1,6 +1,6 @@
 //! The first seeds, and those that were red once.
 
-use crate::case::{Case, ORDERS};
+use crate::case::{Case, Job, ORDERS};
 use crate::worker::Line;
 
 /// Runs the jobs of seeds and fails if one is red.

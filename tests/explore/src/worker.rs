@@ -11,9 +11,10 @@ use mpmd_core::SimulationReport;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::Arguments;
-use crate::case::{Case, ORDERS};
+use crate::case::{Case, Job, ORDERS};
 use crate::execute::Shards;
 use crate::kernels::INJECTED;
+use crate::recovery::Recovery;
 
 /// A line from a worker to the main process.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -88,7 +89,7 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
             alone = Some((seed / ORDERS, case.run_alone()));
         }
         let of_one = alone.as_ref().map(|(_, shards)| shards.as_ref()).expect("it was set");
-        let ran = of_one.map_err(Clone::clone).and_then(|shards| run(&case, shards, arguments));
+        let ran = of_one.map_err(Clone::clone).and_then(|shards| run(&*case, shards, arguments));
         say(&match ran {
             Ok(report) => {
                 let nanos = u64::try_from(report.time.as_nanos())?;
@@ -101,14 +102,20 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
 }
 
 /// Returns the job of a seed, without the steps and faults that the arguments leave out.
-pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Case {
-    let mut case = Case::new(seed);
-    case.removed.extend(&arguments.without);
-    case.keep_faults(|fault| !arguments.without_faults.contains(&fault));
-    case
+pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Box<dyn Job> {
+    let mut job: Box<dyn Job> = match arguments.recovery {
+        true => Box::new(Recovery::new(seed)),
+        false => {
+            let mut case = Case::new(seed);
+            case.removed.extend(&arguments.without);
+            Box::new(case)
+        }
+    };
+    job.keep_faults(&|fault| !arguments.without_faults.contains(&fault));
+    job
 }
 
-fn run(case: &Case, alone: &Shards, arguments: &Arguments) -> Result<SimulationReport, String> {
+fn run(case: &dyn Job, alone: &Shards, arguments: &Arguments) -> Result<SimulationReport, String> {
     let log = arguments.twice || arguments.log.is_some();
     let (report, checked) = case.run(alone, log);
     if let Some(file) = &arguments.log {

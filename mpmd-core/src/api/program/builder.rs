@@ -9,8 +9,9 @@ use mpmd_ids::ProcessId;
 use mpmd_ids::block::Spin;
 use mpmd_transport::Transport;
 
+use super::membership::Membership;
 use super::version::Checks;
-use super::{Membership, Program, connect};
+use super::{Program, connect};
 use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::exec::recorder::{Order, Recorder};

@@ -8,7 +8,7 @@ use mpmd_ids::block::Mutex;
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::Program;
-use super::connect::Returning;
+use super::membership::Returning;
 use crate::error::Error;
 use crate::exec::kept::Kept;
 
@@ -41,19 +41,27 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
+        let mut loss = None;
         let result = match result {
             Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),
-            Ok(value) => match self.wait_for_end(at) {
-                Ok(()) => {
-                    return EpochEnd::Over(
-                        self.leave_at_end(Ok(())).map(|()| value).map_err(E::from),
-                    );
-                }
-                Err(failure) => Err(Error::failed(failure).into()),
+            Ok(value) => match self.wait_for_end(at).map_err(Error::failed) {
+                Ok(()) => match self.all_are_at_end() {
+                    None => {
+                        let left = self.leave_at_end(Ok(()));
+                        return EpochEnd::Over(left.map(|()| value).map_err(E::from));
+                    }
+                    Some(lost) => {
+                        let error = Error::failed(lost.clone()).into();
+                        loss = Some(lost);
+                        Err(error)
+                    }
+                },
+                Err(error) => Err(error.into()),
             },
             Err(error) => Err(error),
         };
-        let loss = self.runtime.trouble().filter(|failure| failure.kind == FailureKind::PeerLost);
+        let is_loss = |failure: &Arc<Failure>| failure.kind == FailureKind::PeerLost;
+        let loss = loss.or_else(|| self.runtime.cause().filter(is_loss));
         let (Some(failure), true) = (loss, self.membership.is_some()) else {
             return EpochEnd::Over(self.conclude(result));
         };
@@ -69,5 +77,11 @@ impl Program {
             // The service hears that this process is gone, and gives its place to another.
             Err(error) => EpochEnd::Over(Err(error.into())),
         }
+    }
+
+    /// Waits until every process has come to the end of the epoch. Returns a failure if one was
+    /// lost before that: then all others return too, since a process that has left cannot help.
+    fn all_are_at_end(&self) -> Option<Arc<Failure>> {
+        self.membership.as_ref()?.wait_for_all(self.process(), self.epoch())
     }
 }

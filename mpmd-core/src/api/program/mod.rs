@@ -7,12 +7,14 @@
 mod assert_same;
 mod broadcast_value;
 mod builder;
+mod candidate;
 mod connect;
 mod costs;
 mod epochs;
 mod holdings;
 mod issue;
 mod locality;
+mod membership;
 mod metrics;
 mod neighbours;
 mod record;
@@ -36,14 +38,18 @@ use mpmd_transport::Pool;
 use mpmd_transport::router::{Failure, FailureKind};
 
 pub use builder::Builder;
-pub(crate) use connect::{Job, Membership};
+pub(crate) use candidate::Start;
+pub(crate) use connect::Job;
 pub(crate) use epochs::EpochEnd;
 pub use holdings::{Holdings, MemoryUse};
 use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
+use membership::Membership;
+pub(crate) use membership::Returning;
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
 pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
+pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 
 use crate::error::{Error, Result};
@@ -370,7 +376,7 @@ impl Program {
         self.ended = true;
         let me = self.runtime.me;
         // The peers get an earlier failure unchanged, so that they see the root cause.
-        let failure = self.runtime.trouble().unwrap_or_else(|| {
+        let failure = self.runtime.cause().unwrap_or_else(|| {
             Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
         });
         tracing::debug!(%failure, "a program ends without `finish`");

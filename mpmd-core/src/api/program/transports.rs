@@ -23,7 +23,7 @@ pub use mpmd_transport::ucx::{Report, examine};
 
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
-use mpmd_launch::{JobEnv, LaunchError, variables};
+use mpmd_launch::{LaunchError, variables};
 
 /// The valid names of transports. A transport may still be unavailable here, which shows when it is
 /// opened.
@@ -33,6 +33,7 @@ pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 pub const DEFAULT: &str = AUTO;
 
 const AUTO: &str = "auto";
+const SIMULATED: &str = "simulated";
 const TCP: &str = "tcp";
 
 /// True if this program was built with the feature `ucx`.
@@ -65,6 +66,8 @@ pub(super) enum Opened {
     Shm(shm::Opened),
     Tcp(Listener),
     Ucx(ucx::Opened),
+    /// The transport of a simulated process. The function returns its endpoint, if it still lives.
+    Simulated(Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>),
 }
 
 impl Opened {
@@ -100,6 +103,7 @@ impl Opened {
             Self::Shm(opened) => vec![(shm::NAME, opened.address())],
             Self::Tcp(listener) => vec![(TCP, listener.address().to_string())],
             Self::Ucx(opened) => vec![(ucx::NAME, opened.address().to_owned())],
+            Self::Simulated(_) => vec![(SIMULATED, String::new())],
         };
         pairs.into_iter().map(|(name, address)| (name.to_owned(), address)).collect()
     }
@@ -108,13 +112,12 @@ impl Opened {
     /// `agree`. Warns the user if processes on one host cannot share memory under `auto`.
     pub(super) fn connect(
         self,
-        env: &JobEnv,
+        token: [u8; 32],
         joined: &Joined,
         peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
         let Joined { process, epoch, ref members } = *joined;
-        let token = *env.token.bytes();
         let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()
@@ -133,6 +136,7 @@ impl Opened {
             Ok(opened.connect(&ShmConfig { process, peers, token, epoch, peer_timeout })?)
         };
         match self {
+            Self::Simulated(endpoint) => endpoint(joined),
             Self::Tcp(listener) => tcp(listener),
             Self::Shm(opened) => shm(opened, &vec![true; members.len()]),
             Self::Auto { shm: opened, tcp: listener } => {

@@ -15,7 +15,7 @@ use crate::api::program::Program;
 use crate::api::put::MoveOptions;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::kept::{Issued, Kept};
+use crate::exec::kept::{CommitId, Issued, Kept};
 
 /// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
 pub trait Committed {
@@ -83,7 +83,7 @@ impl Program {
         committed
     }
 
-    fn issue_commit(
+    pub(super) fn issue_commit(
         &mut self,
         step: u64,
         state: &impl Committed,
@@ -111,8 +111,8 @@ impl Program {
         let whole = self.tell_whole(kept)?;
         let mut kept = kept.lock();
         kept.forget_old();
-        let values = state.values();
-        kept.issued.push_back(Issued { step, values, arrays, whole });
+        let (id, values) = (CommitId { step, epoch: self.epoch() }, state.values());
+        kept.issued.push_back(Issued { id, values, arrays, whole });
         Ok(())
     }
 
@@ -120,12 +120,14 @@ impl Program {
     fn tell_whole(&mut self, kept: &Arc<Mutex<Kept>>) -> Result<MpmdArray> {
         let devices = first_devices(self.topology());
         let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?;
-        let aval = ShapedArray::new(&[devices.len()], DType::I64);
+        let aval = ShapedArray::new(&[devices.len(), 2], DType::I64);
         let kept = Arc::downgrade(kept);
         let own = self.array_from_fn(aval, &everywhere.sharding(spec!["process"]), {
             move |_, mut values| {
-                let whole = kept.upgrade().map_or(0, |kept| kept.lock().newest_whole());
-                values.as_bytes_mut().copy_from_slice(&whole.to_ne_bytes());
+                let whole = kept.upgrade().map(|kept| kept.lock().newest_whole());
+                let CommitId { step, epoch } = whole.unwrap_or_default();
+                let words = [step, epoch].map(u64::cast_signed);
+                values.as_mut_slice::<i64>()?.copy_from_slice(&words);
                 Ok(())
             }
         })?;

@@ -12,6 +12,7 @@
 mod commit;
 mod restore;
 mod run;
+mod simulate;
 
 pub use commit::Committed;
 pub use run::{Commits, RecoveringBuilder};

@@ -17,7 +17,7 @@ use crate::api::put::MoveOptions;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::host_array::HostArray;
-use crate::exec::kept::{Copies, Copy};
+use crate::exec::kept::{CommitId, Copies, Copy};
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
@@ -26,7 +26,9 @@ const MOST_RESTARTS: u32 = 5;
 /// The commits of which a process has copies.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 struct Inventory {
-    commits: Vec<(u64, CommitEntry)>,
+    commits: Vec<(CommitId, CommitEntry)>,
+    /// The newest commit that is known to be whole on every process.
+    known: CommitId,
     stuck: (Option<u64>, u32),
 }
 
@@ -92,12 +94,12 @@ impl Commits {
         }
         let inventories = self.tell_inventories(p)?;
         let arrays = state.arrays();
-        let Some((step, sources)) = choose(&inventories, &arrays, p.topology())? else {
+        let Some((id, sources)) = choose(&inventories, &arrays, p.topology())? else {
             return Ok(0);
         };
-        self.count_restart(&inventories, step)?;
-        let copies = self.kept.lock().earlier.get(&step).cloned().unwrap_or_default();
-        let values = self.values(p, step, &inventories, &copies)?;
+        self.count_restart(&inventories, id.step)?;
+        let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
+        let values = self.values(p, id, &inventories, &copies)?;
         let mut restored = Vec::with_capacity(arrays.len());
         for (number, (array, sources)) in arrays.iter().zip(sources).enumerate() {
             let own = copies.arrays.get(number).cloned().unwrap_or_default();
@@ -107,8 +109,10 @@ impl Commits {
             array.block_until_ready()?;
         }
         state.restore(restored, &values)?;
-        self.kept.lock().earlier.retain(|kept, _| *kept <= step);
-        Ok(step)
+        self.kept.lock().earlier.retain(|kept, _| *kept <= id);
+        // Until the next commit, a further loss would find regions with one copy.
+        p.issue_commit(id.step, state, &self.kept)?;
+        Ok(id.step)
     }
 
     /// Returns what every process has, by process.
@@ -125,11 +129,11 @@ impl Commits {
             let place = RegionOfDevice { home: copy.home.0, ranges };
             CopyEntry { place, hash: hash(copy.data.bytes()) }
         };
-        let commits = kept.earlier.iter().map(|(step, copies)| {
+        let commits = kept.earlier.iter().map(|(id, copies)| {
             let arrays = copies.arrays.iter().map(|copies| copies.iter().map(entry).collect());
-            (*step, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
+            (*id, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
         });
-        Inventory { commits: commits.collect(), stuck: kept.stuck }
+        Inventory { commits: commits.collect(), known: kept.known, stuck: kept.stuck }
     }
 
     /// Counts an epoch that begins at `step`, and fails if there were too many.
@@ -151,29 +155,28 @@ impl Commits {
     fn values(
         &self,
         p: &mut Program,
-        step: u64,
+        id: CommitId,
         inventories: &[Inventory],
         copies: &Copies,
     ) -> Result<Vec<u8>> {
-        let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == step);
+        let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
         let from = inventories.iter().position(has).unwrap_or(0);
         p.broadcast_value(ProcessId(from as u32), Vec::new(), || Ok(copies.values.clone()))
     }
 }
 
 /// Returns the newest commit that is whole, and the sources of the regions of each array. `None` if
-/// nothing was committed.
+/// none is, and none is known to have been.
 fn choose(
     inventories: &[Inventory],
     arrays: &[MpmdArray],
     topology: &Topology,
-) -> Result<Option<(u64, Vec<Vec<Source>>)>> {
-    let steps: BTreeSet<u64> =
-        inventories.iter().flat_map(|one| one.commits.iter().map(|(step, _)| *step)).collect();
+) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
+    let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
     let mut lost = Vec::new();
-    for step in steps.iter().rev() {
+    for id in commits.collect::<BTreeSet<_>>().into_iter().rev() {
         let sources: Vec<_> =
-            (0..arrays.len()).map(|i| sources(inventories, *step, i, topology)).collect();
+            (0..arrays.len()).map(|i| sources(inventories, id, i, topology)).collect();
         let is_lost = |(array, sources): (&MpmdArray, &Vec<Source>)| {
             let elements: usize = sources.iter().map(|source| source.region.elements()).sum();
             elements != array.aval().elements()
@@ -181,11 +184,12 @@ fn choose(
         let missing: Vec<usize> =
             (0..arrays.len()).filter(|i| is_lost((&arrays[*i], &sources[*i]))).collect();
         if missing.is_empty() {
-            return Ok(Some((*step, sources)));
+            return Ok(Some((id, sources)));
         }
-        lost.push(format!("step {step}: arrays {}", listed(&missing, arrays)));
+        lost.push(format!("step {}: arrays {}", id.step, listed(&missing, arrays)));
     }
-    match lost.is_empty() {
+    let known = inventories.iter().map(|one| one.known).max().unwrap_or_default();
+    match known == CommitId::default() {
         true => Ok(None),
         false => Err(Error::Environment(format!(
             "no commit is whole: both processes that had copies of a region are lost. {}",
@@ -196,10 +200,15 @@ fn choose(
 
 /// Returns the regions of an array in a commit, each with its home and the process that has it: the
 /// owner of its home if that has it. Leaves out regions whose copies differ.
-fn sources(inventories: &[Inventory], step: u64, array: usize, topology: &Topology) -> Vec<Source> {
+fn sources(
+    inventories: &[Inventory],
+    id: CommitId,
+    array: usize,
+    topology: &Topology,
+) -> Vec<Source> {
     let mut found: BTreeMap<RegionOfDevice, Vec<(ProcessId, u128)>> = BTreeMap::new();
     for (process, inventory) in (0..).map(ProcessId).zip(inventories) {
-        let entries = inventory.commits.iter().filter(|(kept, _)| *kept == step);
+        let entries = inventory.commits.iter().filter(|(kept, _)| *kept == id);
         for copy in entries.filter_map(|(_, entry)| entry.arrays.get(array)).flatten() {
             found.entry(copy.place.clone()).or_default().push((process, copy.hash));
         }

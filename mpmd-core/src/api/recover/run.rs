@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mpmd_ids::block::{Mutex, now, since};
 
-use crate::api::program::{Builder, EpochEnd, Job, Program};
+use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 use crate::warning::tell_user;
@@ -69,29 +69,48 @@ impl RecoveringBuilder {
     where
         E: From<Error> + fmt::Display,
     {
-        let commits = Commits { kept: Arc::new(Mutex::new(Kept::new(self.every))) };
         let mut job = Job::of_environment(self.builder, self.spares)?;
-        let mut lost = None;
-        loop {
-            let Some(mut p) = job.join()? else { return Ok(None) };
-            if let Some((begin, failure)) = lost.take() {
-                tell_user(&format!(
-                    "process {}: epoch {} begins {:.2} s after {failure}",
-                    p.process(),
-                    p.epoch(),
-                    since(begin).as_secs_f64(),
-                ));
-            }
-            p.keep_commits(&commits.kept);
-            let result = program(&mut p, &commits);
-            match p.end_epoch(result) {
-                EpochEnd::Over(result) => return result.map(Some),
-                EpochEnd::Lost { failure, returning } => {
-                    commits.kept.lock().end_epoch();
-                    job.returns(returning);
-                    lost = Some((now(), failure));
+        run_epochs(self.every, |returning| job.join(returning), program)
+    }
+}
+
+/// Runs the program in each epoch of a job. `join` joins the next one, in which this process is
+/// returning unless it is its first.
+#[track_caller]
+pub(crate) fn run_epochs<T, E>(
+    every: u64,
+    mut join: impl FnMut(Option<Returning>) -> Result<Start>,
+    program: impl Fn(&mut Program, &Commits) -> Result<T, E>,
+) -> Result<Option<T>, E>
+where
+    E: From<Error> + fmt::Display,
+{
+    let commits = Commits { kept: Arc::new(Mutex::new(Kept::new(every))) };
+    let mut returns = None;
+    let mut lost = None;
+    loop {
+        let (failure, returning) = match join(returns.take())? {
+            Start::NoPlace => return Ok(None),
+            Start::Lost { failure, returning } => (failure, returning),
+            Start::Program(mut p) => {
+                if let Some((begin, failure)) = lost.take() {
+                    tell_user(&format!(
+                        "process {}: epoch {} begins {:.2} s after {failure}",
+                        p.process(),
+                        p.epoch(),
+                        since(begin).as_secs_f64(),
+                    ));
+                }
+                p.keep_commits(&commits.kept);
+                let result = program(&mut p, &commits);
+                match p.end_epoch(result) {
+                    EpochEnd::Over(result) => return result.map(Some),
+                    EpochEnd::Lost { failure, returning } => (failure, returning),
                 }
             }
-        }
+        };
+        commits.kept.lock().end_epoch();
+        returns = Some(returning);
+        lost.get_or_insert((now(), failure));
     }
 }

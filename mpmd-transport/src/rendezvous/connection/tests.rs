@@ -6,8 +6,9 @@ use super::*;
 fn connection() -> (Connection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (server, writing, state) = ("test".to_owned(), Mutex::new(()), Mutex::default());
-    (Connection { server, processes: 2, stream, writing, state }, listener.accept().unwrap().0)
+    let wire = Wire::Tcp { stream, writing: Mutex::new(()) };
+    let (server, state) = ("test".to_owned(), Mutex::default());
+    (Connection { server, processes: 2, wire, state }, listener.accept().unwrap().0)
 }
 
 #[test]

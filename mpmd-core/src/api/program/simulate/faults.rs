@@ -6,10 +6,9 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Mutex, note, now, stop_group};
 use mpmd_transport::Pool;
-use mpmd_transport::inproc::Fabric;
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::super::Program;
+use super::life::{Life, Network};
 use crate::exec::Runtime;
 
 /// A fault at a time after the start of the job.
@@ -30,26 +29,11 @@ impl Fault {
     pub(super) fn inject(&self, parts: &Parts) {
         note(format_args!("{self:?}"));
         match *self {
-            Self::Lose(process) => match parts.runtime(process) {
-                Some(runtime) => {
-                    let op = runtime.router.lock().count();
-                    vanish(&runtime, &parts.fabric, op);
-                }
-                None => parts.fabric.kill(process),
-            },
+            Self::Lose(process) => parts.lives[process.index()].kill(),
             Self::Stop(process, time) => stop_group(process.0, time),
-            Self::Hold(from, to, time) => parts.fabric.hold(from, to, time),
+            Self::Hold(from, to, time) => parts.network.hold(from, to, time),
         }
     }
-}
-
-/// Kills the process of a runtime at operation `op`: its operations fail, and the other processes
-/// hear nothing more from it.
-pub(super) fn vanish(runtime: &Arc<Runtime>, fabric: &Fabric, op: u64) {
-    let me = runtime.me;
-    fabric.kill(me);
-    let message = format!("process {me} was lost in simulation at operation {op}");
-    runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
 }
 
 /// Tells when a job is over.
@@ -77,7 +61,9 @@ impl Over {
 
 /// The parts of a job that must be gone at its end.
 pub(super) struct Parts {
-    pub(super) fabric: Fabric,
+    pub(super) network: Network,
+    /// By process, counting spares and those that start later.
+    pub(super) lives: Vec<Arc<Life>>,
     processes: Mutex<Vec<Process>>,
     /// Things that processes which ended in order have left in their routers.
     kept: Mutex<Vec<String>>,
@@ -90,8 +76,10 @@ struct Process {
 }
 
 impl Parts {
-    pub(super) fn new(fabric: Fabric) -> Self {
-        Self { fabric, processes: Mutex::default(), kept: Mutex::default() }
+    /// Returns the parts of a job with these places, which `processes` processes fill in turn.
+    pub(super) fn new(network: Network, processes: usize) -> Self {
+        let lives = (0..processes).map(|_| Arc::default()).collect();
+        Self { network, lives, processes: Mutex::default(), kept: Mutex::default() }
     }
 
     pub(super) fn add(&self, p: &Program) {
@@ -116,11 +104,6 @@ impl Parts {
         }
     }
 
-    fn runtime(&self, process: ProcessId) -> Option<Arc<Runtime>> {
-        let processes = self.processes.lock();
-        processes.iter().find(|one| one.me == process)?.runtime.upgrade()
-    }
-
     /// Describes the things left of the job, a line for each. Call it when all threads of the
     /// job have ended.
     pub(super) fn left(self) -> Vec<String> {
@@ -137,7 +120,7 @@ impl Parts {
                 }
             }
         }
-        let under_way = self.fabric.under_way();
+        let under_way = self.network.under_way();
         if under_way > 0 {
             left.push(format!("{under_way} messages under way"));
         }

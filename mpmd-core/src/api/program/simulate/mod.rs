@@ -1,15 +1,20 @@
 //! Simulation of a job's processes inside one process, to test programs with message delays,
 //! reordering and fault injection.
 
+mod epochs;
 mod faults;
+mod life;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{WorldReport, WorldSettings, join_group, simulated, thread};
-use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::inproc::Faults;
 
-use self::faults::{Fault, Later, Over, Parts, vanish};
+pub(crate) use self::epochs::EpochsOfProcess;
+use self::faults::{Fault, Later, Over, Parts};
+use self::life::{Life, Network};
 use super::{Builder, Program};
 use crate::error::Result;
 
@@ -50,7 +55,10 @@ pub struct Simulation {
     processes: usize,
     builder: Builder,
     delays: Faults,
-    lost: Option<(ProcessId, u64)>,
+    /// (Process, epoch, operation).
+    lost: Vec<(ProcessId, u64, u64)>,
+    /// The times at which processes beyond the job's start, as spares.
+    spares: Vec<Duration>,
     later: Vec<Later>,
     world: Option<WorldSettings>,
 }
@@ -75,6 +83,9 @@ pub struct SimulationReport {
 /// The program of one process, which keeps its value elsewhere.
 type ProgramOfProcess<'a> = Box<dyn FnOnce(&mut Program) -> Result<()> + Send + 'a>;
 
+/// The thread of a process.
+type Thread<'a, T> = Box<dyn FnOnce() -> T + Send + 'a>;
+
 /// The simulated time after which a seeded run counts as hung.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
@@ -83,8 +94,8 @@ impl Simulation {
     /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
-        let delays = Faults::default();
-        Self { processes, builder, delays, lost: None, later: Vec::new(), world: None }
+        let (delays, lost, spares, later) = Default::default();
+        Self { processes, builder, delays, lost, spares, later, world: None }
     }
 
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
@@ -113,9 +124,8 @@ impl Simulation {
 
     /// Injects a fault: process `process` disappears without a message when it issues operation
     /// `op`.
-    pub fn lose(mut self, process: ProcessId, op: u64) -> Self {
-        self.lost = Some((process, op));
-        self
+    pub fn lose(self, process: ProcessId, op: u64) -> Self {
+        self.lose_in(process, 1, op)
     }
 
     /// Injects a fault: process `process` disappears without a message at this time after the start
@@ -227,58 +237,71 @@ impl Simulation {
     }
 
     fn run_processes(&self, programs: Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, Parts) {
-        let parts = Parts::new(Fabric::new(self.processes, self.delays.clone()));
+        let network = Network::new(self.processes, self.delays.clone());
+        let fabric = network.of_epoch(1);
+        let parts = Parts::new(network, self.processes);
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.
             return ((0..self.processes).map(|_| Err(error.clone())).collect(), parts);
         }
         let one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
             join_group(process.0);
-            let mut p = self.builder.clone().over(parts.fabric.endpoint(process))?;
+            let life = &parts.lives[process.index()];
+            let mut p = self.builder.clone().over(life.takes(fabric.clone(), process)?)?;
+            life.runs(&p.runtime);
             parts.add(&p);
-            if let Some((lost, op)) = self.lost
-                && lost == process
-            {
-                p.vanish_at(op, parts.fabric.clone());
-            }
+            self.plan_loss(&mut p, process, life);
             let runtime = p.runtime.clone();
             let result = program(&mut p);
             p.conclude(result)?;
             parts.ended(&runtime);
             Ok(())
         };
-        let results = thread::scope(|scope| {
-            let over = Over::default();
+        let threads = (0..).map(ProcessId).zip(programs);
+        let one = &one;
+        let threads = threads.map(|(process, program)| -> Thread<'_, Result<()>> {
+            Box::new(move || one(process, program))
+        });
+        let results = self.run_threads(threads.collect(), &parts, &Over::default());
+        (results, parts)
+    }
+
+    /// Runs the threads of the processes, and injects the faults that come at a time. Returns what
+    /// the threads return.
+    fn run_threads<T: Send>(
+        &self,
+        threads: Vec<Thread<'_, T>>,
+        parts: &Parts,
+        over: &Over,
+    ) -> Vec<T> {
+        thread::scope(|scope| {
             let faults = self.later.iter().map(|later| {
-                let (parts, over) = (&parts, over.clone());
+                let over = over.clone();
                 scope.spawn(move || over.unless_within(later.after, || later.fault.inject(parts)))
             });
             let faults: Vec<_> = faults.collect();
-            let threads: Vec<_> = (0..)
-                .map(ProcessId)
-                .zip(programs)
-                .map(|(process, program)| scope.spawn(move || one(process, program)))
-                .collect();
+            let threads: Vec<_> = threads.into_iter().map(|thread| scope.spawn(thread)).collect();
             let ends: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
             over.say();
             let injected = faults.into_iter().map(|fault| fault.join().map(|()| None));
             let ends = ends.into_iter().map(|end| end.map(Some)).chain(injected);
             let ends = ends.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             ends.flatten().collect()
-        });
-        (results, parts)
+        })
     }
-}
 
-impl Program {
-    /// Injects a fault: kills this process when it issues operation `at`. From then on its
-    /// operations fail.
-    fn vanish_at(&mut self, at: u64, fabric: Fabric) {
-        self.on_issue = Some(Box::new(move |op, runtime| {
-            if op == at {
-                vanish(runtime, &fabric, op);
-            }
-        }));
+    /// Lets a process die at an operation of the epoch of `p`, if it is to be lost there.
+    fn plan_loss(&self, p: &mut Program, process: ProcessId, life: &Arc<Life>) {
+        let epoch = p.epoch();
+        let is_here = |(lost, at, _): &&(ProcessId, u64, u64)| (*lost, *at) == (process, epoch);
+        if let Some(&(_, _, at)) = self.lost.iter().find(is_here) {
+            let life = life.clone();
+            p.on_issue = Some(Box::new(move |op, _| {
+                if op == at {
+                    life.kill();
+                }
+            }));
+        }
     }
 }
 

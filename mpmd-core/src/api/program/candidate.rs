@@ -1,0 +1,202 @@
+//! A process that joins its job at the rendezvous: all check that they fit together, connect the
+//! transport and start the runtime.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_launch::LaunchError;
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
+use mpmd_transport::TransportError;
+use mpmd_transport::rendezvous::{Joined, Member, Rendezvous, RendezvousError, Report, Server};
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::builder::{DEFAULT_PEER_TIMEOUT, gpus_of};
+use super::membership::{Membership, Returning, blame};
+use super::neighbours::Neighbours;
+use super::transports::{self, Opened};
+use super::{Builder, Program, costs};
+use crate::error::{Error, Result};
+
+/// A process that has connected to the rendezvous and joins its job next.
+pub(super) struct Candidate {
+    pub(super) rendezvous: Rendezvous,
+    /// The service, if this process hosts it.
+    pub(super) server: Option<Server>,
+    /// True if it waits for the place of another process, should it find none of its own, and
+    /// returns after the loss of a process.
+    pub(super) waits: bool,
+    pub(super) process: ProcessId,
+    pub(super) member: Member,
+    pub(super) opened: Result<Opened>,
+    /// The job's secret.
+    pub(super) token: [u8; 32],
+    /// The file with the costs of links.
+    pub(super) links: Option<PathBuf>,
+}
+
+/// The end of an attempt to join an epoch of the job.
+#[derive(Debug)]
+pub(crate) enum Start {
+    /// It has begun.
+    Program(Box<Program>),
+    /// The job has ended without this process.
+    NoPlace,
+    /// A process was lost before the epoch had begun. This one may return in the next epoch.
+    Lost { failure: Arc<Failure>, returning: Returning },
+}
+
+impl Candidate {
+    /// Joins the builder's epoch, and starts this process's part in it. Blocks until all processes
+    /// are connected; one that [waits](Self::waits), until there is a place for it.
+    pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
+        let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+        let (process, epoch, member) =
+            (self.process, builder.epoch, std::mem::take(&mut self.member));
+        let joined = match self.waits {
+            true => self.rendezvous.join_epoch(member, epoch),
+            false => self.rendezvous.join(member).map(|members| {
+                let joined = Joined { process, epoch, members };
+                Some(joined)
+            }),
+        };
+        let joined = match joined {
+            Ok(Some(joined)) => joined,
+            Ok(None) => return Ok(Start::NoPlace),
+            Err(error @ RendezvousError::GivenUp { .. }) if self.waits => {
+                let message = format!("process {process} could not join: {error}");
+                let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
+                let returning = Returning { process, epoch: epoch - 1, server: self.server };
+                return Ok(Start::Lost { failure: Arc::new(failure), returning });
+            }
+            // A difference between the programs is reported before a missing transport or device.
+            Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
+            Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
+        };
+        let Joined { process, epoch, ref members } = joined;
+        builder.epoch = epoch;
+        let neighbours = Arc::new(Neighbours::find(process, members));
+        let Self { rendezvous, server, waits, opened, token, links, .. } = self;
+        let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
+        let membership = Membership { rendezvous, server, neighbours, peer_timeout };
+        let returns = |error: &Error| waits && is_loss(error);
+        let agreed = || {
+            let rendezvous = &membership.rendezvous;
+            costs::tell(rendezvous, process, epoch, links.as_deref())?;
+            tell_gpus(rendezvous, process, epoch, &topology)?;
+            let opened = match (transports::agree(members), opened) {
+                (Ok(()), opened) => opened?,
+                // On the process at fault, its own error is more precise.
+                (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
+                (Err(error), _) => return Err(error.into()),
+            };
+            let links = costs::hear(rendezvous, epoch, peer_timeout)?;
+            let topology = hear_gpus(rendezvous, epoch, topology, peer_timeout)?;
+            Ok((opened, placed(&builder, topology, members, links)?))
+        };
+        let (opened, topology) = match agreed() {
+            Ok(agreed) => agreed,
+            Err(error) if returns(&error) => return Ok(membership.lost(process, epoch, &error)),
+            Err(error) => {
+                // All peers must hear of it, also from a service that this process hosts.
+                membership.leave(Some(Report { failure: blame(process, &error), hash: None }));
+                return Err(error);
+            }
+        };
+        let spin = *builder.spin.get_or_insert_default();
+        match opened.connect(token, &joined, peer_timeout, spin) {
+            Ok(transport) => builder
+                .start(process, topology, Some(transport), Some(membership))
+                .map(|p| Start::Program(Box::new(p))),
+            Err(error) if returns(&error) => Ok(membership.lost(process, epoch, &error)),
+            Err(error) => {
+                membership.give_up(process, &error);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Membership {
+    /// Leaves an epoch that could not begin, since a process was lost.
+    fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> Start {
+        let failure = Arc::new(blame(process, error));
+        Start::Lost { failure, returning: self.return_later(process, epoch) }
+    }
+}
+
+/// True if another process was lost while it joined, or if this one was given up.
+fn is_loss(error: &Error) -> bool {
+    match error {
+        Error::Launch(LaunchError::Rendezvous(error)) => matches!(
+            error,
+            RendezvousError::NeverSet { .. }
+                | RendezvousError::Unset { .. }
+                | RendezvousError::GivenUp { .. }
+        ),
+        error => matches!(error, Error::Transport(TransportError::PeerGone { .. })),
+    }
+}
+
+/// Returns the rendezvous key of the GPU ids of a process in an epoch.
+fn gpus_key(process: ProcessId, epoch: u64) -> String {
+    format!("mpmd.gpus.{epoch}.{process}")
+}
+
+/// True if the other processes must know the GPUs of `process`: it has CUDA devices, and
+/// collectives use NCCL.
+fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
+    topology.cuda_collectives() == CudaCollectives::Nccl
+        && topology.has_kind(process, DeviceKind::Cuda)
+}
+
+/// Publishes the ids of this process's GPUs at the rendezvous, if collectives use NCCL. The
+/// process's own environment selects its visible GPUs, so no other process can know them.
+fn tell_gpus(
+    rendezvous: &Rendezvous,
+    process: ProcessId,
+    epoch: u64,
+    topology: &Topology,
+) -> Result<(), LaunchError> {
+    match are_gpus_told(process, topology) {
+        true => Ok(rendezvous.set(gpus_key(process, epoch), gpus_of(process, topology).concat())?),
+        false => Ok(()),
+    }
+}
+
+/// Returns the topology with the GPU ids that all processes published, the same on every process.
+/// Blocks for up to `peer_timeout` for each process.
+fn hear_gpus(
+    rendezvous: &Rendezvous,
+    epoch: u64,
+    topology: Topology,
+    peer_timeout: Duration,
+) -> Result<Topology, LaunchError> {
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
+    told.into_iter().try_fold(topology, |topology, process| {
+        let told = rendezvous.get(gpus_key(process, epoch), peer_timeout)?;
+        let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();
+        Ok(topology.with_gpus_of(process, gpus))
+    })
+}
+
+/// Returns the topology with the hosts that the processes reported and with `links`. Hosts or links
+/// that the builder sets stay as they are.
+fn placed(
+    builder: &Builder,
+    topology: Topology,
+    members: &[Member],
+    links: Links,
+) -> Result<Topology> {
+    let mut topology = topology;
+    if builder.hosts.is_none() {
+        let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+        topology = topology.on_hosts(&hosts)?;
+    }
+    if builder.links.is_none() {
+        topology = topology.with_links(links);
+    }
+    Ok(topology)
+}

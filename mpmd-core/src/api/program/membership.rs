@@ -1,0 +1,149 @@
+//! A process's part in an epoch of its job, at the rendezvous.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_launch::LaunchError;
+use mpmd_transport::TransportError;
+use mpmd_transport::rendezvous::{Down, Rendezvous, RendezvousError, Report, Server};
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::neighbours::Neighbours;
+use crate::error::Error;
+use crate::exec::Runtime;
+use crate::trace::{Trace, unix_now};
+
+/// The longest time that a leaving process that hosts the rendezvous service waits for the others
+/// to leave.
+const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// This process's connection to the rendezvous, and the service itself if this process hosts it.
+pub(crate) struct Membership {
+    pub(super) rendezvous: Rendezvous,
+    pub(super) server: Option<Server>,
+    pub(super) neighbours: Arc<Neighbours>,
+    pub(super) peer_timeout: Duration,
+}
+
+/// The place of a process that returns to its job, and the service if the process hosts it.
+#[derive(Debug)]
+pub(crate) struct Returning {
+    pub(super) process: ProcessId,
+    pub(super) epoch: u64,
+    pub(super) server: Option<Server>,
+}
+
+impl Membership {
+    /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
+    /// process, or is lost itself. The other tells observers the activity of this process.
+    pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
+        let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
+        let observed = runtime.clone();
+        self.rendezvous.on_look(Box::new(move || {
+            let activity = observed.upgrade().map(|runtime| runtime.activity());
+            serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
+        }));
+        self.rendezvous.on_down(Box::new(move |down| {
+            let Some(runtime) = runtime.upgrade() else { return };
+            match down {
+                Down::Process(process, why) if neighbours.has_ended(process) => {
+                    runtime.peer_ended(process, &why);
+                }
+                Down::Process(process, why) => runtime.suspect(process, &why),
+                Down::Server(why) => runtime.rendezvous_lost(&why),
+            }
+        }));
+    }
+
+    /// If a trace is written, compares this process's clock with the rendezvous service's and
+    /// records the offset. Blocks for the service's answers. An error is only logged.
+    pub(super) fn compare_clocks(&self, trace: &Trace) {
+        if !trace.is_on() {
+            return;
+        }
+        match self.rendezvous.compare_clocks() {
+            Ok(found) => {
+                // Uses the quickest of 8 reads of both local clocks: the thread may have slept in a
+                // slower one.
+                let look = |_| {
+                    let before = trace.now();
+                    let unix = unix_now();
+                    let trip = trace.now() - before;
+                    (trip, before + trip / 2, unix)
+                };
+                let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
+                let (trip, at, unix) = best.unwrap_or_else(|| look(0));
+                trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
+            }
+            // Other calls report the service's real problems.
+            Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
+        }
+    }
+
+    /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns a
+    /// failure if one was lost before, or if the others have gone on without this process. The loss
+    /// of the service is only logged: without it nobody returns.
+    pub(super) fn wait_for_all(&self, me: ProcessId, epoch: u64) -> Option<Arc<Failure>> {
+        let waited = self.rendezvous.barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
+        let (process, why) = match waited {
+            Ok(()) => return None,
+            Err(RendezvousError::BarrierBroken { process, why, .. }) => {
+                (process, format!("process {process} was lost at the end: {why}"))
+            }
+            Err(error @ (RendezvousError::ServerGone { .. } | RendezvousError::Stopped)) => {
+                tracing::debug!(process = me.0, %error, "waiting for the end of an epoch");
+                return None;
+            }
+            // The others have gone on without this process.
+            Err(error) => (me, error.to_string()),
+        };
+        Some(Arc::new(Failure::new(FailureKind::PeerLost, process, 0, why)))
+    }
+
+    /// Leaves the job in order, so that the peers do not see a death. First sends `report` to the
+    /// launcher, if there is one. A process that hosts the service then waits up to 5 seconds for
+    /// the others. Errors are only logged.
+    pub(super) fn leave(self, report: Option<Report>) {
+        self.tell(report);
+        if let Err(error) = self.rendezvous.leave() {
+            tracing::debug!(%error, "taking leave of the rendezvous");
+        }
+        if let Some(server) = self.server {
+            // The service must stay until the others have left.
+            server.wait_empty(LEAVE_WITHIN);
+        }
+    }
+
+    /// Leaves an epoch that has failed, to join the next one. Errors are only logged.
+    pub(super) fn return_later(self, process: ProcessId, epoch: u64) -> Returning {
+        if let Err(error) = self.rendezvous.leave_epoch() {
+            tracing::debug!(%error, "leaving an epoch of the job");
+        }
+        Returning { process, epoch, server: self.server }
+    }
+
+    /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
+    /// could not start its part. The peers see that it is gone.
+    pub(super) fn give_up(self, me: ProcessId, error: &Error) {
+        self.tell(Some(Report { failure: blame(me, error), hash: None }));
+    }
+
+    fn tell(&self, report: Option<Report>) {
+        if let Some(Err(error)) = report.map(|report| self.rendezvous.report(report)) {
+            tracing::debug!(%error, "telling the launcher of a failure");
+        }
+    }
+}
+
+/// Returns the failure of a process that could not start its part, with the process at fault.
+pub(super) fn blame(me: ProcessId, error: &Error) -> Failure {
+    let (kind, process) = match error {
+        Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),
+        Error::Transport(
+            TransportError::PeerGone { peer, .. } | TransportError::Protocol { peer, .. },
+        ) => (FailureKind::PeerLost, *peer),
+        _ => (FailureKind::Left, me),
+    };
+    Failure::new(kind, process, 0, error.to_string()).shortened()
+}

@@ -1,0 +1,150 @@
+//! Simulated jobs over several epochs: processes that are lost are replaced.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::{WorldReport, join_group, note, simulated};
+use mpmd_transport::rendezvous::{LocalServer, Member};
+
+use super::super::builder::DEFAULT_PEER_TIMEOUT;
+use super::super::candidate::{Candidate, Start};
+use super::super::membership::Returning;
+use super::super::transports::{self, Opened};
+use super::faults::{Over, Parts};
+use super::life::Network;
+use super::{Simulation, SimulationReport, Thread};
+use crate::error::{Error, Result};
+use crate::exec::Runtime;
+
+/// The system's ids of simulated processes begin here. No real process has such an id.
+const FIRST_PID: u32 = 1 << 31;
+
+/// A simulated process's part in a job over its epochs.
+pub(crate) struct SimulatedJob<'a> {
+    simulation: &'a Simulation,
+    parts: &'a Parts,
+    server: Arc<LocalServer>,
+    process: ProcessId,
+    runtime: Option<Arc<Runtime>>,
+}
+
+/// The thread of a process over the epochs of its job. Returns true if it had a place at the end.
+pub(crate) type EpochsOfProcess<'a> =
+    Box<dyn FnOnce(&mut SimulatedJob<'_>) -> Result<bool> + Send + 'a>;
+
+impl Simulation {
+    /// Adds a process that starts at this time after the start of the job, and waits for the place
+    /// of one that is lost. Its number for faults is the next one beyond those of all others. For
+    /// [`run_recovering`](Self::run_recovering).
+    pub fn spare_after(mut self, after: Duration) -> Self {
+        self.spares.push(after);
+        self
+    }
+
+    /// Injects a fault: process `process` disappears without a message when it issues operation
+    /// `op` in this epoch. Operations count from 0 in each epoch.
+    pub fn lose_in(mut self, process: ProcessId, epoch: u64, op: u64) -> Self {
+        self.lost.push((process, epoch, op));
+        self
+    }
+
+    /// Number of processes, with the spares.
+    pub(crate) fn processes_and_spares(&self) -> usize {
+        self.processes + self.spares.len()
+    }
+
+    /// Runs each process on a thread, in a world of simulated time.
+    ///
+    /// # Panics
+    ///
+    /// Without a [seed](Simulation::seed).
+    pub(crate) fn run_epochs(
+        &self,
+        processes: Vec<EpochsOfProcess<'_>>,
+    ) -> (Vec<Result<bool>>, SimulationReport) {
+        let world = self.world.as_ref().expect("a simulation with a report has a seed");
+        let ((results, parts), report) = simulated(world.clone(), || {
+            let network = Network::new(self.processes, self.delays.clone());
+            let parts = Parts::new(network, processes.len());
+            let timeout = self.builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
+            let server = LocalServer::start(self.processes, timeout);
+            let server = Arc::new(server.expect("the system gives a thread"));
+            let starts = std::iter::repeat_n(Duration::ZERO, self.processes);
+            let starts = starts.chain(self.spares.iter().copied());
+            let over = Over::default();
+            let threads = (0..).map(ProcessId).zip(starts).zip(processes);
+            let threads = threads.map(|((process, start), run)| -> Thread<'_, _> {
+                let (server, runtime) = (server.clone(), None);
+                let (parts, over) = (&parts, over.clone());
+                let mut job = SimulatedJob { simulation: self, parts, server, process, runtime };
+                Box::new(move || {
+                    join_group(process.0);
+                    let mut result = Ok(false);
+                    over.unless_within(start, || result = job.run(run));
+                    result
+                })
+            });
+            let threads = threads.collect();
+            drop(server);
+            (self.run_threads(threads, &parts, &over), parts)
+        });
+        let WorldReport { time, switches, history, log } = report;
+        // All threads of the world have ended, so nothing is about to be dropped.
+        (results, SimulationReport { time, switches, history, log, left: parts.left() })
+    }
+}
+
+impl SimulatedJob<'_> {
+    fn run(&mut self, run: EpochsOfProcess<'_>) -> Result<bool> {
+        let has_place = run(self)?;
+        self.runtime.take().iter().for_each(|runtime| self.parts.ended(runtime));
+        Ok(has_place)
+    }
+
+    /// Joins the next epoch of the job, in which this process is `returning` unless it is its
+    /// first. Blocks as a real process does.
+    ///
+    /// # Errors
+    ///
+    /// If this process was killed. Those of a real process.
+    pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
+        let process = returning.as_ref().map_or(self.process, |returning| returning.process);
+        let mut builder = self.simulation.builder.clone();
+        builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
+        let life = self.parts.lives[self.process.index()].clone();
+        let (rendezvous, link) = self
+            .server
+            .connect(process)
+            .map_err(|error| Error::Environment(format!("cannot start a thread: {error}")))?;
+        life.meets(&self.server, link)?;
+        let topology = builder.topology(self.simulation.processes, None)?;
+        let network = self.parts.network.clone();
+        let opened = {
+            let life = life.clone();
+            Ok(Opened::Simulated(Box::new(move |joined| {
+                life.takes(network.of_epoch(joined.epoch), joined.process)
+            })))
+        };
+        let member = Member {
+            host: "simulated".to_owned(),
+            pid: FIRST_PID + self.process.0,
+            devices: (topology.devices().len() / self.simulation.processes) as u32,
+            addresses: transports::told("", &opened),
+            ..Member::default()
+        };
+        let (waits, token, links, server) = (true, [0; 32], None, None);
+        let candidate =
+            Candidate { rendezvous, server, waits, process, member, opened, token, links };
+        note(format_args!("process {} of the simulation joins", self.process));
+        let mut start = candidate.join(builder, topology)?;
+        note(format_args!("process {} of the simulation: {start:?}", self.process));
+        if let Start::Program(p) = &mut start {
+            life.runs(&p.runtime);
+            self.parts.add(p);
+            self.runtime = Some(p.runtime.clone());
+            self.simulation.plan_loss(p, self.process, &life);
+        }
+        Ok(start)
+    }
+}

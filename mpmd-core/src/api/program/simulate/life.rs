@@ -1,0 +1,139 @@
+//! Simulated processes that can be killed, and the network between them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::Mutex;
+use mpmd_transport::Transport;
+use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::rendezvous::{LocalLink, LocalServer};
+use mpmd_transport::router::{Failure, FailureKind};
+
+use crate::error::{Error, Result};
+use crate::exec::Runtime;
+
+/// The transports of a job: one for each epoch. Clones are the same network.
+#[derive(Clone)]
+pub(super) struct Network {
+    processes: usize,
+    faults: Faults,
+    fabrics: Arc<Mutex<BTreeMap<u64, Fabric>>>,
+}
+
+impl Network {
+    pub(super) fn new(processes: usize, faults: Faults) -> Self {
+        Self { processes, faults, fabrics: Arc::default() }
+    }
+
+    pub(super) fn of_epoch(&self, epoch: u64) -> Fabric {
+        let new = || {
+            let seed = self.faults.seed.wrapping_add(epoch - 1);
+            Fabric::new(self.processes, Faults { seed, ..self.faults.clone() })
+        };
+        self.fabrics.lock().entry(epoch).or_insert_with(new).clone()
+    }
+
+    /// Holds back messages between two processes in the newest epoch.
+    pub(super) fn hold(&self, from: ProcessId, to: ProcessId, time: Duration) {
+        let newest = self.fabrics.lock().values().next_back().cloned();
+        newest.iter().for_each(|fabric| fabric.hold(from, to, time));
+    }
+
+    pub(super) fn under_way(&self) -> usize {
+        self.fabrics.lock().values().map(Fabric::under_way).sum()
+    }
+}
+
+/// The life of a simulated process, over the epochs of its job.
+#[derive(Default)]
+pub(super) struct Life(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    is_dead: bool,
+    rendezvous: Option<(Weak<LocalServer>, LocalLink)>,
+    /// Its place in the running epoch.
+    place: Option<(Fabric, ProcessId)>,
+    runtime: Weak<Runtime>,
+}
+
+impl Life {
+    /// Notes the connection to the rendezvous.
+    ///
+    /// # Errors
+    ///
+    /// If the process was killed.
+    pub(super) fn meets(&self, server: &Arc<LocalServer>, link: LocalLink) -> Result<()> {
+        let mut state = self.0.lock();
+        state.rendezvous = Some((Arc::downgrade(server), link));
+        match state.is_dead {
+            true => {
+                drop(state);
+                server.cut(link);
+                Err(killed())
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Returns the transport of a place.
+    ///
+    /// # Errors
+    ///
+    /// If the process was killed.
+    pub(super) fn takes(&self, fabric: Fabric, place: ProcessId) -> Result<Arc<dyn Transport>> {
+        let mut state = self.0.lock();
+        state.runtime = Weak::new();
+        state.place = Some((fabric.clone(), place));
+        match state.is_dead {
+            true => {
+                drop(state);
+                fabric.kill(place);
+                Err(killed())
+            }
+            false => Ok(fabric.endpoint(place)),
+        }
+    }
+
+    /// Notes the runtime in the place that was taken.
+    pub(super) fn runs(&self, runtime: &Arc<Runtime>) {
+        let mut state = self.0.lock();
+        state.runtime = Arc::downgrade(runtime);
+        if state.is_dead {
+            drop(state);
+            vanish(runtime);
+        }
+    }
+
+    /// Kills the process: its operations fail, and the others hear nothing more from it.
+    pub(super) fn kill(&self) {
+        let mut state = self.0.lock();
+        state.is_dead = true;
+        let (rendezvous, place) = (state.rendezvous.take(), state.place.take());
+        let runtime = state.runtime.upgrade();
+        drop(state);
+        if let Some((fabric, place)) = place {
+            fabric.kill(place);
+        }
+        if let Some((server, link)) = rendezvous
+            && let Some(server) = server.upgrade()
+        {
+            server.cut(link);
+        }
+        runtime.iter().for_each(vanish);
+    }
+}
+
+/// The error of a process that was killed.
+fn killed() -> Error {
+    Error::Environment("this process was killed in simulation".to_owned())
+}
+
+/// Fails the operations of a process that was killed.
+fn vanish(runtime: &Arc<Runtime>) {
+    let (me, op) = (runtime.me, runtime.router.lock().count());
+    let message = format!("process {me} was lost in simulation at operation {op}");
+    runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
+}

@@ -1,0 +1,255 @@
+//! The job of a seed that loses processes and goes on: a training with commits, and the deaths and
+//! stops that hit it.
+
+use std::fmt;
+use std::time::Duration;
+
+use fastrand::Rng;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::{Commits, ProcessId, Simulation, SimulationReport};
+use mpmd_ids::block::thread;
+
+use crate::case::{Job, ORDERS, PEER_TIMEOUT, check_shards, processes_of};
+use crate::execute::{Shards, bound, made, shards_of};
+use crate::kernels::{Op, Work};
+use crate::program::{ROWS, shardings};
+
+/// The simulated time in which every job must end: a few peer timeouts.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// A training that a seed decides.
+#[derive(Debug)]
+pub(crate) struct Recovery {
+    seed: u64,
+    devices: usize,
+    processes: usize,
+    hosts: Vec<usize>,
+    zero_copy: Vec<usize>,
+    training: Training,
+    faults: Vec<Fault>,
+    /// The times at which further processes start.
+    spares: Vec<Duration>,
+}
+
+/// The program.
+#[derive(Debug)]
+struct Training {
+    steps: u64,
+    /// Number of steps from one commit to the next.
+    every: u64,
+    columns: usize,
+    arrays: Vec<Trained>,
+}
+
+/// An array of the state.
+#[derive(Debug)]
+struct Trained {
+    key: u64,
+    /// The sharding in each epoch, in turns. All are on meshes.
+    homes: Vec<Sharding>,
+    /// The shardings through which each step moves it.
+    ways: Vec<Sharding>,
+    is_donated: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Fault {
+    /// A process dies when it issues an operation of an epoch.
+    LoseAt(ProcessId, u64, u64),
+    /// A process dies at a time.
+    LoseAfter(ProcessId, Duration),
+    /// A process stops at a time, for a time.
+    Stop(ProcessId, Duration, Duration),
+}
+
+impl Training {
+    fn of(seed: u64, devices: usize) -> Self {
+        let mut random = Rng::with_seed(seed);
+        let columns = [8, 1024][usize::from(seed % 8 == 7)];
+        let array = |random: &mut Rng| {
+            let any = shardings(random.fork(), devices, columns, 20);
+            let (homes, ways): (Vec<_>, Vec<_>) =
+                any.into_iter().partition(|sharding| sharding.mesh().is_some());
+            let homes = homes[..random.usize(1..4)].to_vec();
+            let ways = [ways, homes.clone()].concat();
+            Trained { key: random.u64(..1000), homes, ways, is_donated: random.bool() }
+        };
+        let arrays = (0..random.usize(1..4)).map(|_| array(&mut random)).collect();
+        Self { steps: random.u64(3..9), every: random.u64(1..4), columns, arrays }
+    }
+
+    /// Runs the training in an epoch. Returns the shards of this process at the end.
+    fn run(&self, p: &mut Program, commits: &Commits) -> Result<Shards> {
+        let home = |trained: &Trained, epoch: u64| {
+            trained.homes[(epoch - 1) as usize % trained.homes.len()].clone()
+        };
+        let mut state = Vec::new();
+        for trained in &self.arrays {
+            let shape = [ROWS, self.columns];
+            state.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
+        }
+        let first = commits.restore(p, &mut state)?;
+        for step in first..self.steps {
+            for (x, trained) in state.iter_mut().zip(&self.arrays) {
+                let (mesh, sharding) = bound(x);
+                let jit = p.jit(Work { op: Op::Update, fails: None }).on(&mesh).outputs(&sharding);
+                let update = if trained.is_donated { jit.donate("0") } else { jit }.build()?;
+                *x = update.call(p, vec![x.clone()])?.remove(0);
+                let there = p.device_put(&*x, &trained.ways[step as usize % trained.ways.len()])?;
+                *x = p.device_put(&there, sharding)?;
+            }
+            p.step_end()?;
+            p.commit(step + 1, &state)?;
+            // Deaths come in all parts of a step.
+            thread::sleep(Duration::from_micros(500));
+            if step % 3 == 0 {
+                state[0].block_until_ready()?;
+            }
+        }
+        // At the end all epochs have the same shardings.
+        let homes: Vec<Sharding> = self.arrays.iter().map(|trained| home(trained, 1)).collect();
+        let state = p.device_put(&state, homes)?;
+        shards_of(state.iter().map(Some))
+    }
+}
+
+impl Recovery {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut random = Rng::with_seed(!seed);
+        let devices = [4, 6, 8, 4, 3][(seed / ORDERS) as usize % 5];
+        let (processes, hosts, zero_copy) = processes_of(&mut random, devices);
+        let training = Training::of(seed / ORDERS, devices);
+        let count = random.usize(1..4);
+        let all = (processes + count) as u32;
+        let faults = (0..count).map(|_| Fault::random(&mut random, processes as u32, all));
+        let faults: Vec<_> = faults.collect();
+        // Some come while nobody is lost yet, others let the job wait.
+        let spares = (0..count).map(|_| Duration::from_micros(1 << random.u32(4..24))).collect();
+        Self { seed, devices, processes, hosts, zero_copy, training, faults, spares }
+    }
+
+    fn simulation(&self, processes: usize) -> Simulation {
+        let mut simulation = Simulation::new(processes, self.devices).seed(self.seed);
+        if processes > 1 {
+            simulation = simulation
+                .zero_copy(&self.zero_copy)
+                .settings(|settings| settings.hosts(&self.hosts));
+            for fault in &self.faults {
+                simulation = match *fault {
+                    Fault::LoseAt(process, epoch, op) => simulation.lose_in(process, epoch, op),
+                    Fault::LoseAfter(process, after) => simulation.lose_after(process, after),
+                    Fault::Stop(process, after, time) => {
+                        simulation.stop_after(process, after, time)
+                    }
+                };
+            }
+            simulation = self.spares.iter().fold(simulation, |all, after| all.spare_after(*after));
+        }
+        simulation
+    }
+
+    fn check(
+        &self,
+        results: Vec<mpmd_core::Result<Option<Shards>>>,
+        alone: &Shards,
+        report: &SimulationReport,
+    ) -> Result<(), String> {
+        let (mut found, mut errors) = (Vec::new(), Vec::new());
+        let mut dead = 0;
+        for (process, result) in (0..).map(ProcessId).zip(results) {
+            let is_killed = self.faults.iter().any(|fault| fault.kills(process));
+            match result {
+                // Nobody hears of what a process has after its death.
+                Ok(Some(_)) | Err(_) if is_killed => dead += 1,
+                Ok(Some(shards)) => found.push(shards),
+                Ok(None) => {}
+                Err(error) => errors.push(format!("process {process}: {error}")),
+            }
+        }
+        // Both processes with copies of a region may be lost, or all of the job.
+        let losses = self.faults.iter().filter(|fault| fault.is_loss()).count();
+        let is_explained = |error: &String| {
+            losses >= 2 && error.contains("no commit is whole")
+                || losses >= self.processes && error.contains("not joined after")
+        };
+        if !errors.iter().all(is_explained) {
+            return Err(errors.join("\n  "));
+        }
+        let ended = found.len();
+        let is_over = losses >= self.processes;
+        if errors.is_empty() && ended + dead < self.processes && !is_over {
+            return Err(format!("{ended} processes ended well, and {dead} were lost"));
+        }
+        check_shards(found, alone, ended == self.processes)?;
+        match &report.left[..] {
+            [] if report.time > LONGEST => Err(format!("it took {:?}", report.time)),
+            [] => Ok(()),
+            left => Err(format!("left: {}", left.join("; "))),
+        }
+    }
+}
+
+impl Job for Recovery {
+    fn faults(&self) -> usize {
+        self.faults.len()
+    }
+
+    fn keep_faults(&mut self, keeps: &dyn Fn(usize) -> bool) {
+        let mut number = 0..;
+        self.faults.retain(|_| number.next().is_some_and(keeps));
+    }
+
+    fn run_alone(&self) -> Result<Shards, String> {
+        let simulation = self.simulation(1);
+        let (mut results, _) =
+            simulation.run_recovering(1, |p, commits| self.training.run(p, commits));
+        let result = results.remove(0).map_err(|error| format!("alone: {error}"))?;
+        result.ok_or_else(|| "alone: it had no place".to_owned())
+    }
+
+    fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
+        let simulation = self.simulation(self.processes);
+        let simulation = if log { simulation.log() } else { simulation };
+        let (results, report) = simulation
+            .run_recovering(self.training.every, |p, commits| self.training.run(p, commits));
+        let checked = self.check(results, alone, &report);
+        (report, checked)
+    }
+}
+
+impl Fault {
+    /// Returns a fault of one of `processes` processes, or, less often, of one of `all`, which
+    /// counts the spares.
+    fn random(random: &mut Rng, processes: u32, all: u32) -> Self {
+        let process = if random.u8(..4) == 0 { random.u32(..all) } else { random.u32(..processes) };
+        let process = ProcessId(process);
+        let after = Duration::from_micros(1 << random.u32(4..17)).mul_f64(1.0 + random.f64());
+        match random.u8(..8) {
+            0..3 => Self::LoseAt(process, random.u64(1..4), random.u64(..60)),
+            3..6 => Self::LoseAfter(process, after),
+            6 => Self::Stop(process, after, Duration::from_micros(1 << random.u32(4..24))),
+            _ => Self::Stop(process, after, PEER_TIMEOUT * random.u32(1..4)),
+        }
+    }
+
+    fn kills(&self, process: ProcessId) -> bool {
+        matches!(*self, Self::LoseAt(lost, ..) | Self::LoseAfter(lost, _) if lost == process)
+    }
+
+    /// True if the others go on without the process.
+    fn is_loss(&self) -> bool {
+        !matches!(*self, Self::Stop(_, _, time) if time < PEER_TIMEOUT / 2)
+    }
+}
+
+impl fmt::Display for Recovery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (processes, devices) = (self.processes, self.devices);
+        write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
+        write!(f, ", zero-copy {:?}, spares after {:?}", self.zero_copy, self.spares)?;
+        let Training { steps, every, ref arrays, .. } = self.training;
+        write!(f, "\n  {} arrays, {steps} steps, a commit every {every}", arrays.len())?;
+        self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
+    }
+}
