@@ -449,7 +449,12 @@ impl Job {
         }
         let is_place =
             self.phase == Phase::Gathering && epoch == self.epoch && process.index() < processes;
-        if wish.waits && !is_place && !matches!(self.phase, Phase::Failed(_)) {
+        // While it could not be heard, another process may have got its place.
+        let is_taken = self.seats.get(process.index()).is_some_and(|seat| {
+            let held = seat.as_ref().filter(|held| held.ended.is_none());
+            held.is_some_and(|held| !is_same(held, &member))
+        });
+        if wish.waits && (!is_place || is_taken) && !matches!(self.phase, Phase::Failed(_)) {
             return self.wait_for_place(link, process, member, waits, now);
         }
         let Some(seat) = self.seats.get(process.index()) else {
@@ -459,9 +464,8 @@ impl Job {
         if let Some(held) = seat
             && held.ended.is_none()
         {
-            let Member { host, pid, .. } = held.member.clone();
-            let is_same = (&host, pid) == (&member.host, member.pid) && held.link != link;
-            if !is_same || !is_place {
+            if !is_same(held, &member) || held.link == link || !is_place {
+                let Member { host, pid, .. } = held.member.clone();
                 return Err(RendezvousError::Duplicate { process, host, pid });
             }
             // Its connection was cut and it tries again. The end of its first connection has not
@@ -844,6 +848,11 @@ impl Job {
     fn answer(&mut self, link: Link, ask: u64, result: Result<Answer, RendezvousError>) {
         self.actions.push(Action::Say(link, Reply::Answer { ask, result }));
     }
+}
+
+/// True if this is the process that has the place, by another connection.
+fn is_same(held: &Seat, member: &Member) -> bool {
+    (&held.member.host, held.member.pid) == (&member.host, member.pid)
 }
 
 /// True if the process of a place is gone and does not return.

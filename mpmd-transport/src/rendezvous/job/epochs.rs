@@ -247,3 +247,94 @@ fn spare_with_another_program_is_refused_at_once() {
     table.job.said(90, join, table.now);
     assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
 }
+
+#[test]
+fn spare_takes_the_place_of_a_process_that_never_came() {
+    let now = Instant::now();
+    let mut table = Table { job: Job::new(3, TIME_LIMIT, now), now };
+    table.join(1, 0);
+    table.join(1, 2);
+    table.join_as(90, 1, 3);
+    table.pass(TIME_LIMIT / 2, &[10, 12, 90]);
+    assert_eq!((table.joined(), table.job.wanted()), (vec![], 0));
+    table.pass(TIME_LIMIT / 2, &[10, 12, 90]);
+    assert_eq!(table.joined(), [(10, 0, 1), (90, 1, 1), (12, 2, 1)]);
+}
+
+#[test]
+fn process_that_dies_before_the_first_epoch_is_replaced_at_once() {
+    let now = Instant::now();
+    let mut table = Table { job: Job::new(3, TIME_LIMIT, now), now };
+    table.join(1, 0);
+    table.join(1, 1);
+    table.die(11);
+    table.join(1, 2);
+    assert_eq!((table.joined(), table.job.wanted()), (vec![], 1));
+    table.join_as(90, 1, 3);
+    assert_eq!(table.joined(), [(10, 0, 1), (90, 1, 1), (12, 2, 1)]);
+}
+
+#[test]
+fn epoch_waits_once_more_for_new_processes() {
+    let mut table = Table::running();
+    // One never returns.
+    table.leave(10, true);
+    for process in [1, 2] {
+        table.leave(10 + u64::from(process), true);
+        table.join(2, process);
+    }
+    table.pass(TIME_LIMIT * 3 / 2, &[21, 22]);
+    assert_eq!(table.joined(), []);
+    table.join_as(90, 1, 3);
+    assert_eq!(table.joined(), [(90, 0, 2), (21, 1, 2), (22, 2, 2)]);
+    table.die(90);
+    table.leave(21, true);
+    table.join(3, 1);
+    table.pass(TIME_LIMIT * 3, &[22, 31]);
+    let missing = |answer: &(Link, Result<Answer, RendezvousError>)| {
+        matches!(answer, (31, Err(RendezvousError::Missing { .. })))
+    };
+    assert!(matches!(&table.answers()[..], [answer] if missing(answer)));
+}
+
+#[test]
+fn value_of_a_lost_process_never_comes() {
+    let mut table = Table::running();
+    let get = |table: &mut Table, link| {
+        let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
+        table.job.said(link, Request::Get { ask: 1, key, peer_timeout }, table.now);
+        table.answers()
+    };
+    assert_eq!(get(&mut table, 11), []);
+    // One that has left in order may have told another what to set.
+    table.leave(12, false);
+    assert_eq!(table.answers(), []);
+    table.die(10);
+    let never = |link| {
+        let (key, why) = ("k".to_owned(), "connection reset".to_owned());
+        (link, Err(RendezvousError::NeverSet { key, process: ProcessId(0), why }))
+    };
+    assert_eq!(table.answers(), [never(11)]);
+    assert_eq!(get(&mut table, 11), [never(11)], "nor if asked for later");
+}
+
+#[test]
+fn process_whose_place_is_taken_waits_for_another() {
+    let mut table = Table::running();
+    table.leave(12, true);
+    table.leave(11, true);
+    table.join(2, 2);
+    // Process 0 is lost, and a new one comes with its number. The lost one wakes.
+    table.die(10);
+    table.join_as(95, 1, 0);
+    table.join(2, 0);
+    assert_eq!(table.joined(), []);
+    table.join(2, 1);
+    assert_eq!(table.joined(), [(95, 0, 2), (21, 1, 2), (22, 2, 2)]);
+    table.die(22);
+    table.leave(21, true);
+    table.join(3, 1);
+    table.leave(95, true);
+    table.join(3, 0);
+    assert_eq!(table.joined(), [(30, 0, 3), (31, 1, 3), (20, 2, 3)]);
+}
