@@ -121,6 +121,7 @@ struct Running {
 }
 
 impl Processes {
+    /// Starts a process with this number, which may be that of one that has died.
     fn start(
         &mut self,
         process: usize,
@@ -141,6 +142,7 @@ impl Processes {
         self.guard.tell('+', pid);
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         // From here on the child is ended also if a later step fails.
+        let place = self.running.len();
         self.running.push(Running { child, pid, how: None, output: Vec::new() });
         let prefix = |stream: Stream| {
             let color = stream.is_coloured();
@@ -165,9 +167,9 @@ impl Processes {
             let wait = || waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
             while matches!(wait(), Err(rustix::io::Errno::INTR)) {}
             // The receiver is gone if the launch has failed meanwhile.
-            let _ = events.send(Event::Ended(process));
+            let _ = events.send(Event::Ended(place));
         })?;
-        self.running[process].output = output;
+        self.running[place].output = output;
         Ok(())
     }
 
@@ -182,8 +184,7 @@ impl Processes {
         mut restart: impl FnMut(&mut Self, usize) -> Result<(), LaunchError>,
     ) -> Outcome {
         let (grace, mut replacing) = (launch.grace, Replacing::new(launch));
-        let mut start_one = |job: &mut Self, replacing: &mut Replacing| {
-            let number = job.running.len();
+        let mut start_one = |job: &mut Self, number: usize, replacing: &mut Replacing| {
             if replacing.take_one()
                 && let Err(error) = restart(job, number)
             {
@@ -208,10 +209,11 @@ impl Processes {
                 Ok(Event::Ended(process)) => {
                     let how = self.reap(process);
                     let is_ending = interrupted || !matches!(ending, Ending::NotYet);
-                    // A process that has not joined yet is not replaced: the job would not wait
-                    // for it.
-                    if !is_ending && replacing.bears(how) && server.is_complete() {
-                        start_one(&mut self, &mut replacing);
+                    if !is_ending && replacing.bears(how) {
+                        // Before the job has begun, others wait for this very number.
+                        let next = self.running.len();
+                        let number = if server.is_complete() { next } else { process };
+                        start_one(&mut self, number, &mut replacing);
                         continue;
                     }
                     let process = ProcessId(process as u32);
@@ -270,14 +272,13 @@ impl Processes {
                 Err(RecvTimeoutError::Timeout) => match ending {
                     Ending::NotYet => {
                         if replacing.wants_one(server.wanted()) {
-                            start_one(&mut self, &mut replacing);
+                            let next = self.running.len();
+                            start_one(&mut self, next, &mut replacing);
                         }
                         let alive = 0..self.running.len();
                         let alive: Vec<usize> =
                             alive.filter(|i| self.running[*i].how.is_none()).collect();
-                        if server.is_complete()
-                            && let Some(victim) = replacing.victim(&alive)
-                        {
+                        if let Some(victim) = replacing.victim(&alive) {
                             eprintln!("mpmd: chaos kills the process that was started as {victim}");
                             let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
                         }

@@ -47,7 +47,7 @@ impl Checkpoint {
         let path = folder::manifest(&from.folder, step);
         let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
         let manifest = Manifest::parse(&bytes).map_err(|why| failed(&path, &why))?;
-        let files = folder::files(&from.folder, step);
+        let files = folder::files(&from.folder, step, manifest.epoch);
         let mut lists: HashMap<String, Vec<(Region, String)>> = HashMap::new();
         for list in &manifest.lists {
             for array in read_list(&files, list)? {

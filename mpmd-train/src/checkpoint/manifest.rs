@@ -20,6 +20,9 @@ pub(super) struct Manifest {
     pub(super) format: u32,
     /// Number of updates of the model.
     pub(super) step: u64,
+    /// The epoch of the job that wrote it. Jobs that do not recover have one.
+    #[serde(default = "first", skip_serializing_if = "is_first")]
+    pub(super) epoch: u64,
     pub(super) seed: u64,
     /// Number of processes that wrote the checkpoint.
     pub(super) processes: usize,
@@ -65,6 +68,14 @@ pub(super) struct ArrayPieces {
 struct Sealed {
     manifest: Manifest,
     hash: String,
+}
+
+fn first() -> u64 {
+    1
+}
+
+fn is_first(epoch: &u64) -> bool {
+    *epoch == 1
 }
 
 impl Manifest {
@@ -128,10 +139,10 @@ mod tests {
         };
         let list = ListEntry { name: "pieces-0.json".to_owned(), hash: hash(b"list") };
         let (files, lists) = (vec![file], vec![list]);
-        let (step, seed, processes, stages) = (100, u64::MAX, 4, 2);
+        let (step, epoch, seed, processes, stages) = (100, 2, u64::MAX, 4, 2);
         let settings = BTreeMap::from([("heads".to_owned(), "4".to_owned())]);
         let (format, by_stage) = (FORMAT, false);
-        Manifest { format, step, seed, processes, stages, by_stage, settings, files, lists }
+        Manifest { format, step, epoch, seed, processes, stages, by_stage, settings, files, lists }
     }
 
     #[test]

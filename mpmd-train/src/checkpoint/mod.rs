@@ -21,7 +21,9 @@
 //! beside it. The folder has `model.safetensors`, or several files with an index as
 //! [`tensors::save`](crate::tensors::save) writes them, and for each process a list of the pieces
 //! that it wrote, with their hashes. The manifest is written last, and never replaced. A checkpoint
-//! exists exactly if its manifest does. A folder without a manifest is the rest of a broken save.
+//! exists exactly if its manifest does. A folder without a manifest is the rest of a broken save. A
+//! job that has lost processes writes into folders such as `step-00000100-epoch-2`, so that a
+//! process that was stopped meanwhile changes nothing.
 //!
 //! Parameters have their path within the stage as name, and the optimiser's arrays
 //! `optimizer/<kind>/<path>`. If two stages have parameters of one path, all names begin with the
@@ -132,8 +134,11 @@ impl Checkpoints {
     }
 
     /// Returns an error on every process if there is a checkpoint of a later step, which a training
-    /// that continues after `step` would meet.
+    /// that continues after `step` would meet. After the first epoch those are its own.
     pub(crate) fn refuse_later(&self, p: &mut Program, step: u64) -> Result<()> {
+        if p.epoch() > 1 {
+            return Ok(());
+        }
         on_first(p, (), || {
             let Some(later) = self.steps()?.into_iter().rfind(|later| *later > step) else {
                 return Ok(());

@@ -67,7 +67,7 @@ pub(crate) struct Saving {
 
 impl Saving {
     /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
-    /// created the files.
+    /// created the files. Writes nothing if an earlier epoch of the job has saved this step.
     pub(crate) fn begin(
         p: &mut Program,
         to: &Checkpoints,
@@ -81,7 +81,11 @@ impl Saving {
         let plan = Files::plan(&avals, to.file_bytes, &metadata)?;
         let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
         let hosts = hosts.collect::<Result<Vec<_>>>()?;
-        on_first(p, (), || folder::prepare(&to.folder, step, &plan))?;
+        let epoch = p.epoch();
+        if !on_first(p, true, || folder::prepare(&to.folder, step, epoch, &plan))? {
+            *status.0.lock() = (step, Phase::Committed);
+            return Ok(Self { step, written: None, commit: None, thread: None });
+        }
         // Later steps change the arrays in place, so the copies must not share their memory.
         let options = MoveOptions::default().may_alias(false);
         let mut copies = Vec::with_capacity(arrays.len());
@@ -101,8 +105,18 @@ impl Saving {
         let (files, lists) = (plan.files.iter().map(file).collect(), Vec::new());
         let processes = p.processes();
         let (format, settings) = (FORMAT, to.settings.clone());
-        let manifest =
-            Manifest { format, step, seed, processes, stages, by_stage, settings, files, lists };
+        let manifest = Manifest {
+            format,
+            step,
+            epoch,
+            seed,
+            processes,
+            stages,
+            by_stage,
+            settings,
+            files,
+            lists,
+        };
         let writer = Writer {
             process: p.process(),
             folder: to.folder.clone(),
@@ -213,7 +227,7 @@ impl Writer {
     /// Writes this process's regions, and then the list of their pieces. Drops each copy when it
     /// is written.
     fn write(&mut self) -> Result<()> {
-        let folder = folder::files(&self.folder, self.manifest.step);
+        let folder = folder::files(&self.folder, self.manifest.step, self.manifest.epoch);
         let mut files = self.plan.writer(&folder, "");
         let mut lists = Vec::new();
         for (place, (name, array)) in std::mem::take(&mut self.copies).into_iter().enumerate() {
@@ -243,7 +257,8 @@ impl Writer {
     /// Writes the manifest, then removes old checkpoints.
     fn commit(&self) -> Result<()> {
         let mut manifest = self.manifest.clone();
-        let folder = folder::files(&self.folder, manifest.step);
+        let Manifest { step, epoch, .. } = manifest;
+        let folder = folder::files(&self.folder, step, epoch);
         for process in 0..manifest.processes {
             let name = list_name(process);
             let path = folder.join(&name);
@@ -251,7 +266,7 @@ impl Writer {
             manifest.lists.push(ListEntry { name, hash: hash(&list) });
         }
         sync_folder(&folder)?;
-        folder::commit(&self.folder, manifest.step, &manifest.seal()?)?;
+        folder::commit(&self.folder, step, epoch, &manifest.seal()?)?;
         self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
     }
 }
