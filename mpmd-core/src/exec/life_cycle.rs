@@ -141,6 +141,11 @@ impl Runtime {
         if let Some(transport) = &self.transport {
             let without_failure = failure.is_none().then_some(self.config.peer_timeout);
             transport.shutdown(without_failure.unwrap_or(FLUSH_WITHIN));
+            // A transport that is shut down reports no ends. Operations may still send.
+            let peers = (0..self.topology.processes() as u32).map(ProcessId);
+            for peer in peers.filter(|peer| *peer != self.me) {
+                self.end_transfers(peer, "this process has left the job");
+            }
         }
         self.stopped.store(true, Ordering::Relaxed);
     }

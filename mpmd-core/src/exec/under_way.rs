@@ -214,6 +214,12 @@ impl Runtime {
         if let Some(transport) = &self.transport {
             transport.give_up(peer, why);
         }
+        self.end_transfers(peer, why);
+    }
+
+    /// Ends all transfers to and from a peer, and refuses later ones. `why` is the reason in their
+    /// errors.
+    pub(super) fn end_transfers(&self, peer: ProcessId, why: &str) {
         let mut under_way = self.under_way.lock();
         under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
         let sending = take_if(&mut under_way.sending, |(to, _)| *to == peer);

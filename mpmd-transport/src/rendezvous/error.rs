@@ -166,6 +166,13 @@ pub enum RendezvousError {
         /// The reason, in words.
         why: String,
     },
+    /// All processes of a job are lost, so there is nothing that a spare could go on from. The
+    /// environment's fault.
+    #[error("all {processes} processes of the job are lost")]
+    AllLost {
+        /// Number of processes in the job.
+        processes: usize,
+    },
     /// A process was lost before the value of a key was set. A peer's fault.
     #[error("the value of {key:?} will not come: process {process} is lost: {why}")]
     NeverSet {

@@ -40,6 +40,8 @@ pub(super) struct Job {
     ping: Duration,
     phase: Phase,
     gather_until: Instant,
+    /// The time by which processes that have left an epoch return. Set at each loss.
+    returns_by: Option<Instant>,
     /// The epoch that gathers, runs or has failed.
     epoch: u64,
     seats: Vec<Option<Seat>>,
@@ -138,6 +140,7 @@ impl Job {
             ping: ping_interval(peer_timeout),
             phase: Phase::Gathering,
             gather_until: after(now, peer_timeout),
+            returns_by: None,
             epoch: 1,
             seats: (0..processes).map(|_| None).collect(),
             vacant: vec![false; processes],
@@ -285,6 +288,7 @@ impl Job {
         if self.phase == Phase::Gathering && now >= self.gather_until {
             self.is_late(now);
         }
+        self.stop_waiting_for_returns(now);
         self.expire(now);
         let waits = self.gets.iter().map(|get| get.wait.until);
         let arrivals = self.barriers.values().flatten().map(|arrival| arrival.wait.until);
@@ -295,7 +299,7 @@ impl Job {
             .map(|seat| seat.waits.until)
             .chain([self.gather_until])
             .filter(|_| self.phase == Phase::Gathering);
-        let looks = self.looks.iter().map(|look| look.until);
+        let looks = self.looks.iter().map(|look| look.until).chain(self.returns_by);
         // Often enough for pings even if nothing else is due, and to notice that the server was
         // stopped.
         waits.chain(arrivals).chain(joins).chain(looks).fold(after(now, self.ping), Instant::min)
@@ -504,6 +508,7 @@ impl Job {
     fn begin_next_epoch(&mut self, now: Instant) {
         self.epoch += 1;
         self.phase = Phase::Gathering;
+        self.returns_by = None;
         self.gather_until = after(now, self.peer_timeout);
         self.vacant = self.seats.iter().map(is_gone).collect();
         self.seats.fill_with(|| None);
@@ -766,6 +771,7 @@ impl Job {
             }
         }
         if how != HowEnded::Left {
+            self.returns_by = Some(after(self.ticked, self.peer_timeout));
             self.fail_gets(process, why);
         }
         for (name, arrivals) in std::mem::take(&mut self.barriers) {
@@ -809,10 +815,35 @@ impl Job {
     /// Tells the spares that the job has ended, if it has: no process is left, and none returns.
     fn dismiss_spares(&mut self) {
         if self.phase == Phase::Running && self.seats.iter().all(is_gone) {
+            let has_left =
+                |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+            let result = match self.seats.iter().flatten().any(has_left) {
+                true => Ok(Answer::Done),
+                false => Err(RendezvousError::AllLost { processes: self.seats.len() }),
+            };
             for Seat { link, waits, .. } in std::mem::take(&mut self.spares) {
-                self.answer(link, waits.ask, Ok(Answer::Done));
+                self.answer(link, waits.ask, result.clone());
             }
         }
+    }
+
+    /// Counts processes as died that should have returned by now, if no other one can begin the
+    /// next epoch.
+    fn stop_waiting_for_returns(&mut self, now: Instant) {
+        let is_due = self.returns_by.is_some_and(|until| now >= until);
+        if !is_due {
+            return;
+        }
+        self.returns_by = None;
+        if self.phase != Phase::Running || self.present() > 0 {
+            return;
+        }
+        for end in self.seats.iter_mut().flatten().filter_map(|seat| seat.ended.as_mut()) {
+            if end.how == HowEnded::Returns {
+                end.how = HowEnded::Died;
+            }
+        }
+        self.dismiss_spares();
     }
 
     /// Fails a job that can never be complete, and answers all processes that joined with `error`.

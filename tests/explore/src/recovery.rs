@@ -171,7 +171,8 @@ impl Recovery {
         let losses = self.faults.iter().filter(|fault| fault.is_loss()).count();
         let is_explained = |error: &String| {
             losses >= 2 && error.contains("no commit is whole")
-                || losses >= self.processes && error.contains("not joined after")
+                || losses >= self.processes
+                    && ["not joined after", "of the job are lost"].iter().any(|t| error.contains(t))
         };
         if !errors.iter().all(is_explained) {
             return Err(errors.join("\n  "));

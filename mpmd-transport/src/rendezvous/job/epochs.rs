@@ -338,3 +338,20 @@ fn process_whose_place_is_taken_waits_for_another() {
     table.join(3, 0);
     assert_eq!(table.joined(), [(30, 0, 3), (31, 1, 3), (20, 2, 3)]);
 }
+
+#[test]
+fn spares_hear_that_all_processes_are_lost() {
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.die(10);
+    table.leave(11, true);
+    table.die(12);
+    // One was to return, and dies before it does.
+    table.pass(TIME_LIMIT / 2, &[90]);
+    assert_eq!(table.answers(), []);
+    table.pass(TIME_LIMIT / 2, &[90]);
+    let lost = |link| (link, Err(RendezvousError::AllLost { processes: 3 }));
+    assert_eq!(table.answers(), [lost(90)]);
+    table.join_as(91, 1, 4);
+    assert_eq!(table.answers(), [lost(91)]);
+}
