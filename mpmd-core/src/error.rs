@@ -105,6 +105,16 @@ pub enum Error {
     /// This machine refused a resource: threads, memory, sockets. Holds the message.
     #[error("{0}")]
     Environment(String),
+    /// [`Commits::restore`](crate::Commits::restore) finds no commit that is whole: both processes
+    /// that had copies of a region are lost. The environment is at fault. Every process gets it.
+    #[error(
+        "no commit is whole, since both processes that had copies of a region are lost. Lost of \
+         {}", .lost.join("; of ")
+    )]
+    CommitsLost {
+        /// For each commit: its step and the arrays that lack regions.
+        lost: Vec<String>,
+    },
 }
 
 /// An access that a view does not support. A bug of the kernel.

@@ -86,6 +86,12 @@ impl Kept {
         self.earlier.retain(|id, _| *id >= known);
     }
 
+    /// Drops all commits: they are lost, and the program goes on from elsewhere, if at all.
+    pub(crate) fn forget_all(&mut self) {
+        self.earlier.clear();
+        self.known = CommitId::default();
+    }
+
     /// Takes the copies out of the arrays of an epoch that has ended. Keeps those that are there,
     /// also of commits that are not whole: other processes may have the rest.
     pub(crate) fn end_epoch(&mut self) {

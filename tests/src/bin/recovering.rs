@@ -15,6 +15,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let steps: u64 = std::env::args().nth(1).ok_or("the number of steps is missing")?.parse()?;
     let sum = Program::builder().spares(1).run(|p, commits| -> Result<Option<f64>> {
+        println!("process {} has pid {} in epoch {}", p.process(), std::process::id(), p.epoch());
         let n = p.processes() as u32;
         let mesh = p.mesh(&[("x", n as usize)])?;
         let here = mesh.sharding(spec!["x"]);

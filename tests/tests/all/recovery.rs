@@ -3,7 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Sandbox, package_program};
+use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program};
+use rustix::process::{Pid, Signal, kill_process};
+
+over_each_carrier! {
+    killed_processes_are_replaced
+    stopped_process_is_replaced_and_changes_nothing_when_it_wakes
+}
 
 const PROCESSES: usize = 3;
 const STEPS: &str = "400";
@@ -14,36 +20,55 @@ const RESTARTS: &str = "4";
 /// The longest time for a job.
 const LONG: Duration = Duration::from_secs(100);
 
-/// Runs the program under `mpmd run` with these options. Returns its sums and its output.
-fn run(carrier: Carrier, options: &[&str]) -> (Vec<String>, String) {
-    let site = Sandbox::new().unwrap();
+/// Starts the program under `mpmd run` with these options.
+fn start(carrier: Carrier, site: &Sandbox, options: &[&str]) -> Watched {
     let mut command = site.command(package_program("mpmd-cli", "mpmd"));
     command.args(["run", "-n", &PROCESSES.to_string(), "--no-prefix"]).args(options);
     command.args(["--", env!("CARGO_BIN_EXE_recovering"), STEPS]);
     carrier.set(&mut command);
-    let mut launcher = site.start(command, "launcher").unwrap();
+    site.start(command, "launcher").unwrap()
+}
+
+/// Waits for the end of a job that ends well. Returns its sums and its output.
+fn wait(launcher: &mut Watched, site: &Sandbox) -> (Vec<String>, String) {
     let end = launcher.wait(Instant::now() + LONG).unwrap();
     assert_eq!(end.code(), 0, "{end:?}");
+    assert_eq!(site.processes(), [0; 0], "nothing is left");
     let sums = end.stdout.lines().filter(|line| line.starts_with("sum "));
     (sums.map(str::to_owned).collect(), end.stderr)
 }
 
+/// Runs a job that nothing disturbs.
+fn undisturbed(carrier: Carrier) -> Vec<String> {
+    let site = Sandbox::new().unwrap();
+    let (sums, _) = wait(&mut start(carrier, &site, &[]), &site);
+    assert!(sums.len() == PROCESSES && sums.iter().all(|sum| *sum == sums[0]));
+    sums
+}
+
 fn killed_processes_are_replaced(carrier: Carrier) {
-    let (expected, _) = run(carrier, &[]);
-    assert!(expected.len() == PROCESSES && expected.iter().all(|sum| *sum == expected[0]));
+    let expected = undisturbed(carrier);
+    let site = Sandbox::new().unwrap();
     let options = ["--restart", RESTARTS, "--chaos", "0.4"];
-    let (sums, errors) = run(carrier, &options);
+    let (sums, errors) = wait(&mut start(carrier, &site, &options), &site);
     assert!(errors.contains("chaos kills"), "{errors}");
     assert!(errors.contains("epoch 2 begins"), "{errors}");
     assert_eq!(sums, expected, "{errors}");
 }
 
-#[test]
-fn killed_processes_are_replaced_over_tcp() {
-    killed_processes_are_replaced(Carrier::TCP);
-}
-
-#[test]
-fn killed_processes_are_replaced_over_shared_memory() {
-    killed_processes_are_replaced(Carrier::SHM);
+fn stopped_process_is_replaced_and_changes_nothing_when_it_wakes(carrier: Carrier) {
+    let expected = undisturbed(carrier);
+    let site = Sandbox::new().unwrap();
+    let mut launcher = start(carrier, &site, &["--spares", "1", "--peer-timeout", "2"]);
+    let until = Instant::now() + LONG;
+    launcher.wait_for_output(" in epoch 1\n", until).unwrap();
+    let said = launcher.output();
+    let stopped = said.lines().find_map(|line| line.strip_suffix(" in epoch 1"));
+    let pid = stopped.and_then(|line| line.rsplit(' ').next()?.parse().ok());
+    let pid = Pid::from_raw(pid.expect("the line is whole")).expect("no pid is 0");
+    kill_process(pid, Signal::STOP).unwrap();
+    launcher.wait_for_output(" in epoch 2\n", until).unwrap();
+    kill_process(pid, Signal::CONT).unwrap();
+    let (sums, errors) = wait(&mut launcher, &site);
+    assert_eq!(sums, expected, "{errors}");
 }

@@ -23,6 +23,11 @@ pub trait Committed {
     /// in every epoch. Their shardings may change from epoch to epoch.
     fn arrays(&self) -> Vec<MpmdArray>;
 
+    /// Returns the names of the arrays, for messages. Without them their numbers are used.
+    fn names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Returns small values, such as a counter, in any encoding. They are the same on every
     /// process. None by default.
     fn values(&self) -> Vec<u8> {
@@ -47,6 +52,10 @@ where
         self.leaves_with_paths().into_iter().map(|(_, array)| array.clone()).collect()
     }
 
+    fn names(&self) -> Vec<String> {
+        self.leaves_with_paths().into_iter().map(|(path, _)| path).collect()
+    }
+
     fn restore(&mut self, arrays: Vec<MpmdArray>, _: &[u8]) -> Result<()> {
         let mut arrays = arrays.into_iter();
         *self = self.map_ref(&mut |_| arrays.next().expect("one for each leaf"));
@@ -63,8 +72,9 @@ impl Program {
     /// older commit are freed once a newer one is known to be whole on every process, so there are
     /// two to three copies of the state in the memory of each of the two processes.
     ///
-    /// Does nothing if the program does not [recover](crate::RecoveringBuilder), or if `step` is no
-    /// multiple of [`RecoveringBuilder::every`](crate::RecoveringBuilder::every).
+    /// Does nothing if the program does not [recover](crate::RecoveringBuilder), if the job has one
+    /// process, or if `step` is no multiple of
+    /// [`RecoveringBuilder::every`](crate::RecoveringBuilder::every).
     ///
     /// # Errors
     ///
@@ -72,7 +82,9 @@ impl Program {
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
-        let Some(kept) = self.kept.clone() else { return Ok(()) };
+        let Some(kept) = self.kept.clone().filter(|_| self.processes() > 1) else {
+            return Ok(());
+        };
         self.refuse_recording(at, "commit")?;
         if !step.is_multiple_of(kept.lock().every) {
             return Ok(());

@@ -75,8 +75,8 @@ impl Commits {
     ///
     /// # Errors
     ///
-    /// If regions are lost with both of their processes, with the arrays that are concerned: a
-    /// checkpoint file can help. If the arrays differ from those of the commit in number, shape or
+    /// [`Error::CommitsLost`] if regions are lost with both of their processes, with the arrays that
+    /// are concerned: a checkpoint file can help. If the arrays differ from those of the commit in number, shape or
     /// dtype. If several epochs began at this commit and none came to a newer one. Every process
     /// gets the same error.
     #[track_caller]
@@ -94,9 +94,9 @@ impl Commits {
         }
         let inventories = self.tell_inventories(p)?;
         let arrays = state.arrays();
-        let Some((id, sources)) = choose(&inventories, &arrays, p.topology())? else {
-            return Ok(0);
-        };
+        let chosen = choose(&inventories, &arrays, &state.names(), p.topology());
+        let chosen = chosen.inspect_err(|_| self.kept.lock().forget_all())?;
+        let Some((id, sources)) = chosen else { return Ok(0) };
         self.count_restart(&inventories, id.step)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
         let values = self.values(p, id, &inventories, &copies)?;
@@ -170,6 +170,7 @@ impl Commits {
 fn choose(
     inventories: &[Inventory],
     arrays: &[MpmdArray],
+    names: &[String],
     topology: &Topology,
 ) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
     let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
@@ -186,15 +187,14 @@ fn choose(
         if missing.is_empty() {
             return Ok(Some((id, sources)));
         }
-        lost.push(format!("step {}: arrays {}", id.step, listed(&missing, arrays)));
+        let named = |i: &usize| names.get(*i).cloned().unwrap_or_else(|| format!("array {i}"));
+        let named: Vec<_> = missing.iter().map(named).collect();
+        lost.push(format!("step {}: {}", id.step, named.join(", ")));
     }
     let known = inventories.iter().map(|one| one.known).max().unwrap_or_default();
     match known == CommitId::default() {
         true => Ok(None),
-        false => Err(Error::Environment(format!(
-            "no commit is whole: both processes that had copies of a region are lost. {}",
-            lost.join("; ")
-        ))),
+        false => Err(Error::CommitsLost { lost }),
     }
 }
 
@@ -281,9 +281,4 @@ fn bring_home(
 /// Returns the hash of a copy.
 fn hash(bytes: &[u8]) -> u128 {
     twox_hash::XxHash3_128::oneshot(bytes)
-}
-
-fn listed(missing: &[usize], arrays: &[MpmdArray]) -> String {
-    let named = |i: &usize| format!("{i} ({})", arrays[*i].aval());
-    missing.iter().map(named).collect::<Vec<_>>().join(", ")
 }
