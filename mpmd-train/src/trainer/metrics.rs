@@ -25,6 +25,29 @@ impl Metrics {
         Ok(Self { file, path: path.to_owned() })
     }
 
+    /// Opens the file in a training that goes on after `done` steps, of which the reports from
+    /// `repeated` on come again: keeps the whole lines before those. A process that had it open before, and wakes, writes to a file without a name.
+    pub(super) fn resume(path: &Path, repeated: u64, done: u64) -> Result<Self> {
+        let refused = |error: &std::io::Error| unwritable(path, error);
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            text => text.map_err(|error| refused(&error))?,
+        };
+        let is_kept = |line: &&str| {
+            let line = line.strip_suffix('\n').map(serde_json::from_str::<serde_json::Value>);
+            let Some(Ok(line)) = line else { return false };
+            // The evaluation after the last step comes again too.
+            let end = if line.get("evaluation").is_some() { done } else { repeated };
+            line.get("step").and_then(|step| step.as_u64()).is_some_and(|step| step < end)
+        };
+        let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
+        let new = path.with_extension("new");
+        let mut file = File::create(&new).map_err(|error| refused(&error))?;
+        file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
+        std::fs::rename(&new, path).map_err(|error| refused(&error))?;
+        Ok(Self { file, path: path.to_owned() })
+    }
+
     /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
     /// the step's weight.
     pub(super) fn step(&mut self, report: &StepReport, seconds: f64) -> Result<()> {

@@ -3,12 +3,14 @@
 mod contents;
 mod metrics;
 mod progress;
+mod recovery;
 mod report;
 mod run;
 mod saves;
 #[cfg(feature = "tensorboard")]
 mod tensorboard;
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
@@ -23,6 +25,7 @@ use crate::data::{At, Data};
 use crate::optimizer::{Optimizer, OptimizerSettings};
 use crate::rate::Rate;
 use crate::stop::StopFlag;
+use recovery::Recent;
 use report::{Reporter, Status};
 
 /// A pipeline under training: parameters, optimiser, schedule and learning rate.
@@ -42,6 +45,10 @@ pub struct Trainer<In> {
     probed: Vec<MicrobatchShapes<In>>,
     /// The folder and the step of the last checkpoint that was saved or restored.
     saved: Option<(PathBuf, u64)>,
+    /// The figures of the last steps, of a training that may resume; else empty.
+    recent: VecDeque<Recent>,
+    /// True from a restored commit until the loop goes on from it.
+    is_resumed: bool,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -72,6 +79,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             watches: false,
             probed: Vec::new(),
             saved: None,
+            recent: VecDeque::new(),
+            is_resumed: false,
         })
     }
 
@@ -182,7 +191,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
         let figures = self.reporter.report(p, &figures, &self.status)?;
         p.step_end()?;
-        Ok(StepHandle { step, rate, figures })
+        let step = StepHandle { step, rate, figures };
+        self.keep_recent(&step);
+        Ok(step)
     }
 
     /// Issues the forward passes of some microbatches, and the move of their summed loss to every

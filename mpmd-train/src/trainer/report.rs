@@ -9,6 +9,7 @@ use mpmd_core::aval::{DType, ShapedArray, f64s};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::pipeline::Loss;
 use mpmd_core::{Error, Jit, MpmdArray, ProcessId, Program, Result};
+use mpmd_layout::region::Region;
 use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
@@ -86,8 +87,9 @@ pub struct EvaluationHandle {
 #[derive(Debug)]
 pub(super) struct Figures {
     values: MpmdArray,
-    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`Status`].
-    statuses: MpmdArray,
+    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`Status`]. `None` for
+    /// figures of an earlier epoch.
+    statuses: Option<MpmdArray>,
 }
 
 /// The part of a process in every report.
@@ -159,14 +161,23 @@ impl EvaluationHandle {
 }
 
 impl Figures {
+    /// Returns figures that a commit had. Nobody stops by them, and they have no time.
+    pub(super) fn of_recent(values: MpmdArray) -> Self {
+        Self { values, statuses: None }
+    }
+
+    /// The figures on one device of each process.
+    pub(super) fn values(&self) -> &MpmdArray {
+        &self.values
+    }
+
     fn read<const N: usize>(self) -> Result<([f64; N], Statuses)> {
-        let (Some(values), Some(statuses)) = (self.values.to_host()?, self.statuses.to_host()?)
-        else {
-            let statuses = Statuses { stop: None, seconds: f64::NAN, saves: Vec::new() };
-            return Ok(([f64::NAN; N], statuses));
-        };
+        let none = Statuses { stop: None, seconds: f64::NAN, saves: Vec::new() };
+        let Some(values) = self.values.to_host()? else { return Ok(([f64::NAN; N], none)) };
         let values = values.as_slice::<f64>()?;
         let other = |_| Error::kernel(format!("{} figures in place of {N}", values.len()));
+        let statuses = self.statuses.map(|statuses| statuses.to_host()).transpose()?.flatten();
+        let Some(statuses) = statuses else { return Ok((values.try_into().map_err(other)?, none)) };
         let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<WORDS>();
         let signal = statuses.iter().map(|[signal, ..]| *signal as i32).max();
         let seconds = statuses.first().map_or(f64::NAN, |[_, nanos, ..]| *nanos as f64 * 1e-9);
@@ -207,7 +218,13 @@ impl Reporter {
             Ok(())
         })?;
         let statuses = p.device_put(&statuses, self.everywhere.replicated())?;
-        Ok(Figures { values, statuses })
+        Ok(Figures { values, statuses: Some(statuses) })
+    }
+
+    /// Returns the place of a step's figures on every process.
+    pub(super) fn no_figures(&self, p: &mut Program) -> Result<MpmdArray> {
+        let zeros = |_: &Region, mut values: ViewMut<'_>| Ok(values.fill(0.0f64)?);
+        p.array_from_fn(f64s([3]), &self.everywhere.replicated(), zeros)
     }
 
     /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses and

@@ -76,7 +76,8 @@ impl<'a> Run<'a> {
     }
 
     /// Makes process 0 write a line of JSON for each step and evaluation to this file. Overwrites
-    /// the file if the model is new, and appends to it otherwise.
+    /// the file if the model is new, and appends to it otherwise. After [`Trainer::resume`] removes
+    /// the lines of steps that are repeated.
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` since the start of the run,
     /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`.
@@ -103,6 +104,7 @@ impl<'a> Run<'a> {
     }
 
     /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
+    /// After [`Trainer::resume`] the reports of the last steps before it come again.
     pub fn on_step(mut self, f: impl FnMut(&StepReport) + 'a) -> Self {
         self.on_step = Box::new(f);
         self
@@ -189,7 +191,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             None => 0.0,
         };
         let first = p.process() == ProcessId(0) && !p.is_dry_run();
-        let open = |path: &PathBuf| Metrics::open(path, self.steps() > 0);
+        let repeated = self.recent.iter().map(|recent| recent.step).filter(|step| *step > 0);
+        let repeated = repeated.min().filter(|_| self.is_resumed);
+        let open = |path: &PathBuf| match repeated {
+            Some(repeated) => Metrics::resume(path, repeated, self.steps()),
+            None => Metrics::open(path, self.steps() > 0),
+        };
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),
             start,
@@ -208,6 +215,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             stopped: None,
             evaluation: None,
         };
+        if std::mem::take(&mut self.is_resumed) {
+            self.repeat_reports(&mut observer)?;
+            // A process may have died in this evaluation.
+            let is_due = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
+            if is_due && self.steps() < steps {
+                self.evaluate_held_out(p, data, &mut observer)?;
+            }
+        }
         self.train(p, (steps, evaluate_every), data, &mut saves, &mut observer)?;
         saves.end(p, self)?;
         if observer.stopped.is_none() {
@@ -215,6 +230,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
         let Observer { last, stopped, evaluation, .. } = observer;
         Ok(Outcome { steps: self.steps(), last, stopped, evaluation })
+    }
+
+    /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
+    /// has read them.
+    fn repeat_reports(&self, observer: &mut Observer<'_>) -> Result<()> {
+        for recent in self.recent.iter().filter(|recent| recent.step > 0) {
+            let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
+            let report = StepHandle { step, rate, figures }.read()?;
+            observer.step(StepReport { seconds: 0.0, ..report })?;
+        }
+        Ok(())
     }
 
     /// Trains until the model has had `steps` updates, or a process was asked to stop. Evaluates

@@ -1,7 +1,7 @@
 //! Saving and restoring a trainer, and the saves of a run.
 
 use mpmd_core::tree::Tree;
-use mpmd_core::{Commits, Committed, Error, MpmdArray, Program, Result};
+use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
 use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
@@ -61,62 +61,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.seed = seed;
         self.saved = Some((from.folder().to_owned(), step));
         Ok(Some(step))
-    }
-
-    /// Continues in a job that [recovers](mpmd_core::RecoveringBuilder): from the newest commit, else
-    /// from the newest checkpoint in `files`. Returns the step; 0 if there is neither. Every process
-    /// must call it, in every epoch, before the first step. Blocks until the state is there.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::CommitsLost`] if commits are lost and there is no checkpoint. Those of
-    /// [`Commits::restore`] and [`Trainer::restore`].
-    pub fn resume(
-        &mut self,
-        p: &mut Program,
-        commits: &Commits,
-        files: Option<&Checkpoints>,
-    ) -> Result<u64> {
-        let committed = match commits.restore(p, self) {
-            Err(error @ Error::CommitsLost { .. }) if files.is_some() => Err(error),
-            committed => match committed? {
-                0 => Ok(0),
-                step => return Ok(step),
-            },
-        };
-        match files.map(|files| self.restore(p, files)).transpose()?.flatten() {
-            Some(step) => Ok(step),
-            None => committed,
-        }
-    }
-}
-
-impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
-    /// Returns the parameters and the optimiser's state, in the order of a checkpoint.
-    fn arrays(&self) -> Vec<MpmdArray> {
-        self.contents().arrays.into_iter().map(|(_, array)| array).collect()
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.contents().arrays.into_iter().map(|(name, _)| name).collect()
-    }
-
-    /// Returns the step and the seed.
-    fn values(&self) -> Vec<u8> {
-        [self.steps(), self.seed].iter().flat_map(|word| word.to_le_bytes()).collect()
-    }
-
-    fn restore(&mut self, arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
-        let (words, _) = values.as_chunks::<8>();
-        let &[step, seed] = words else {
-            let problem =
-                format!("a commit of a trainer has 16 bytes of values, not {}", values.len());
-            return Err(Error::kernel(problem));
-        };
-        self.set_arrays(arrays)?;
-        self.optimizer.set_updates(u64::from_le_bytes(step));
-        self.seed = u64::from_le_bytes(seed);
-        Ok(())
     }
 }
 

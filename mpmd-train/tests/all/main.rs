@@ -10,6 +10,7 @@ mod data;
 mod kills;
 mod model_files;
 mod optimizers;
+mod recovery;
 mod reports;
 mod runs;
 mod signals;

@@ -453,12 +453,17 @@ impl Job {
         }
         let is_place =
             self.phase == Phase::Gathering && epoch == self.epoch && process.index() < processes;
+        if let Phase::Failed(error) = &self.phase
+            && wish.waits
+        {
+            return Err(error.clone());
+        }
         // While it could not be heard, another process may have got its place.
         let is_taken = self.seats.get(process.index()).is_some_and(|seat| {
             let held = seat.as_ref().filter(|held| held.ended.is_none());
             held.is_some_and(|held| !is_same(held, &member))
         });
-        if wish.waits && (!is_place || is_taken) && !matches!(self.phase, Phase::Failed(_)) {
+        if wish.waits && (!is_place || is_taken) {
             return self.wait_for_place(link, process, member, waits, now);
         }
         let Some(seat) = self.seats.get(process.index()) else {

@@ -1,0 +1,122 @@
+//! Recovery of a training from the loss of processes: what a commit has, and how a new epoch goes on.
+
+use std::collections::VecDeque;
+
+use mpmd_core::tree::Tree;
+use mpmd_core::{Commits, Committed, Error, MpmdArray, Program, Result};
+
+use super::Trainer;
+use super::report::{Figures, StepHandle};
+use crate::checkpoint::Checkpoints;
+
+/// Number of steps whose figures a commit has. The reports of older ones are read before it is
+/// issued: see `PENDING` of the loop.
+pub(super) const RECENT: usize = 3;
+
+/// The figures of a step, which is 0 for none.
+#[derive(Clone, Debug)]
+pub(super) struct Recent {
+    pub(super) step: u64,
+    pub(super) rate: f64,
+    values: MpmdArray,
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
+    /// Continues in a job that [recovers](mpmd_core::RecoveringBuilder): from the newest commit,
+    /// else from the newest checkpoint in `files`. Returns the step; 0 if there is neither. Every
+    /// process must call it, in every epoch, before the first step. Blocks until the state is there.
+    ///
+    /// [`Trainer::run`] then repeats the reports of the last steps, up to three. So a file with a
+    /// line for each step has no gap, however a process dies.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::CommitsLost`] if commits are lost and there is no checkpoint. Those of
+    /// [`Commits::restore`] and [`Trainer::restore`].
+    pub fn resume(
+        &mut self,
+        p: &mut Program,
+        commits: &Commits,
+        files: Option<&Checkpoints>,
+    ) -> Result<u64> {
+        self.recent = (0..RECENT)
+            .map(|_| Ok(Recent { step: 0, rate: 0.0, values: self.reporter.no_figures(p)? }))
+            .collect::<Result<_>>()?;
+        let committed = match commits.restore(p, self) {
+            Err(error @ Error::CommitsLost { .. }) if files.is_some() => Err(error),
+            committed => match committed? {
+                0 => Ok(0),
+                step => return Ok(step),
+            },
+        };
+        match files.map(|files| self.restore(p, files)).transpose()?.flatten() {
+            Some(step) => Ok(step),
+            None => committed,
+        }
+    }
+
+    /// Keeps the figures of a step for the commits of a training that may resume.
+    pub(super) fn keep_recent(&mut self, step: &StepHandle) {
+        if self.recent.pop_front().is_some() {
+            let StepHandle { step, rate, figures } = step;
+            let (step, rate, values) = (*step, *rate, figures.values().clone());
+            self.recent.push_back(Recent { step, rate, values });
+        }
+    }
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
+    /// Returns the parameters and the optimiser's state, in the order of a checkpoint, then the
+    /// figures of the last steps.
+    fn arrays(&self) -> Vec<MpmdArray> {
+        let state = self.contents().arrays.into_iter().map(|(_, array)| array);
+        state.chain(self.recent.iter().map(|recent| recent.values.clone())).collect()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let state = self.contents().arrays.into_iter().map(|(name, _)| name);
+        state.chain(self.recent.iter().map(|_| "figures of a step".to_owned())).collect()
+    }
+
+    /// Returns the step, the seed, and the number and rate of each of the last steps.
+    fn values(&self) -> Vec<u8> {
+        let recent = self.recent.iter().flat_map(|recent| [recent.step, recent.rate.to_bits()]);
+        let words = [self.steps(), self.seed].into_iter().chain(recent);
+        words.flat_map(u64::to_le_bytes).collect()
+    }
+
+    fn restore(&mut self, mut arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
+        let (words, _) = values.as_chunks::<8>();
+        let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        let count = self.recent.len();
+        let [step, seed, ref recent @ ..] = words[..] else { return Err(other(values)) };
+        if recent.len() != 2 * count || arrays.len() < count {
+            return Err(other(values));
+        }
+        let figures = arrays.split_off(arrays.len() - count);
+        self.set_arrays(arrays)?;
+        self.optimizer.set_updates(step);
+        self.seed = seed;
+        let recent = recent.chunks_exact(2).zip(figures).map(|(words, values)| Recent {
+            step: words[0],
+            rate: f64::from_bits(words[1]),
+            values,
+        });
+        self.recent = recent.collect::<VecDeque<_>>();
+        self.is_resumed = true;
+        Ok(())
+    }
+}
+
+impl Recent {
+    /// Returns the report of the step to be read again, with `values` of every process.
+    pub(super) fn figures(&self) -> Figures {
+        Figures::of_recent(self.values.clone())
+    }
+}
+
+/// The error of a commit with values of another form.
+fn other(values: &[u8]) -> Error {
+    let problem = format!("a commit of a trainer of another kind, with {} bytes", values.len());
+    Error::kernel(problem)
+}

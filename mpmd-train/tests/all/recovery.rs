@@ -1,0 +1,104 @@
+//! Trainings that lose processes and go on, in simulated time.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use mpmd_core::prelude::*;
+use mpmd_core::{Commits, ProcessId, Simulation};
+use mpmd_train::optimizer::AdamW;
+use mpmd_train::stop::StopFlag;
+use mpmd_train::{Checkpoints, Rate, Run};
+
+use crate::stages::{params, trainer, windows};
+
+const STEPS: u64 = 12;
+const PROCESSES: usize = 4;
+
+/// The bits of the loss of each step, and the parameters of this process.
+type Found = (BTreeMap<u64, u64>, Vec<Option<Vec<f32>>>);
+
+/// Trains, with all reports since the last commit, and checkpoints in `folder`.
+fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
+    let trainer = trainer(p, true, AdamW::default())?;
+    let trainer = trainer.rate(Rate::Constant(0.02)).clip(1.0).seed(4);
+    let mut trainer = trainer.stop_on(&StopFlag::default());
+    let checkpoints = Checkpoints::new(folder);
+    let first = trainer.resume(p, commits, Some(&checkpoints))?;
+    let losses = RefCell::new(BTreeMap::new());
+    let note = |step, loss: f64| {
+        let before = losses.borrow_mut().insert(step, loss.to_bits());
+        assert_eq!(before, None, "step {step} is reported twice");
+    };
+    let run = Run::steps(STEPS).progress(false).on_step(|report| note(report.step, report.loss));
+    let run = run.metrics(folder.join("metrics")).evaluate_every(5);
+    let outcome = trainer.run(p, run.checkpoints(checkpoints).save_every(4), &windows())?;
+    assert!(outcome.evaluation.is_some());
+    if first > 0 {
+        // A commit has the last steps, and reports of older ones were read.
+        let steps: Vec<u64> = losses.borrow().keys().copied().collect();
+        assert_eq!(steps, (first.saturating_sub(2).max(1)..=STEPS).collect::<Vec<_>>());
+    }
+    Ok((losses.into_inner(), params(p, &trainer)?))
+}
+
+/// Returns the numbers of the steps and of the evaluations in a file of metrics.
+fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>) {
+    let text = std::fs::read_to_string(folder.join("metrics")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let (steps, evaluations): (Vec<_>, Vec<_>) =
+        lines.partition(|line| line.get("evaluation").is_none());
+    let step = |line: &serde_json::Value| line["step"].as_u64().unwrap();
+    (steps.iter().map(step).collect(), evaluations.iter().map(step).collect())
+}
+
+/// Runs the training with these faults, and compares it with one that nothing disturbs.
+fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) {
+    let run = |simulation: Simulation| {
+        let folder = tempfile::tempdir().unwrap();
+        let (results, report) =
+            simulation.seed(1).run_recovering(1, |p, commits| train(p, commits, folder.path()));
+        assert_eq!(report.left, [""; 0]);
+        let errors: Vec<_> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+        let errors = format!("{errors:?}");
+        let found: Vec<Found> = results.into_iter().filter_map(|result| result.ok()?).collect();
+        assert_eq!(found.len(), PROCESSES, "{errors}");
+        let saved = Checkpoints::new(folder.path()).steps().unwrap();
+        assert_eq!(saved.last(), Some(&STEPS), "a save may have been broken off: {saved:?}");
+        let every: Vec<u64> = (1..=STEPS).collect();
+        assert_eq!(lines(folder.path()), (every, vec![5, 10, 12]));
+        found
+    };
+    let simulation = || Simulation::new(PROCESSES, 4);
+    let mut expected = run(simulation());
+    let mut found = run(faults(simulation()));
+    let all = expected[0].0.clone();
+    assert_eq!(all.len() as u64, STEPS);
+    for (losses, _) in &found {
+        assert!(losses.iter().all(|(step, bits)| all[step] == *bits));
+    }
+    let sorted = |found: &mut Vec<Found>| {
+        let mut params: Vec<_> = found.drain(..).map(|(_, params)| params).collect();
+        params.sort_by_key(|params| params.iter().position(Option::is_some));
+        params
+    };
+    assert_eq!(sorted(&mut found), sorted(&mut expected));
+}
+
+#[test]
+fn training_loses_a_process_and_goes_on_with_the_same_bits() {
+    goes_on_with(|s| {
+        s.lose_after(ProcessId(2), Duration::from_millis(60)).spare_after(Duration::ZERO)
+    });
+}
+
+/// Without copies of both processes the last checkpoint is used.
+#[test]
+fn training_loses_both_copies_and_goes_on_from_a_checkpoint() {
+    goes_on_with(|s| {
+        let at = Duration::from_millis(160);
+        let all = (0..4).fold(s, |s, _| s.spare_after(Duration::ZERO));
+        (1..4).fold(all, |s, process| s.lose_after(ProcessId(process), at))
+    });
+}
