@@ -25,9 +25,10 @@ impl Metrics {
         Ok(Self { file, path: path.to_owned() })
     }
 
-    /// Opens the file in a training that goes on after `done` steps, of which the reports from
-    /// `repeated` on come again: keeps the whole lines before those. A process that had it open before, and wakes, writes to a file without a name.
-    pub(super) fn resume(path: &Path, repeated: u64, done: u64) -> Result<Self> {
+    /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
+    /// evaluations from `evaluation` on: keeps the whole lines before those. A process that had the
+    /// file open before, and wakes, writes to a file without a name.
+    pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
         let refused = |error: &std::io::Error| unwritable(path, error);
         let text = match std::fs::read_to_string(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -36,8 +37,7 @@ impl Metrics {
         let is_kept = |line: &&str| {
             let line = line.strip_suffix('\n').map(serde_json::from_str::<serde_json::Value>);
             let Some(Ok(line)) = line else { return false };
-            // The evaluation after the last step comes again too.
-            let end = if line.get("evaluation").is_some() { done } else { repeated };
+            let end = if line.get("evaluation").is_some() { evaluation } else { step };
             line.get("step").and_then(|step| step.as_u64()).is_some_and(|step| step < end)
         };
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();

@@ -191,11 +191,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             None => 0.0,
         };
         let first = p.process() == ProcessId(0) && !p.is_dry_run();
-        let repeated = self.recent.iter().map(|recent| recent.step).filter(|step| *step > 0);
-        let repeated = repeated.min().filter(|_| self.is_resumed);
-        let open = |path: &PathBuf| match repeated {
-            Some(repeated) => Metrics::resume(path, repeated, self.steps()),
-            None => Metrics::open(path, self.steps() > 0),
+        let open = |path: &PathBuf| {
+            let done = self.steps();
+            let repeated = self.recent.iter().map(|recent| recent.step).filter(|step| *step > 0);
+            match (self.is_resumed, p.epoch() > 1) {
+                (true, _) => Metrics::resume(path, repeated.min().unwrap_or(done + 1), done),
+                (false, true) => Metrics::resume(path, done + 1, steps.min(done + 1)),
+                (false, false) => Metrics::open(path, done > 0),
+            }
         };
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),

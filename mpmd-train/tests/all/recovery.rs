@@ -16,8 +16,14 @@ use crate::stages::{params, trainer, windows};
 const STEPS: u64 = 12;
 const PROCESSES: usize = 4;
 
-/// The bits of the loss of each step, and the parameters of this process.
-type Found = (BTreeMap<u64, u64>, Vec<Option<Vec<f32>>>);
+/// What a process has at the end.
+struct Found {
+    /// The step from which it went on in the last epoch.
+    first: u64,
+    /// The bits of the loss of each step since then, and of those that a commit had.
+    losses: BTreeMap<u64, u64>,
+    params: Vec<Option<Vec<f32>>>,
+}
 
 /// Trains, with all reports since the last commit, and checkpoints in `folder`.
 fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
@@ -35,12 +41,7 @@ fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
     let run = run.metrics(folder.join("metrics")).evaluate_every(5);
     let outcome = trainer.run(p, run.checkpoints(checkpoints).save_every(4), &windows())?;
     assert!(outcome.evaluation.is_some());
-    if first > 0 {
-        // A commit has the last steps, and reports of older ones were read.
-        let steps: Vec<u64> = losses.borrow().keys().copied().collect();
-        assert_eq!(steps, (first.saturating_sub(2).max(1)..=STEPS).collect::<Vec<_>>());
-    }
-    Ok((losses.into_inner(), params(p, &trainer)?))
+    Ok(Found { first, losses: losses.into_inner(), params: params(p, &trainer)? })
 }
 
 /// Returns the numbers of the steps and of the evaluations in a file of metrics.
@@ -53,8 +54,9 @@ fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>) {
     (steps.iter().map(step).collect(), evaluations.iter().map(step).collect())
 }
 
-/// Runs the training with these faults, and compares it with one that nothing disturbs.
-fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) {
+/// Runs the training with these faults, and compares it with one that nothing disturbs. Returns the
+/// step from which it went on, and the first step that was reported since.
+fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
     let run = |simulation: Simulation| {
         let folder = tempfile::tempdir().unwrap();
         let (results, report) =
@@ -73,32 +75,37 @@ fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) {
     let simulation = || Simulation::new(PROCESSES, 4);
     let mut expected = run(simulation());
     let mut found = run(faults(simulation()));
-    let all = expected[0].0.clone();
-    assert_eq!(all.len() as u64, STEPS);
-    for (losses, _) in &found {
-        assert!(losses.iter().all(|(step, bits)| all[step] == *bits));
+    let all = expected[0].losses.clone();
+    assert_eq!(all.keys().copied().collect::<Vec<_>>(), (1..=STEPS).collect::<Vec<_>>());
+    let (first, repeated) = (found[0].first, *found[0].losses.keys().next().unwrap());
+    for Found { losses, .. } in &found {
+        assert!(losses.iter().eq(all.range(repeated..)), "{losses:?}, {all:?}");
     }
     let sorted = |found: &mut Vec<Found>| {
-        let mut params: Vec<_> = found.drain(..).map(|(_, params)| params).collect();
+        let mut params: Vec<_> = found.drain(..).map(|found| found.params).collect();
         params.sort_by_key(|params| params.iter().position(Option::is_some));
         params
     };
     assert_eq!(sorted(&mut found), sorted(&mut expected));
+    (first, repeated)
 }
 
 #[test]
 fn training_loses_a_process_and_goes_on_with_the_same_bits() {
-    goes_on_with(|s| {
+    let (first, repeated) = goes_on_with(|s| {
         s.lose_after(ProcessId(2), Duration::from_millis(60)).spare_after(Duration::ZERO)
     });
+    // The commit has the last steps.
+    assert!(first > 2 && repeated == first - 2, "{first}, {repeated}");
 }
 
 /// Without copies of both processes the last checkpoint is used.
 #[test]
 fn training_loses_both_copies_and_goes_on_from_a_checkpoint() {
-    goes_on_with(|s| {
-        let at = Duration::from_millis(160);
+    let (first, repeated) = goes_on_with(|s| {
+        let at = Duration::from_millis(250);
         let all = (0..4).fold(s, |s, _| s.spare_after(Duration::ZERO));
         (1..4).fold(all, |s, process| s.lose_after(ProcessId(process), at))
     });
+    assert_eq!((first % 4, repeated), (0, first + 1), "a checkpoint each fourth step");
 }
