@@ -31,7 +31,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Error, Program, testing::Simulation};
+use mpmd::{Commits, Error, Program, testing::Simulation};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.
@@ -179,16 +179,8 @@ pub fn run<E: Into<anyhow::Error>>(
         let process = env.process.index();
         return Ok(report(process, Program::builder().devices(devices).run(program)));
     }
-    if processes == 0 || !devices.is_multiple_of(processes) {
-        // One message instead of one from each process.
-        eprintln!("error: {devices} devices cannot be spread evenly over {processes} processes");
-        return Ok(ExitCode::from(2));
-    }
-    if let Some(Devices(kinds)) =
-        args.device.as_ref().filter(|Devices(kinds)| kinds.len() > processes)
-    {
-        eprintln!("error: {} kinds of devices for {processes} processes", kinds.len());
-        return Ok(ExitCode::from(2));
+    if let Some(code) = args.refused(processes, devices) {
+        return Ok(code);
     }
     if args.transport == JobTransport::Inproc || processes == 1 {
         let mut simulation = Simulation::new(processes, devices);
@@ -202,22 +194,80 @@ pub fn run<E: Into<anyhow::Error>>(
         let (process, result) = threads(&simulation, program);
         Ok(report(process, result))
     } else {
+        start(args.launch(processes)?)
+    }
+}
+
+/// Runs `program` as [`run`] does, in a job that goes on when it loses processes: see
+/// [`RecoveringBuilder::run`](mpmd::RecoveringBuilder::run). A job that starts its own processes has
+/// one spare, and replaces lost processes.
+///
+/// # Errors
+///
+/// If the job could not be started.
+pub fn run_recovering<E: Into<anyhow::Error>>(
+    args: &JobArgs,
+    default_processes: usize,
+    devices: usize,
+    program: impl Fn(&mut Program, &Commits) -> Result<(), E>,
+) -> anyhow::Result<ExitCode> {
+    Program::log_to_stderr();
+    let processes = args.processes.unwrap_or(default_processes);
+    if let Some(env) = JobEnv::from_env()? {
+        let program =
+            |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
+        let result = Program::builder().devices(devices).spares(1).run(program);
+        return Ok(report(env.process.index(), result.map(Option::flatten)));
+    }
+    if args.transport == JobTransport::Inproc || processes == 1 {
+        eprintln!("error: a job that recovers has several processes, not one");
+        return Ok(ExitCode::from(2));
+    }
+    match args.refused(processes, devices) {
+        Some(code) => Ok(code),
+        None => start(args.launch(processes)?.spares(1).restarts(MOST_RESTARTS)),
+    }
+}
+
+/// Number of processes that a job replaces which starts its own.
+const MOST_RESTARTS: usize = 100;
+
+impl JobArgs {
+    /// Prints an error and returns the exit code if there can be no such job.
+    fn refused(&self, processes: usize, devices: usize) -> Option<ExitCode> {
+        // One message instead of one from each process.
+        let kinds = self.device.as_ref().map_or(0, |Devices(kinds)| kinds.len());
+        if processes == 0 || !devices.is_multiple_of(processes) {
+            eprintln!(
+                "error: {devices} devices cannot be spread evenly over {processes} processes"
+            );
+        } else if kinds > processes {
+            eprintln!("error: {kinds} kinds of devices for {processes} processes");
+        } else {
+            return None;
+        }
+        Some(ExitCode::from(2))
+    }
+
+    /// Returns the launch of this program as several processes.
+    fn launch(&self, processes: usize) -> Result<Launch, LaunchError> {
         let mut launch = Launch::this_program_again(processes)?
-            .transport(Some(args.transport.name().to_owned()));
-        launch = launch.device(args.device.as_ref().map(Devices::to_string));
-        if let Some(folder) = &args.trace {
+            .transport(Some(self.transport.name().to_owned()))
+            .device(self.device.as_ref().map(Devices::to_string));
+        if let Some(folder) = &self.trace {
             launch = launch.env(variables::TRACE, folder);
         }
-        let outcome = launch
-            .output(OutputMode::Quiet0)
-            .grace(GRACE)
-            .run()
-            .context("starting the processes of the job")?;
-        if let Some(failure) = &outcome.first_failure {
-            eprintln!("{failure}");
-        }
-        Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
+        Ok(launch.output(OutputMode::Quiet0).grace(GRACE))
     }
+}
+
+/// Starts the processes of a job and waits for them. Returns the job's exit code.
+fn start(launch: Launch) -> anyhow::Result<ExitCode> {
+    let outcome = launch.run().context("starting the processes of the job")?;
+    if let Some(failure) = &outcome.first_failure {
+        eprintln!("{failure}");
+    }
+    Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
 }
 
 /// `Some` if the program rejected its result, with the reason. `None` if the result is good.

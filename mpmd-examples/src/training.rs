@@ -177,21 +177,67 @@ pub fn memory_lines(
 /// The figures of a training, on the process that prints them.
 #[derive(Debug)]
 pub struct Figures {
-    /// The number of each step, and its loss.
-    losses: Vec<(u64, f64)>,
-    /// Bytes of the steps so far.
+    /// The loss of each step, by its number.
+    losses: BTreeMap<u64, f64>,
+    /// Number of steps so far, and their bytes.
+    steps: usize,
     bytes: f64,
     start: Instant,
     /// Seconds from `start` to the last step.
     seconds: f64,
     /// Bytes of a window.
     time: usize,
-    file: Option<(File, PathBuf)>,
+    file: Option<LossFile>,
+    /// The first error of a step.
+    wrong: Option<anyhow::Error>,
+}
+
+/// A file with a line for each step: its number, its loss, and the bits of the loss.
+#[derive(Debug)]
+struct LossFile {
+    file: File,
+    path: PathBuf,
+}
+
+impl LossFile {
+    /// Creates the file, with the lines of the steps up to `done` that it has from earlier epochs of
+    /// the job. Returns it, and these losses. A process that was stopped and wakes writes to a file
+    /// that has no name any more.
+    fn create(path: &Path, done: u64) -> anyhow::Result<(Self, BTreeMap<u64, f64>)> {
+        let cannot = || format!("cannot write {}", path.display());
+        let mut losses = BTreeMap::new();
+        if done > 0 && path.exists() {
+            // A process that was killed may have left a part of a line.
+            let text = std::fs::read_to_string(path).with_context(cannot)?;
+            let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+            losses = whole.filter_map(Self::parse).filter(|(step, _)| *step <= done).collect();
+        }
+        let new = path.with_extension(format!("new-{}", std::process::id()));
+        let file = File::create(&new).with_context(cannot)?;
+        let mut this = Self { file, path: path.to_owned() };
+        losses.iter().try_for_each(|(step, loss)| this.write(*step, *loss))?;
+        std::fs::rename(&new, path).with_context(cannot)?;
+        Ok((this, losses))
+    }
+
+    fn parse(line: &str) -> Option<(u64, f64)> {
+        let mut words = line.split_whitespace();
+        let step = words.next()?.parse().ok()?;
+        let bits = u64::from_str_radix(words.nth(1)?, 16).ok()?;
+        Some((step, f64::from_bits(bits)))
+    }
+
+    fn write(&mut self, step: u64, loss: f64) -> anyhow::Result<()> {
+        let line = format!("{step} {loss} {:016x}\n", loss.to_bits());
+        let written = self.file.write_all(line.as_bytes());
+        written.with_context(|| format!("cannot write {}", self.path.display()))
+    }
 }
 
 impl Figures {
-    /// Prints the sizes of the text, of the model and of a step. Starts the clock, and creates the
-    /// file of losses. `windows` are the numbers of windows of a microbatch and of bytes of each.
+    /// Prints the sizes of the text, of the model and of a step, or in a later epoch of the job the
+    /// step from which it goes on. Starts the clock, and creates the file of losses, in a later epoch
+    /// with the lines that it has. `windows` are the numbers of windows of a microbatch and of bytes of each.
     ///
     /// # Errors
     ///
@@ -208,52 +254,64 @@ impl Figures {
         let arrays = (0..stages).flat_map(|stage| pipeline.params(stage));
         let parameters: usize = arrays.map(|(_, array)| array.aval().elements()).sum();
         let (bytes, files) = (text.bytes().len(), text.files());
-        println!("text: {bytes} bytes in {files} files, one block in ten held out");
-        let plural = if p.processes() == 1 { "process" } else { "processes" };
-        println!(
-            "model: {parameters} parameters in {stages} stages, on {} devices of {} {plural}",
-            p.topology().devices().len(),
-            p.processes()
-        );
         let (name, microbatches, (rows, time)) =
             (schedule.name(), schedule.microbatches(), windows);
-        println!(
-            "step: {microbatches} microbatches of {rows} windows of {time} bytes, in the order of \
-             {name}"
-        );
-        let create = |path: &PathBuf| -> anyhow::Result<(File, PathBuf)> {
-            let file = File::create(path);
-            Ok((file.with_context(|| format!("cannot write {}", path.display()))?, path.clone()))
-        };
-        let file = losses_out.map(create).transpose()?;
-        Ok(Self { losses: Vec::new(), bytes: 0.0, start: Instant::now(), seconds: 0.0, time, file })
+        if p.epoch() > 1 {
+            println!("epoch {} of the job goes on after step {}", p.epoch(), trainer.steps());
+        } else {
+            println!("text: {bytes} bytes in {files} files, one block in ten held out");
+            let plural = if p.processes() == 1 { "process" } else { "processes" };
+            println!(
+                "model: {parameters} parameters in {stages} stages, on {} devices of {} {plural}",
+                p.topology().devices().len(),
+                p.processes()
+            );
+            println!(
+                "step: {microbatches} microbatches of {rows} windows of {time} bytes, in the \
+                 order of {name}"
+            );
+        }
+        let done = if p.epoch() > 1 { trainer.steps() } else { 0 };
+        let file = losses_out.map(|path| LossFile::create(path, done)).transpose()?;
+        let (file, losses) = file.unzip();
+        let (losses, start) = (losses.unwrap_or_default(), Instant::now());
+        let (steps, bytes, seconds, wrong) = (0, 0.0, 0.0, None);
+        Ok(Self { losses, steps, bytes, start, seconds, time, file, wrong })
     }
 
-    /// Keeps the figures of a step.
+    /// Keeps the figures of a step, and writes its line into the file of losses.
+    /// [`Figures::finish`] returns an error of this.
     pub fn step(&mut self, report: &StepReport) {
-        self.losses.push((report.step, report.loss));
-        self.bytes += report.weight;
-        self.seconds = self.start.elapsed().as_secs_f64();
+        let noted = self.note(report);
+        self.wrong = self.wrong.take().or(noted.err());
     }
 
-    /// Writes the file of losses, and prints the table of losses and the rate.
+    /// Fails if a step that an earlier epoch of the job has reported has another loss now.
+    fn note(&mut self, report: &StepReport) -> anyhow::Result<()> {
+        let StepReport { step, loss, weight, .. } = *report;
+        if let Some(before) = self.losses.insert(step, loss) {
+            let same = before.to_bits() == loss.to_bits();
+            anyhow::ensure!(same, "step {step} has loss {loss}, and had {before} before");
+            return Ok(());
+        }
+        self.steps += 1;
+        self.bytes += weight;
+        self.seconds = self.start.elapsed().as_secs_f64();
+        self.file.as_mut().map_or(Ok(()), |file| file.write(step, loss))
+    }
+
+    /// Prints the table of losses and the rate.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written.
+    /// If the file of losses could not be written, or a repeated step had another loss than before.
     pub fn finish(self, text: &Text, outcome: &Outcome) -> anyhow::Result<()> {
-        let Self { losses, bytes, seconds, time, file, .. } = self;
-        if let Some((mut file, path)) = file {
-            let line =
-                |(step, loss): &(u64, f64)| format!("{step} {loss} {:016x}\n", loss.to_bits());
-            let lines: String = losses.iter().map(line).collect();
-            file.write_all(lines.as_bytes())
-                .with_context(|| format!("cannot write {}", path.display()))?;
-        }
-        let last = &losses[losses.len().saturating_sub(20)..];
-        let sum = last.iter().map(|(_, loss)| loss).sum::<f64>();
-        let training = (!last.is_empty()).then(|| sum / last.len() as f64);
-        let mut rows = vec![(format!("training loss, last {} steps", last.len()), training)];
+        let Self { losses, steps, bytes, seconds, time, wrong, .. } = self;
+        wrong.map_or(Ok(()), Err)?;
+        let last = losses.values().rev().take(20);
+        let count = last.len();
+        let training = (count > 0).then(|| last.sum::<f64>() / count as f64);
+        let mut rows = vec![(format!("training loss, last {count} steps"), training)];
         if outcome.stopped.is_none() {
             rows.push(("held-out loss".to_owned(), outcome.evaluation));
             rows.push(("held-out loss of a bigram table".to_owned(), bigram_loss(text, time)));
@@ -266,7 +324,7 @@ impl Figures {
             }
         }
         let rate = bytes / seconds;
-        println!("{} steps in {seconds:.1} s: {rate:.0} tokens/s", losses.len());
+        println!("{steps} steps in {seconds:.1} s: {rate:.0} tokens/s");
         Ok(())
     }
 }

@@ -27,7 +27,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::data::{SEPARATOR, Text, Windows};
 use mpmd::train::stop::{StopFlag, exit_code};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
-use mpmd::{DeviceId, ProcessId};
+use mpmd::{Commits, DeviceId, ProcessId};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::sample::{next_byte, printable};
 use mpmd_examples::training::{self, Figures, at_least, not_negative};
@@ -119,6 +119,10 @@ struct Args {
     /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
+    /// Go on when a process is lost: its place goes to a spare, and the training continues from the
+    /// last step that two processes have of each region
+    #[arg(long, conflicts_with = "seconds")]
+    elastic: bool,
     #[command(flatten)]
     job: JobArgs,
 }
@@ -165,17 +169,31 @@ fn main() -> anyhow::Result<ExitCode> {
     let stopped = OnceLock::new();
     let ranks = plan.schedule.ranks();
     let devices = ranks * args.fsdp * args.tensor_parallel;
-    let code = job::run(&args.job, devices.min(4), devices, |p| {
-        let signal = run(p, &args, &plan, &text)?;
+    let program = |p: &mut Program, commits: Option<&Commits>| {
+        let signal = run(p, &args, &plan, &text, commits)?;
         signal.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
-    })?;
+    };
+    let processes = devices.min(4);
+    let code = match args.elastic {
+        true => job::run_recovering(&args.job, processes, devices, |p, commits| {
+            program(p, Some(commits))
+        }),
+        false => job::run(&args.job, processes, devices, |p| program(p, None)),
+    }?;
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
 }
 
-/// Trains, saves, evaluates and samples. Returns the signal that ended the run early, or `None`.
-fn run(p: &mut Program, args: &Args, plan: &Plan<'_>, text: &Text) -> anyhow::Result<Option<i32>> {
+/// Trains, saves, evaluates and samples. Goes on from `commits` in a job that recovers. Returns the
+/// signal that ended the run early, or `None`.
+fn run(
+    p: &mut Program,
+    args: &Args,
+    plan: &Plan<'_>,
+    text: &Text,
+    commits: Option<&Commits>,
+) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let axes = [("rank", plan.schedule.ranks()), (DATA_AXIS, args.fsdp)];
     let mesh = p.mesh(&[&axes[..], &[(MODEL_AXIS, args.tensor_parallel)]].concat())?;
@@ -189,10 +207,18 @@ fn run(p: &mut Program, args: &Args, plan: &Plan<'_>, text: &Text) -> anyhow::Re
     let trainer = Trainer::new(p, pipeline, plan.schedule.clone(), AdamW::default())?;
     let mut trainer = trainer.rate(rate).clip(1.0).seed(args.seed).stop_on(&stop);
     let checkpoints = |folder| Checkpoints::new(folder).setting("heads", args.sizes.heads);
+    let load = args.load.as_ref().map(checkpoints);
+    let mut step = 0;
+    if let Some(commits) = commits {
+        // A later epoch may find newer checkpoints of its own.
+        let own = args.save.as_ref().filter(|_| p.epoch() > 1).map(checkpoints);
+        step = trainer.resume(p, commits, own.as_ref().or(load.as_ref()))?;
+    }
+    if let Some(load) = load.as_ref().filter(|_| step == 0) {
+        step = trainer.restore(p, load)?.unwrap_or(0);
+    }
     // A dry run reads no file.
-    if let Some(folder) = args.load.as_ref().filter(|_| !p.is_dry_run())
-        && trainer.restore(p, &checkpoints(folder))?.is_none()
-    {
+    if let Some(folder) = args.load.as_ref().filter(|_| step == 0 && !p.is_dry_run()) {
         anyhow::bail!("{}: it has no checkpoint", folder.display());
     }
     let windows = (args.batch, args.sizes.time);

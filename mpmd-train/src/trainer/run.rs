@@ -238,11 +238,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
     /// has read them.
     fn repeat_reports(&self, observer: &mut Observer<'_>) -> Result<()> {
+        // It counts from the steps that are done.
+        let progress = observer.progress.take();
         for recent in self.recent.iter().filter(|recent| recent.step > 0) {
             let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
             let report = StepHandle { step, rate, figures }.read()?;
             observer.step(StepReport { seconds: 0.0, ..report })?;
         }
+        observer.progress = progress;
         Ok(())
     }
 
