@@ -332,8 +332,8 @@ pub enum IssueProblem {
         /// The line of the program that donated the array.
         donated_at: &'static Location<'static>,
     },
-    /// An array of another program.
-    #[error("{}belongs to another program", leaf(.path))]
+    /// An array of another program, or of an earlier epoch of a job that recovers.
+    #[error("{}belongs to another program, or to an earlier epoch of this job", leaf(.path))]
     Foreign {
         /// The leaf's path.
         path: String,

@@ -311,6 +311,12 @@ impl Processes {
         let first_failure = first.map(|(process, how, _)| {
             let (reports, unformed) = (server.reports(), server.failure());
             let first = (process, how);
+            let own = |how: &ExitKind| match replacing.bears(*how) {
+                // Reports count places, and this one's has another process now.
+                true => ExitKind::Exit(1),
+                false => *how,
+            };
+            let ends: Vec<_> = ends.iter().map(own).collect();
             Known { first, ends: &ends, reports: &reports, unformed: unformed.as_ref() }.cause()
         });
         Outcome { first_failure, codes: ends.into_iter().map(ExitKind::code).collect() }

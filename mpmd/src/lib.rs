@@ -345,6 +345,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/plan-json.md")]
     pub mod plan_json {}
 
+    #[doc = include_str!("../../docs/guide/recovery.md")]
+    pub mod recovery {}
+
     #[doc = include_str!("../../docs/guide/run-on-several-hosts.md")]
     pub mod run_on_several_hosts {}
 

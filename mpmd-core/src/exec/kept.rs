@@ -1,9 +1,12 @@
 //! The copies of committed state that this process has: see `api/recover`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
+use mpmd_ids::block::{Instant, now};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
+use mpmd_transport::router::Failure;
 use serde::{Deserialize, Serialize};
 
 use super::array::{MpmdArray, Shard};
@@ -30,6 +33,10 @@ pub(crate) struct Kept {
     pub(crate) earlier: BTreeMap<CommitId, Copies>,
     /// The newest commit that is known to be whole on every process.
     pub(crate) known: CommitId,
+    /// When a process was first lost since the last restore, and how.
+    pub(crate) lost: Option<(Instant, Arc<Failure>)>,
+    /// The newest step that was committed before.
+    pub(crate) reached: u64,
     /// The newest commit at the start of this epoch and of those before, and their number: epochs
     /// without a newer commit.
     pub(crate) stuck: (Option<u64>, u32),
@@ -67,7 +74,8 @@ pub(crate) struct Copy {
 impl Kept {
     pub(crate) fn new(every: u64) -> Self {
         let (issued, earlier) = (VecDeque::new(), BTreeMap::new());
-        Self { every, issued, earlier, known: CommitId::default(), stuck: (None, 0) }
+        let (known, lost, reached) = (CommitId::default(), None, 0);
+        Self { every, issued, earlier, known, lost, reached, stuck: (None, 0) }
     }
 
     /// Returns the newest commit of this epoch of which all copies of this process are there, and
@@ -92,10 +100,12 @@ impl Kept {
         self.known = CommitId::default();
     }
 
-    /// Takes the copies out of the arrays of an epoch that has ended. Keeps those that are there,
-    /// also of commits that are not whole: other processes may have the rest.
-    pub(crate) fn end_epoch(&mut self) {
+    /// Takes the copies out of the arrays of an epoch that has ended by `failure`. Keeps those that
+    /// are there, also of commits that are not whole: other processes may have the rest.
+    pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
+        self.lost.get_or_insert((now(), failure));
+        self.reached = self.issued.back().map_or(self.reached, |issued| issued.id.step);
         for Issued { id, values, arrays, .. } in std::mem::take(&mut self.issued) {
             let arrays = arrays.iter().map(copies_here).collect();
             self.earlier.insert(id, Copies { values, arrays });

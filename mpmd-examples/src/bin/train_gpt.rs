@@ -112,6 +112,9 @@ struct Args {
     /// Save parameters and the optimiser's state to this folder of checkpoints at the end
     #[arg(long, value_name = "FOLDER")]
     save: Option<PathBuf>,
+    /// Save also each time the number of updates is a multiple of this
+    #[arg(long, value_name = "STEPS", requires = "save")]
+    save_every: Option<u64>,
     /// Continue from the newest checkpoint in a folder of --save, with any number of stages and
     /// processes
     #[arg(long, value_name = "FOLDER")]
@@ -235,6 +238,9 @@ fn run(
     }
     if let Some(folder) = &args.save {
         steps = steps.checkpoints(checkpoints(folder));
+    }
+    if let Some(every) = args.save_every {
+        steps = steps.save_every(every);
     }
     let outcome = trainer.run(p, steps, &data)?;
     let memory = training::memory_lines(p, &mut trainer, windows)?;

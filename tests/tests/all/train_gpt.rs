@@ -322,3 +322,22 @@ fn launcher_and_threads_pass_the_code_of_a_signal_on() {
         assert_eq!(found, 143, "by the launcher: {by_launcher}\n{stdout}");
     }
 }
+
+/// The training goes on when processes are killed, and its file of losses is the same.
+#[test]
+fn elastic_training_has_the_same_losses_when_processes_are_killed() {
+    let folder = folder();
+    let steps = ["--steps", "150"];
+    let expected = losses(&folder, &steps);
+    assert_eq!(expected.len(), 150);
+    let mut command = folder.command(package_program("mpmd-cli", "mpmd"));
+    command.args(["run", "-n", "4", "--restart", "6", "--chaos", "0.5", "--no-prefix", "--"]);
+    command.arg(package_program("mpmd-examples", "train_gpt")).args(SIZES).args(steps);
+    command.args(["--elastic", "--losses-out", "losses of survivors", "text"]);
+    Carrier::SHM.set(&mut command);
+    let end = folder.start(command, "elastic").unwrap().wait(Instant::now() + LONG).unwrap();
+    assert_eq!(end.code(), 0, "{end:?}");
+    assert!(end.stderr.contains("goes on after step"), "{end:?}");
+    let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
+    assert_eq!(found.lines().collect::<Vec<_>>(), expected, "{end:?}");
+}

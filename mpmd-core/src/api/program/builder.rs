@@ -215,7 +215,8 @@ impl Builder {
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
     /// `mpmd trace`. The default is the folder in `MPMD_TRACE`, if the program joins a job or runs
     /// [from its environment](Self::from_env). Without either, nothing is recorded. Files of an
-    /// earlier program are overwritten.
+    /// earlier program are overwritten. Epochs after the first of a job that
+    /// [recovers](crate::RecoveringBuilder) have folders such as `epoch-2` within it.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
         self
@@ -357,7 +358,7 @@ impl Builder {
     /// Returns the devices of a job of `processes`, with the kinds, hosts and links of this
     /// builder. `per_process` is the launcher's number of devices on each process, if it gives one.
     /// Fails if the numbers disagree or cannot be spread evenly.
-    pub(super) fn topology(
+    pub(crate) fn topology(
         &self,
         processes: usize,
         per_process: Option<usize>,
@@ -418,6 +419,10 @@ impl Builder {
         transport: Option<&dyn Transport>,
     ) -> Result<Trace> {
         let Some(folder) = &self.trace else { return Ok(Trace::default()) };
+        let folder = match self.epoch {
+            1 => folder.clone(),
+            epoch => folder.join(format!("epoch-{epoch}")),
+        };
         let program = std::env::current_exe().unwrap_or_default();
         let about = About {
             process: me.0,
@@ -428,7 +433,7 @@ impl Builder {
             program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             ..About::default()
         };
-        Trace::begin(folder, about).map_err(|error| {
+        Trace::begin(&folder, about).map_err(|error| {
             let file = folder.display();
             Error::Environment(format!(
                 "the trace of process {me} cannot be written in {file}: {error}"

@@ -179,3 +179,44 @@ fn distance(topology: &Topology) -> usize {
     };
     (1..processes).rev().max_by_key(apart).unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use mpmd_layout::region::Region;
+
+    use super::*;
+    use crate::Builder;
+
+    fn topology(processes: usize, devices: usize, hosts: &[usize]) -> Topology {
+        Builder::default().devices(devices).hosts(hosts).topology(processes, None).unwrap()
+    }
+
+    #[test]
+    fn buddies_are_on_other_hosts_where_possible() {
+        let of = |hosts: &[usize]| distance(&topology(hosts.len(), hosts.len(), hosts));
+        assert_eq!(of(&[0]), 0);
+        assert_eq!(of(&[0, 0, 0]), 1);
+        assert_eq!(of(&[0, 1, 2]), 1);
+        assert_eq!(of(&[0, 0, 1, 1]), 2);
+        assert_eq!(of(&[0, 0, 0, 1, 1, 1]), 3);
+        // Two of three.
+        assert_eq!(of(&[0, 0, 1]), 1);
+    }
+
+    #[test]
+    fn devices_of_a_buddy_have_the_regions_in_order() {
+        let topology = topology(2, 4, &[0, 1]);
+        let aval = ShapedArray::new(&[4], DType::F32);
+        let region = |i: usize| Region::new(vec![i..i + 1]);
+        let owned = [(3, region(0)), (0, region(1)), (2, region(2)), (1, region(3))];
+        let owned = owned.into_iter().map(|(device, region)| (DeviceId(device), region));
+        let owned = Sharding::enumerated(owned.collect()).unwrap();
+        let buddies = with_buddies(&owned, &aval, &topology).unwrap();
+        let layout = buddies.layout(&[4]).unwrap();
+        let mut found: Vec<_> = layout.iter().map(|(device, r)| (device.0, r.clone())).collect();
+        found.sort_by_key(|(device, _)| *device);
+        let expected = [(0, region(2)), (1, region(0)), (2, region(1)), (3, region(3))];
+        assert_eq!(found, expected);
+        assert_eq!(buddies.memory_kind(), MemoryKind::Host);
+    }
+}

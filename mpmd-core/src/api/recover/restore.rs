@@ -5,6 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
+use mpmd_ids::block::since;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
@@ -18,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::host_array::HostArray;
 use crate::exec::kept::{CommitId, Copies, Copy};
+use crate::warning::tell_user;
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
@@ -30,6 +32,12 @@ struct Inventory {
     /// The newest commit that is known to be whole on every process.
     known: CommitId,
     stuck: (Option<u64>, u32),
+    /// The newest step that this process has committed.
+    reached: u64,
+    /// Seconds since the loss of a process, and the failure. `None` on a process that is new in the
+    /// job.
+    lost: Option<(f64, String)>,
+    pid: u32,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -96,7 +104,10 @@ impl Commits {
         let arrays = state.arrays();
         let chosen = choose(&inventories, &arrays, &state.names(), p.topology());
         let chosen = chosen.inspect_err(|_| self.kept.lock().forget_all())?;
-        let Some((id, sources)) = chosen else { return Ok(0) };
+        let Some((id, sources)) = chosen else {
+            self.report(p, &inventories, 0);
+            return Ok(0);
+        };
         self.count_restart(&inventories, id.step)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
         let values = self.values(p, id, &inventories, &copies)?;
@@ -110,6 +121,7 @@ impl Commits {
         }
         state.restore(restored, &values)?;
         self.kept.lock().earlier.retain(|kept, _| *kept <= id);
+        self.report(p, &inventories, id.step);
         // Until the next commit, a further loss would find regions with one copy.
         p.issue_commit(id.step, state, &self.kept)?;
         Ok(id.step)
@@ -133,7 +145,41 @@ impl Commits {
             let arrays = copies.arrays.iter().map(|copies| copies.iter().map(entry).collect());
             (*id, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
         });
-        Inventory { commits: commits.collect(), known: kept.known, stuck: kept.stuck }
+        let lost =
+            kept.lost.as_ref().map(|(when, why)| (since(*when).as_secs_f64(), why.to_string()));
+        Inventory {
+            commits: commits.collect(),
+            known: kept.known,
+            stuck: kept.stuck,
+            reached: kept.reached,
+            lost,
+            pid: std::process::id(),
+        }
+    }
+
+    /// Tells the user, on process 0, that the job goes on.
+    fn report(&self, p: &Program, inventories: &[Inventory], step: u64) {
+        self.kept.lock().lost = None;
+        if p.process() != ProcessId(0) {
+            return;
+        }
+        let lost = inventories.iter().filter_map(|one| one.lost.clone());
+        let longest = lost.max_by(|(one, _), (other, _)| one.total_cmp(other));
+        let Some((seconds, failure)) = longest else { return };
+        let reached = inventories.iter().map(|one| one.reached).max().unwrap_or(0);
+        let new = (0..).zip(inventories).filter(|(_, one)| one.lost.is_none());
+        let new: Vec<_> = new.map(|(place, one)| format!("{place} (pid {})", one.pid)).collect();
+        let repeated = match reached.saturating_sub(step) {
+            0 => String::new(),
+            1 => ", and repeats one".to_owned(),
+            steps => format!(", and repeats {steps}"),
+        };
+        tell_user(&format!(
+            "epoch {} goes on after step {step}{repeated}, {seconds:.2} s after the loss of a \
+             process; new is process {}; {failure}",
+            p.epoch(),
+            new.join(", "),
+        ));
     }
 
     /// Counts an epoch that begins at `step`, and fails if there were too many.
@@ -281,4 +327,62 @@ fn bring_home(
 /// Returns the hash of a copy.
 fn hash(bytes: &[u8]) -> u128 {
     twox_hash::XxHash3_128::oneshot(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Builder;
+
+    const ID: CommitId = CommitId { step: 7, epoch: 1 };
+
+    /// Returns what a process has of an array of two regions, each with its hash.
+    fn has(copies: &[(u32, u128)]) -> Inventory {
+        let entry = |(home, hash): &(u32, u128)| {
+            let ranges = vec![(*home as usize, *home as usize + 1)];
+            CopyEntry { place: RegionOfDevice { home: *home, ranges }, hash: *hash }
+        };
+        let arrays = vec![copies.iter().map(entry).collect()];
+        Inventory { commits: vec![(ID, CommitEntry { values: 0, arrays })], ..Inventory::default() }
+    }
+
+    /// A commit, with (home, holder) of each region; or the error's text.
+    type Chosen = Result<Option<(CommitId, Vec<(u32, u32)>)>, String>;
+
+    fn chosen(inventories: &[Inventory]) -> Chosen {
+        let topology = Builder::default().devices(2).topology(2, None).unwrap();
+        let array = MpmdArray::from_slice(&[2], &[1.0f32, 2.0]).unwrap();
+        let chosen = choose(inventories, &[array], &["w".to_owned()], &topology);
+        let chosen = chosen.map_err(|error| error.to_string())?;
+        Ok(chosen.map(|(id, sources)| {
+            (id, sources[0].iter().map(|source| (source.home.0, source.holder.0)).collect())
+        }))
+    }
+
+    #[test]
+    fn region_comes_from_its_owner_else_from_the_buddy() {
+        let all = [has(&[(0, 5), (1, 6)]), has(&[(1, 6), (0, 5)])];
+        assert_eq!(chosen(&all), Ok(Some((ID, vec![(0, 0), (1, 1)]))));
+        let replaced = [has(&[(0, 5), (1, 6)]), Inventory::default()];
+        assert_eq!(chosen(&replaced), Ok(Some((ID, vec![(0, 0), (1, 0)]))));
+    }
+
+    #[test]
+    fn commit_that_lacks_a_region_or_differs_is_not_used() {
+        let lost = [has(&[(0, 5)]), Inventory::default()];
+        assert_eq!(chosen(&lost), Ok(None), "it was never whole");
+        let known = [has(&[(0, 5)]), Inventory { known: ID, ..Inventory::default() }];
+        let error = Error::CommitsLost { lost: vec!["step 7: w".to_owned()] };
+        assert_eq!(chosen(&known), Err(error.to_string()));
+        let damaged = [has(&[(0, 5), (1, 6)]), has(&[(0, 9), (1, 6)])];
+        assert_eq!(chosen(&damaged), Ok(None));
+    }
+
+    #[test]
+    fn whole_commit_is_preferred_to_a_newer_one_in_parts() {
+        let mut both = has(&[(0, 5), (1, 6)]);
+        let newer = CommitId { step: 8, epoch: 1 };
+        both.commits.push((newer, has(&[(0, 5)]).commits[0].1.clone()));
+        assert_eq!(chosen(&[both]).unwrap().map(|(id, _)| id), Some(ID));
+    }
 }

@@ -3,12 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use mpmd_ids::block::{Mutex, now, since};
+use mpmd_ids::block::Mutex;
 
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
-use crate::warning::tell_user;
 
 /// Settings of a program that survives lost processes: see [`Builder::spares`].
 #[derive(Clone, Debug)]
@@ -87,20 +86,11 @@ where
 {
     let commits = Commits { kept: Arc::new(Mutex::new(Kept::new(every))) };
     let mut returns = None;
-    let mut lost = None;
     loop {
         let (failure, returning) = match join(returns.take())? {
             Start::NoPlace => return Ok(None),
             Start::Lost { failure, returning } => (failure, returning),
             Start::Program(mut p) => {
-                if let Some((begin, failure)) = lost.take() {
-                    tell_user(&format!(
-                        "process {}: epoch {} begins {:.2} s after {failure}",
-                        p.process(),
-                        p.epoch(),
-                        since(begin).as_secs_f64(),
-                    ));
-                }
                 p.keep_commits(&commits.kept);
                 let result = program(&mut p, &commits);
                 match p.end_epoch(result) {
@@ -109,8 +99,8 @@ where
                 }
             }
         };
-        commits.kept.lock().end_epoch();
+        tracing::info!(%failure, "an epoch of the job has ended");
+        commits.kept.lock().end_epoch(failure);
         returns = Some(returning);
-        lost.get_or_insert((now(), failure));
     }
 }

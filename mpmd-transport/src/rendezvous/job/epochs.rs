@@ -295,6 +295,10 @@ fn epoch_waits_once_more_for_new_processes() {
         matches!(answer, (31, Err(RendezvousError::Missing { .. })))
     };
     assert!(matches!(&table.answers()[..], [answer] if missing(answer)));
+    // So does a spare that comes too late.
+    table.join_as(91, 1, 3);
+    let answers = table.answers();
+    assert!(matches!(&answers[..], [(91, Err(RendezvousError::Missing { .. }))]), "{answers:?}");
 }
 
 #[test]
