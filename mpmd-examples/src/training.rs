@@ -200,9 +200,9 @@ struct LossFile {
 }
 
 impl LossFile {
-    /// Creates the file, with the lines of the steps up to `done` that it has from earlier epochs of
-    /// the job. Returns it, and these losses. A process that was stopped and wakes writes to a file
-    /// that has no name any more.
+    /// Creates the file, with the lines of the steps up to `done` that it has from earlier epochs
+    /// of the job. Returns it, and these losses. A process that was stopped and wakes writes to a
+    /// file that has no name any more.
     fn create(path: &Path, done: u64) -> anyhow::Result<(Self, BTreeMap<u64, f64>)> {
         let cannot = || format!("cannot write {}", path.display());
         let mut losses = BTreeMap::new();
@@ -236,8 +236,9 @@ impl LossFile {
 
 impl Figures {
     /// Prints the sizes of the text, of the model and of a step, or in a later epoch of the job the
-    /// step from which it goes on. Starts the clock, and creates the file of losses, in a later epoch
-    /// with the lines that it has. `windows` are the numbers of windows of a microbatch and of bytes of each.
+    /// step from which it goes on. Starts the clock, and creates the file of losses, in a later
+    /// epoch with the lines that it has. `windows` are the numbers of windows of a microbatch and
+    /// of bytes of each.
     ///
     /// # Errors
     ///

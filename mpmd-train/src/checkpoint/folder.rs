@@ -23,7 +23,7 @@ pub(super) fn files(folder: &Path, step: u64, epoch: u64) -> PathBuf {
     })
 }
 
-/// What follows the step in the name of a folder, if the epoch is not the first.
+/// The text between step and epoch in the name of a folder, if the epoch is not the first.
 const EPOCH: &str = "-epoch-";
 
 /// Returns the steps that have a manifest, in ascending order. None if the folder does not exist.

@@ -1,4 +1,5 @@
-//! Recovery of a training from the loss of processes: what a commit has, and how a new epoch goes on.
+//! Recovery of a training from the loss of processes: the contents of a commit, and the start of an
+//! epoch from one.
 
 use std::collections::VecDeque;
 
@@ -24,7 +25,8 @@ pub(super) struct Recent {
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Continues in a job that [recovers](mpmd_core::RecoveringBuilder): from the newest commit,
     /// else from the newest checkpoint in `files`. Returns the step; 0 if there is neither. Every
-    /// process must call it, in every epoch, before the first step. Blocks until the state is there.
+    /// process must call it, in every epoch, before the first step. Blocks until the state is
+    /// there.
     ///
     /// [`Trainer::run`] then repeats the reports of the last steps, up to three. So a file with a
     /// line for each step has no gap, however a process dies.

@@ -16,7 +16,7 @@ use crate::stages::{params, trainer, windows};
 const STEPS: u64 = 12;
 const PROCESSES: usize = 4;
 
-/// What a process has at the end.
+/// The losses and parameters of a process at the end.
 struct Found {
     /// The step from which it went on in the last epoch.
     first: u64,

@@ -160,7 +160,7 @@ impl Recovery {
         for (process, result) in (0..).map(ProcessId).zip(results) {
             let is_killed = self.faults.iter().any(|fault| fault.kills(process));
             match result {
-                // Nobody hears of what a process has after its death.
+                // Nobody hears of the values of a process after its death.
                 Ok(Some(_)) | Err(_) if is_killed => dead += 1,
                 Ok(Some(shards)) => found.push(shards),
                 Ok(None) => {}

@@ -81,9 +81,9 @@ impl Membership {
         }
     }
 
-    /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns a
-    /// failure if one was lost before, or if the others have gone on without this process. The loss
-    /// of the service is only logged: without it nobody returns.
+    /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns
+    /// a failure if one was lost before, or if the others have gone on without this process. The
+    /// loss of the service is only logged: without it nobody returns.
     pub(super) fn wait_for_all(&self, me: ProcessId, epoch: u64) -> Option<Arc<Failure>> {
         let waited = self.rendezvous.barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
         let (process, why) = match waited {

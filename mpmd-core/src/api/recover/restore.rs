@@ -83,10 +83,10 @@ impl Commits {
     ///
     /// # Errors
     ///
-    /// [`Error::CommitsLost`] if regions are lost with both of their processes, with the arrays that
-    /// are concerned: a checkpoint file can help. If the arrays differ from those of the commit in number, shape or
-    /// dtype. If several epochs began at this commit and none came to a newer one. Every process
-    /// gets the same error.
+    /// [`Error::CommitsLost`] if regions are lost with both of their processes, with the arrays
+    /// that are concerned: a checkpoint file can help. If the arrays differ from those of the
+    /// commit in number, shape or dtype. If several epochs began at this commit and none came to a
+    /// newer one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());
@@ -336,7 +336,7 @@ mod tests {
 
     const ID: CommitId = CommitId { step: 7, epoch: 1 };
 
-    /// Returns what a process has of an array of two regions, each with its hash.
+    /// Returns the inventory of a process with these regions of one array, (home, hash).
     fn has(copies: &[(u32, u128)]) -> Inventory {
         let entry = |(home, hash): &(u32, u128)| {
             let ranges = vec![(*home as usize, *home as usize + 1)];

@@ -266,8 +266,8 @@ impl Simulation {
         (results, parts)
     }
 
-    /// Runs the threads of the processes, and injects the faults that come at a time. Returns what
-    /// the threads return.
+    /// Runs the threads of the processes, and injects the faults that come at a time. Returns the
+    /// values of the threads.
     fn run_threads<T: Send>(
         &self,
         threads: Vec<Thread<'_, T>>,
