@@ -268,6 +268,12 @@ impl Rendezvous {
         self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
     }
 
+    /// Returns true if the server answers a new connection, within about a second. After a loss of
+    /// the connection it tells if the server has given this process up.
+    pub fn is_server_alive(&self) -> bool {
+        self.link.reaches_server(&self.config)
+    }
+
     /// Leaves the job in order: the others will not be told that this process is down. Waits for
     /// the server's answer, at most five seconds. Does not wait if the server is known to be
     /// silent. Closes the connection.

@@ -339,6 +339,16 @@ impl Connection {
         }
     }
 
+    /// Returns true if a new connection to the server can be made, within about a second.
+    pub(super) fn reaches_server(&self, config: &JoinConfig) -> bool {
+        match &self.wire {
+            Wire::Local(_) => true,
+            Wire::Tcp { .. } => {
+                meet(&JoinConfig { peer_timeout: Duration::from_secs(1), ..config.clone() }).is_ok()
+            }
+        }
+    }
+
     /// Closes the connection. All pending requests fail with `why`, or with the earlier reason if
     /// it had ended before.
     pub(super) fn end(&self, why: RendezvousError) {

@@ -64,7 +64,8 @@ impl Candidate {
         let joined = match joined {
             Ok(Some(joined)) => joined,
             Ok(None) => return Ok(Start::NoPlace),
-            Err(error @ RendezvousError::GivenUp { .. }) if self.waits => {
+            // It tries again, and finds the service gone if that was the reason.
+            Err(error) if self.waits && is_cut(&error) => {
                 let message = format!("process {process} could not join: {error}");
                 let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
                 let returning = Returning { process, epoch: epoch - 1, server: self.server };
@@ -129,14 +130,19 @@ impl Membership {
 /// True if another process was lost while it joined, or if this one was given up.
 fn is_loss(error: &Error) -> bool {
     match error {
-        Error::Launch(LaunchError::Rendezvous(error)) => matches!(
-            error,
-            RendezvousError::NeverSet { .. }
-                | RendezvousError::Unset { .. }
-                | RendezvousError::GivenUp { .. }
-        ),
+        Error::Launch(LaunchError::Rendezvous(error)) => {
+            let never =
+                matches!(error, RendezvousError::NeverSet { .. } | RendezvousError::Unset { .. });
+            never || is_cut(error)
+        }
         error => matches!(error, Error::Transport(TransportError::PeerGone { .. })),
     }
+}
+
+/// True if the connection to the rendezvous is lost. Perhaps this process was given up, and the
+/// words that say so were lost with the connection.
+fn is_cut(error: &RendezvousError) -> bool {
+    matches!(error, RendezvousError::GivenUp { .. } | RendezvousError::ServerGone { .. })
 }
 
 /// Returns the rendezvous key of the GPU ids of a process in an epoch.

@@ -91,7 +91,9 @@ impl Membership {
             Err(RendezvousError::BarrierBroken { process, why, .. }) => {
                 (process, format!("process {process} was lost at the end: {why}"))
             }
-            Err(error @ (RendezvousError::ServerGone { .. } | RendezvousError::Stopped)) => {
+            Err(error @ (RendezvousError::ServerGone { .. } | RendezvousError::Stopped))
+                if !self.rendezvous.is_server_alive() =>
+            {
                 tracing::debug!(process = me.0, %error, "waiting for the end of an epoch");
                 return None;
             }

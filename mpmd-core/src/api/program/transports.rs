@@ -66,9 +66,12 @@ pub(super) enum Opened {
     Shm(shm::Opened),
     Tcp(Listener),
     Ucx(ucx::Opened),
-    /// The transport of a simulated process. The function returns its endpoint, if it still lives.
-    Simulated(Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>),
+    /// The transport of a simulated process.
+    Simulated(Endpoint),
 }
+
+/// Returns the endpoint of a simulated process, if that still lives.
+pub(super) type Endpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
 
 impl Opened {
     /// Opens the transport `name` for a job of `processes`. Network sockets listen at `ip`.

@@ -207,7 +207,7 @@ mod tests {
     fn devices_of_a_buddy_have_the_regions_in_order() {
         let topology = topology(2, 4, &[0, 1]);
         let aval = ShapedArray::new(&[4], DType::F32);
-        let region = |i: usize| Region::new(vec![i..i + 1]);
+        let region = |i: usize| Region::new(std::iter::once(i..i + 1).collect());
         let owned = [(3, region(0)), (0, region(1)), (2, region(2)), (1, region(3))];
         let owned = owned.into_iter().map(|(device, region)| (DeviceId(device), region));
         let owned = Sharding::enumerated(owned.collect()).unwrap();
