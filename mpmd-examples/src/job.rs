@@ -199,8 +199,8 @@ pub fn run<E: Into<anyhow::Error>>(
 }
 
 /// Runs `program` as [`run`] does, in a job that goes on when it loses processes: see
-/// [`RecoveringBuilder::run`](mpmd::RecoveringBuilder::run). A job that starts its own processes
-/// has one spare, and replaces lost processes.
+/// [`Builder::spares`](mpmd::Builder::spares). A job that starts its own processes has one spare,
+/// and replaces lost processes.
 ///
 /// # Errors
 ///

@@ -67,6 +67,8 @@ struct Seat {
     link: Link,
     member: Member,
     waits: Wait,
+    /// True if the process was in an earlier epoch, so that it may have copies of its state.
+    has_been: bool,
     /// `None` while the process is in the job.
     ended: Option<End>,
 }
@@ -464,7 +466,7 @@ impl Job {
             held.is_some_and(|held| !is_same(held, &member))
         });
         if wish.waits && (!is_place || is_taken) {
-            return self.wait_for_place(link, process, member, waits, now);
+            return self.wait_for_place(link, wish, member, waits, now);
         }
         let Some(seat) = self.seats.get(process.index()) else {
             return Err(RendezvousError::NoSuchProcess { process, processes });
@@ -499,7 +501,8 @@ impl Job {
         // One that waits for a place has no time limit of its own.
         let until = if wish.waits { after(now, Duration::MAX) } else { waits.until };
         let waits = Wait { until, ..waits };
-        self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
+        self.seats[process.index()] =
+            Some(Seat { link, member, waits, has_been: epoch > 1, ended: None });
         match differs {
             // Waiting cannot help. All processes had better hear of it now than of a missing
             // process later.
@@ -531,12 +534,13 @@ impl Job {
     fn wait_for_place(
         &mut self,
         link: Link,
-        process: ProcessId,
+        wish: &Wish,
         member: Member,
         waits: Wait,
         now: Instant,
     ) -> Result<(), RendezvousError> {
-        if let Some(error) = self.differs(process, &member) {
+        let has_been = wish.epoch > 1;
+        if let Some(error) = self.differs(wish.process, &member) {
             return Err(error);
         }
         let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
@@ -545,7 +549,7 @@ impl Job {
         }
         client.join_by = after(now, Duration::MAX);
         let waits = Wait { until: after(now, Duration::MAX), ..waits };
-        self.spares.push(Seat { link, member, waits, ended: None });
+        self.spares.push(Seat { link, member, waits, has_been, ended: None });
         self.place_spares();
         self.dismiss_spares();
         Ok(())
@@ -562,7 +566,9 @@ impl Job {
                 && self.vacant[process.index()]
                 && !self.spares.is_empty()
             {
-                let spare = self.spares.remove(0);
+                // One that was stopped and woke in time has copies that a new process lacks.
+                let has_been = self.spares.iter().position(|spare| spare.has_been);
+                let spare = self.spares.remove(has_been.unwrap_or(0));
                 if let Some(error) = self.differs(process, &spare.member) {
                     self.answer(spare.link, spare.waits.ask, Err(error));
                     continue;

@@ -12,10 +12,7 @@ over_each_carrier! {
 }
 
 const PROCESSES: usize = 3;
-const STEPS: &str = "400";
-
-/// Number of processes that may be killed.
-const RESTARTS: &str = "4";
+const STEPS: &str = "800";
 
 /// The longest time for a job.
 const LONG: Duration = Duration::from_secs(100);
@@ -49,11 +46,48 @@ fn undisturbed(carrier: Carrier) -> Vec<String> {
 fn killed_processes_are_replaced(carrier: Carrier) {
     let expected = undisturbed(carrier);
     let site = Sandbox::new().unwrap();
-    let options = ["--restart", RESTARTS, "--chaos", "0.4"];
-    let (sums, errors) = wait(&mut start(carrier, &site, &options), &site);
+    let mut launcher = start(carrier, &site, &["--restart", "3"]);
+    kill_in_turn(&mut launcher, &site, "recovering", 3);
+    let (sums, errors) = wait(&mut launcher, &site);
+    assert_eq!(sums, expected, "{errors}");
+}
+
+/// A second kill could hit the process with the only copies.
+#[test]
+fn chaos_kills_a_process_and_the_job_goes_on() {
+    let expected = undisturbed(Carrier::SHM);
+    let site = Sandbox::new().unwrap();
+    let options = ["--restart", "1", "--chaos", "0.5"];
+    let (sums, errors) = wait(&mut start(Carrier::SHM, &site, &options), &site);
     assert!(errors.contains("chaos kills"), "{errors}");
     assert!(errors.contains("epoch 2 goes on after step "), "{errors}");
     assert_eq!(sums, expected, "{errors}");
+}
+
+/// Kills processes of a job with this program, each after the job has gone on without the one
+/// before.
+pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str, kills: u64) {
+    let until = Instant::now() + LONG;
+    let waits = |launcher: &mut Watched, text: &str| {
+        while !launcher.error_output().contains(text) {
+            let report = launcher.report();
+            assert!(Instant::now() < until && !launcher.has_ended(), "{text}: {report}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // Until then a region may have one copy.
+        std::thread::sleep(Duration::from_millis(300));
+    };
+    launcher.wait_for_output("\n", until).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    for kill in 0..kills {
+        let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == program);
+        let pids: Vec<u32> = site.processes().into_iter().filter(is_one).collect();
+        let victim = pids[kill as usize % pids.len()];
+        let victim = Pid::from_raw(victim.cast_signed()).expect("no pid is 0");
+        kill_process(victim, Signal::KILL).unwrap();
+        waits(launcher, &format!("epoch {} goes on after step ", kill + 2));
+    }
 }
 
 fn stopped_process_is_replaced_and_changes_nothing_when_it_wakes(carrier: Carrier) {

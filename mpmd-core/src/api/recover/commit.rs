@@ -72,6 +72,8 @@ impl Program {
     /// older commit are freed once a newer one is known to be whole on every process, so there are
     /// two to three copies of the state in the memory of each of the two processes.
     ///
+    /// An object is committed by the arrays of [`Program::save_object`].
+    ///
     /// Does nothing if the program does not [recover](crate::RecoveringBuilder), if the job has one
     /// process, or if `step` is no multiple of
     /// [`RecoveringBuilder::every`](crate::RecoveringBuilder::every).

@@ -25,6 +25,9 @@ use crate::warning::tell_user;
 /// without a newer commit ends.
 const MOST_RESTARTS: u32 = 5;
 
+/// The largest number of lost arrays that an error names for each commit.
+const MOST_NAMES: usize = 4;
+
 /// The commits of which a process has copies.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 struct Inventory {
@@ -234,7 +237,10 @@ fn choose(
             return Ok(Some((id, sources)));
         }
         let named = |i: &usize| names.get(*i).cloned().unwrap_or_else(|| format!("array {i}"));
-        let named: Vec<_> = missing.iter().map(named).collect();
+        let mut named: Vec<_> = missing.iter().take(MOST_NAMES).map(named).collect();
+        if missing.len() > MOST_NAMES {
+            named.push(format!("{} others", missing.len() - MOST_NAMES));
+        }
         lost.push(format!("step {}: {}", id.step, named.join(", ")));
     }
     let known = inventories.iter().map(|one| one.known).max().unwrap_or_default();

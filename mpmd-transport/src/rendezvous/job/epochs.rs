@@ -359,3 +359,26 @@ fn spares_hear_that_all_processes_are_lost() {
     table.join_as(91, 1, 4);
     assert_eq!(table.answers(), [lost(91)]);
 }
+
+#[test]
+fn process_that_was_in_the_job_is_preferred_to_a_spare() {
+    let mut table = Table::running();
+    table.join_as(90, 1, 3);
+    table.die(10);
+    // Given up, and awake again before another has begun the next epoch.
+    table.die(11);
+    table.join_as(91, 2, 1);
+    table.leave(12, true);
+    table.join(2, 2);
+    let joined = table.joined();
+    assert_eq!(joined, [(91, 0, 2), (90, 1, 2), (22, 2, 2)]);
+    // Of two that wait for one place.
+    table.join_as(92, 1, 4);
+    table.die(90);
+    table.join_as(93, 3, 1);
+    table.leave(22, true);
+    table.leave(91, true);
+    table.join(3, 2);
+    table.join(3, 0);
+    assert_eq!(table.joined(), [(30, 0, 3), (93, 1, 3), (32, 2, 3)]);
+}
