@@ -279,9 +279,14 @@ fn off(simulation: &Simulation, schedule: &Schedule, how: Options, what: &str) -
             "{what}, process {process}: {ratio:.3} of what is expected, {share:.3} of the bound: \
              {found:?}"
         );
-        // Frozen stages have no backward passes that pace them: only the bound holds.
-        let most = if how == Options::Frozen { f64::INFINITY } else { 1.1 };
-        if !(0.9..=most).contains(&ratio) || peak > at_most + SMALL || mapped[0] != mapped[1] {
+        // Frozen stages have no backward passes that pace them: only the bound holds. On a busy
+        // machine an activation may be freed after the next one has come.
+        let (most, late) = match how {
+            Options::Frozen => (f64::INFINITY, 4 * ACTIVATION as u64),
+            _ => (1.1, 0),
+        };
+        let is_above = peak > at_most + SMALL + late;
+        if !(0.9..=most).contains(&ratio) || is_above || mapped[0] != mapped[1] {
             off.push(line);
         }
     }

@@ -87,7 +87,10 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Res
 /// If the manifest exists in the first epoch, or a file cannot be written.
 pub(super) fn commit(folder: &Path, step: u64, epoch: u64, content: &[u8]) -> Result<()> {
     let path = manifest(folder, step);
-    let partial = path.with_extension(format!("json.partial-{epoch}"));
+    let partial = match epoch {
+        1 => path.with_extension("json.partial"),
+        _ => path.with_extension(format!("json.partial{EPOCH}{epoch}")),
+    };
     write_synced(&partial, content)?;
     match fs::hard_link(&partial, &path) {
         Err(_) if path.exists() && epoch > 1 => remove_file(&partial)?,

@@ -371,14 +371,14 @@ fn process_that_was_in_the_job_is_preferred_to_a_spare() {
     table.leave(12, true);
     table.join(2, 2);
     let joined = table.joined();
-    assert_eq!(joined, [(91, 0, 2), (90, 1, 2), (22, 2, 2)]);
+    assert_eq!(joined, [(90, 0, 2), (91, 1, 2), (22, 2, 2)]);
     // Of two that wait for one place.
     table.join_as(92, 1, 4);
     table.die(90);
-    table.join_as(93, 3, 1);
+    table.join_as(93, 2, 0);
     table.leave(22, true);
     table.leave(91, true);
     table.join(3, 2);
-    table.join(3, 0);
-    assert_eq!(table.joined(), [(30, 0, 3), (93, 1, 3), (32, 2, 3)]);
+    table.join(3, 1);
+    assert_eq!(table.joined(), [(93, 0, 3), (31, 1, 3), (32, 2, 3)]);
 }
