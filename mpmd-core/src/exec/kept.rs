@@ -123,7 +123,8 @@ impl Issued {
     /// Returns the newest commit that is whole on every process, as far as this commit's message
     /// says and has arrived. `None` if it says of none.
     fn whole_everywhere(&self) -> Option<CommitId> {
-        if !self.whole.is_complete() {
+        // A dry run, which has no part of it, reads nothing.
+        if self.whole.is_fully_remote() || !self.whole.is_complete() {
             return None;
         }
         let whole = self.whole.to_host().ok()??;
