@@ -12,7 +12,7 @@ over_each_carrier! {
 }
 
 const PROCESSES: usize = 3;
-const STEPS: &str = "800";
+const STEPS: &str = "1500";
 
 /// The longest time for a job.
 const LONG: Duration = Duration::from_secs(100);
@@ -74,8 +74,8 @@ pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str
             assert!(Instant::now() < until && !launcher.has_ended(), "{text}: {report}");
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Until then a region may have one copy.
-        std::thread::sleep(Duration::from_millis(300));
+        // Until the next commit a region may have one copy.
+        std::thread::sleep(Duration::from_millis(600));
     };
     launcher.wait_for_output("\n", until).unwrap();
     std::thread::sleep(Duration::from_millis(300));
