@@ -108,8 +108,8 @@ pub enum Error {
     /// [`Commits::restore`](crate::Commits::restore) finds no commit that is whole: both processes
     /// that had copies of a region are lost. The environment is at fault. Every process gets it.
     #[error(
-        "no commit is whole, since both processes that had copies of a region are lost. Lost of \
-         {}", .lost.join("; of ")
+        "no commit is whole, since both processes that had copies of a region are lost; a \
+         checkpoint can help. Lost of {}", .lost.join("; of ")
     )]
     CommitsLost {
         /// For each commit: its step and the arrays that lack regions.

@@ -121,7 +121,7 @@ struct Running {
 }
 
 impl Processes {
-    /// Starts a process with this number, which may be that of one that has died.
+    /// Starts a process with this number. A process that has died may have had it.
     fn start(
         &mut self,
         process: usize,

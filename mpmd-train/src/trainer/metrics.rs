@@ -41,7 +41,8 @@ impl Metrics {
             line.get("step").and_then(|step| step.as_u64()).is_some_and(|step| step < end)
         };
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
-        let new = path.with_extension("new");
+        // An older process may be about to do the same.
+        let new = path.with_extension(format!("new-{}", std::process::id()));
         let mut file = File::create(&new).map_err(|error| refused(&error))?;
         file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
         std::fs::rename(&new, path).map_err(|error| refused(&error))?;

@@ -26,7 +26,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 const FLUSH: Duration = Duration::from_secs(2);
 
 /// The simulated time in which every job with faults must end, whatever happens.
-const LONGEST: Duration = Duration::from_secs(600);
+pub(crate) const LONGEST: Duration = Duration::from_secs(600);
 
 /// The simulated time in which every job without faults must end: no wait needs a time limit.
 const USUAL: Duration = Duration::from_secs(10);
@@ -143,11 +143,10 @@ impl Case {
         let is_whole = found.len() == self.processes;
         check_shards(found, alone, is_whole)?;
         let longest = if self.faults.is_empty() { USUAL } else { LONGEST };
-        match &report.left[..] {
-            [] if objects > 0 => Err(format!("{objects} objects are left")),
-            [] if report.time > longest => Err(format!("it took {:?}", report.time)),
-            [] => Ok(()),
-            left => Err(format!("left: {}", left.join("; "))),
+        check_end(report, longest)?;
+        match objects {
+            0 => Ok(()),
+            _ => Err(format!("{objects} objects are left")),
         }
     }
 
@@ -295,6 +294,15 @@ impl Fault {
             Self::Kernel(..) => error.contains(INJECTED),
             Self::Diverge(..) => error.contains("diverged"),
         }
+    }
+}
+
+/// Fails if a job has left something, or took longer than this simulated time.
+pub(crate) fn check_end(report: &SimulationReport, longest: Duration) -> Result<(), String> {
+    match &report.left[..] {
+        [] if report.time > longest => Err(format!("it took {:?}", report.time)),
+        [] => Ok(()),
+        left => Err(format!("left: {}", left.join("; "))),
     }
 }
 

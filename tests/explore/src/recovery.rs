@@ -10,13 +10,10 @@ use mpmd_core::sharding::Sharding;
 use mpmd_core::{Commits, ProcessId, Simulation, SimulationReport};
 use mpmd_ids::block::thread;
 
-use crate::case::{Job, ORDERS, PEER_TIMEOUT, check_shards, processes_of};
+use crate::case::{Job, LONGEST, ORDERS, PEER_TIMEOUT, check_end, check_shards, processes_of};
 use crate::execute::{Shards, bound, made, shards_of};
 use crate::kernels::{Op, Work};
 use crate::program::{ROWS, shardings};
-
-/// The simulated time in which every job must end: a few peer timeouts.
-const LONGEST: Duration = Duration::from_secs(600);
 
 /// A training that a seed decides.
 #[derive(Debug)]
@@ -183,11 +180,7 @@ impl Recovery {
             return Err(format!("{ended} processes ended well, and {dead} were lost"));
         }
         check_shards(found, alone, ended == self.processes)?;
-        match &report.left[..] {
-            [] if report.time > LONGEST => Err(format!("it took {:?}", report.time)),
-            [] => Ok(()),
-            left => Err(format!("left: {}", left.join("; "))),
-        }
+        check_end(report, LONGEST)
     }
 }
 

@@ -41,27 +41,18 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
-        let mut loss = None;
-        let result = match result {
+        let (result, failure) = match result {
             Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),
-            Ok(value) => match self.wait_for_end(at).map_err(Error::failed) {
-                Ok(()) => match self.all_are_at_end() {
-                    None => {
-                        let left = self.leave_at_end(Ok(()));
-                        return EpochEnd::Over(left.map(|()| value).map_err(E::from));
-                    }
-                    Some(lost) => {
-                        let error = Error::failed(lost.clone()).into();
-                        loss = Some(lost);
-                        Err(error)
-                    }
-                },
-                Err(error) => Err(error.into()),
+            Ok(value) => match self.wait_for_end(at).and_then(|()| self.wait_for_all()) {
+                Ok(()) => {
+                    let left = self.leave_at_end(Ok(()));
+                    return EpochEnd::Over(left.map(|()| value).map_err(E::from));
+                }
+                Err(failure) => (Err(Error::failed(failure.clone()).into()), Some(failure)),
             },
-            Err(error) => Err(error),
+            Err(error) => (Err(error), self.runtime.cause()),
         };
-        let is_loss = |failure: &Arc<Failure>| failure.kind == FailureKind::PeerLost;
-        let loss = loss.or_else(|| self.runtime.cause().filter(is_loss));
+        let loss = failure.filter(|failure| failure.kind == FailureKind::PeerLost);
         let (Some(failure), true) = (loss, self.membership.is_some()) else {
             return EpochEnd::Over(self.conclude(result));
         };
@@ -79,9 +70,13 @@ impl Program {
         }
     }
 
-    /// Waits until every process has come to the end of the epoch. Returns a failure if one was
-    /// lost before that: then all others return too, since a process that has left cannot help.
-    fn all_are_at_end(&self) -> Option<Arc<Failure>> {
-        self.membership.as_ref()?.wait_for_all(self.process(), self.epoch())
+    /// Waits until every process has come to the end of the epoch. Fails if one was lost before:
+    /// then all others return too, since a process that has left cannot help.
+    fn wait_for_all(&self) -> Result<(), Arc<Failure>> {
+        let lost = self
+            .membership
+            .as_ref()
+            .and_then(|membership| membership.wait_for_all(self.process(), self.epoch()));
+        lost.map_or(Ok(()), Err)
     }
 }

@@ -310,7 +310,7 @@ fn value_of_a_lost_process_never_comes() {
         table.answers()
     };
     assert_eq!(get(&mut table, 11), []);
-    // One that has left in order may have told another what to set.
+    // Another may still set it.
     table.leave(12, false);
     assert_eq!(table.answers(), []);
     table.die(10);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::{WorldReport, join_group, note, simulated};
+use mpmd_ids::block::{join_group, note, simulated};
 use mpmd_transport::rendezvous::{LocalServer, Member};
 
 use super::super::builder::DEFAULT_PEER_TIMEOUT;
@@ -89,9 +89,7 @@ impl Simulation {
             drop(server);
             (self.run_threads(threads, &parts, &over), parts)
         });
-        let WorldReport { time, switches, history, log } = report;
-        // All threads of the world have ended, so nothing is about to be dropped.
-        (results, SimulationReport { time, switches, history, log, left: parts.left() })
+        (results, SimulationReport::of(report, parts))
     }
 }
 

@@ -80,6 +80,15 @@ pub struct SimulationReport {
     pub left: Vec<String>,
 }
 
+impl SimulationReport {
+    /// Returns the report of a job whose threads have all ended, so that nothing is about to be
+    /// dropped.
+    fn of(report: WorldReport, parts: Parts) -> Self {
+        let WorldReport { time, switches, history, log } = report;
+        Self { time, switches, history, log, left: parts.left() }
+    }
+}
+
 /// The program of one process, which keeps its value elsewhere.
 type ProgramOfProcess<'a> = Box<dyn FnOnce(&mut Program) -> Result<()> + Send + 'a>;
 
@@ -231,9 +240,7 @@ impl Simulation {
         programs: Vec<ProgramOfProcess<'_>>,
     ) -> (Vec<Result<()>>, SimulationReport) {
         let ((results, parts), report) = simulated(world.clone(), || self.run_processes(programs));
-        let WorldReport { time, switches, history, log } = report;
-        // All threads of the world have ended, so nothing is about to be dropped.
-        (results, SimulationReport { time, switches, history, log, left: parts.left() })
+        (results, SimulationReport::of(report, parts))
     }
 
     fn run_processes(&self, programs: Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, Parts) {
