@@ -425,7 +425,8 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// Arrays of the microbatches are counted separately and do not belong there. For devices of
     /// other processes, the estimate ignores zero-copy transfers in which this process takes no
     /// part. A stage that runs forward passes alone may begin the next step early; the estimate is
-    /// for one step at a time.
+    /// for one step at a time. It is for a program thread that issues passes before they can run: a
+    /// microbatch whose pass is over stays until the program thread has issued the step.
     ///
     /// # Errors
     ///
