@@ -45,7 +45,7 @@ pub use api::program::{
     simulate, transports,
 };
 pub use api::put::{MoveOptions, PutVjp};
-pub use api::recover::{Commits, Committed, RecoveringBuilder};
+pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
 pub use api::replay::Recorded;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};

@@ -210,6 +210,8 @@ impl Processes {
                     let how = self.reap(process);
                     let is_ending = interrupted || !matches!(ending, Ending::NotYet);
                     if !is_ending && replacing.bears(how) {
+                        let pid = self.running[process].pid.as_raw_nonzero();
+                        eprintln!("mpmd: lost the process with pid {pid}: {how}");
                         // Before the job has begun, others wait for this very number.
                         let next = self.running.len();
                         let number = if server.is_complete() { next } else { process };

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::array::{MpmdArray, Shard};
 use super::host_array::HostArray;
+use super::job_time::JobTime;
 
 /// The name of a commit. Later steps are newer. A step is committed once more in each epoch that
 /// begins there, perhaps in other shardings. (0, 0) stands for none.
@@ -35,8 +36,7 @@ pub(crate) struct Kept {
     pub(crate) known: CommitId,
     /// When a process was first lost since the last restore, and how.
     pub(crate) lost: Option<(Instant, Arc<Failure>)>,
-    /// The newest step that was committed before.
-    pub(crate) reached: u64,
+    pub(crate) time: JobTime,
     /// The newest commit at the start of this epoch and of those before, and their number: epochs
     /// without a newer commit.
     pub(crate) stuck: (Option<u64>, u32),
@@ -74,8 +74,14 @@ pub(crate) struct Copy {
 impl Kept {
     pub(crate) fn new(every: u64) -> Self {
         let (issued, earlier) = (VecDeque::new(), BTreeMap::new());
-        let (known, lost, reached) = (CommitId::default(), None, 0);
-        Self { every, issued, earlier, known, lost, reached, stuck: (None, 0) }
+        let (known, lost, time) = (CommitId::default(), None, JobTime::begin());
+        Self { every, issued, earlier, known, lost, time, stuck: (None, 0) }
+    }
+
+    /// Notes that the program has come to a step. Returns true if that is to be committed.
+    pub(crate) fn reach(&mut self, step: u64) -> bool {
+        self.time.reach(step);
+        step.is_multiple_of(self.every)
     }
 
     /// Returns the newest commit of this epoch of which all copies of this process are there, and
@@ -105,7 +111,7 @@ impl Kept {
     pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
         self.lost.get_or_insert((now(), failure));
-        self.reached = self.issued.back().map_or(self.reached, |issued| issued.id.step);
+        self.time.lose();
         for Issued { id, values, arrays, .. } in std::mem::take(&mut self.issued) {
             let arrays = arrays.iter().map(copies_here).collect();
             self.earlier.insert(id, Copies { values, arrays });

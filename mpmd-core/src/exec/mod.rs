@@ -32,6 +32,7 @@ mod exchange;
 mod hash;
 pub(crate) mod host_array;
 mod in_flight;
+mod job_time;
 pub(crate) mod kept;
 mod life_cycle;
 #[cfg(test)]

@@ -185,6 +185,18 @@ impl Trace {
         Waiting { trace: self, what, at, since: self.now() }
     }
 
+    /// Records that the program's thread has waited since the trace time `since` until now, for
+    /// what the text says. Does nothing if tracing is off.
+    pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
+        if let Some(recorder) = &self.0 {
+            let (text, line) = {
+                let mut texts = recorder.texts.lock();
+                (texts.of(what), texts.line(at))
+            };
+            recorder.push(Event { at: recorder.now(), what: What::Waited { since, text, line } });
+        }
+    }
+
     /// Records a comparison of this process's clock with the common clock. At trace time `at` (in
     /// nanoseconds), the common clock is at `server` nanoseconds since 1970, within `bound`
     /// nanoseconds.
@@ -231,14 +243,7 @@ pub(crate) struct Waiting<'a> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        if let Some(recorder) = &self.trace.0 {
-            let (text, line) = {
-                let mut texts = recorder.texts.lock();
-                (texts.of(self.what), texts.line(self.at))
-            };
-            let what = What::Waited { since: self.since, text, line };
-            recorder.push(Event { at: recorder.now(), what });
-        }
+        self.trace.waited(self.since, self.what, self.at);
     }
 }
 

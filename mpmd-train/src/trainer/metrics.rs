@@ -4,12 +4,12 @@ use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use mpmd_core::{Error, Result};
+use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
 use super::report::StepReport;
 
-/// A file with one line of JSON for each step and each evaluation.
+/// A file with one line of JSON for each step, each evaluation and each recovery.
 pub(super) struct Metrics {
     file: File,
     path: PathBuf,
@@ -26,8 +26,9 @@ impl Metrics {
     }
 
     /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
-    /// evaluations from `evaluation` on: keeps the whole lines before those. A process that had the
-    /// file open before, and wakes, writes to a file without a name.
+    /// evaluations from `evaluation` on: keeps the whole lines before those, and those of
+    /// recoveries. A process that had the file open before, and wakes, writes to a file without a
+    /// name.
     pub(super) fn resume(path: &Path, step: u64, evaluation: u64) -> Result<Self> {
         let refused = |error: &std::io::Error| unwritable(path, error);
         let text = match std::fs::read_to_string(path) {
@@ -37,6 +38,9 @@ impl Metrics {
         let is_kept = |line: &&str| {
             let line = line.strip_suffix('\n').map(serde_json::from_str::<serde_json::Value>);
             let Some(Ok(line)) = line else { return false };
+            if line.get("recovery").is_some() {
+                return true;
+            }
             let end = if line.get("evaluation").is_some() { evaluation } else { step };
             line.get("step").and_then(|step| step.as_u64()).is_some_and(|step| step < end)
         };
@@ -62,6 +66,16 @@ impl Metrics {
     /// Writes the mean loss of an evaluation after `step` updates.
     pub(super) fn evaluation(&mut self, step: u64, loss: f64, seconds: f64) -> Result<()> {
         self.line(&json!({ "step": step, "evaluation": loss, "seconds": seconds }))
+    }
+
+    /// Writes the recovery after which the training goes on from `step` updates.
+    pub(super) fn recovery(&mut self, step: u64, recovery: &Recovery) -> Result<()> {
+        let Recovery { epoch, reached, seconds, useful, new, failure, .. } = recovery;
+        let new: Vec<u32> = new.iter().map(|(process, _)| process.0).collect();
+        self.line(&json!({
+            "step": step, "recovery": epoch, "reached": reached, "seconds": seconds,
+            "useful": useful, "new": new, "failure": failure,
+        }))
     }
 
     /// Writes a line at once, so that a killed process leaves whole lines.

@@ -15,7 +15,7 @@ use std::path::PathBuf;
 
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
 use mpmd_core::tree::Tree;
-use mpmd_core::{MpmdArray, Program, Result};
+use mpmd_core::{MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::Mesh;
 
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
@@ -49,6 +49,8 @@ pub struct Trainer<In> {
     recent: VecDeque<Recent>,
     /// True from a restored commit until the loop goes on from it.
     is_resumed: bool,
+    /// The recovery that the loop has not written to the metrics yet.
+    recovery: Option<Recovery>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -81,6 +83,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             saved: None,
             recent: VecDeque::new(),
             is_resumed: false,
+            recovery: None,
         })
     }
 

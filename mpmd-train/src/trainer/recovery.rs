@@ -44,7 +44,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.recent = (0..RECENT)
             .map(|_| Ok(Recent { step: 0, rate: 0.0, values: self.reporter.no_figures(p)? }))
             .collect::<Result<_>>()?;
-        let committed = match commits.restore(p, self) {
+        let restored = commits.restore(p, self);
+        self.recovery = commits.last_recovery();
+        let committed = match restored {
             Err(error @ Error::CommitsLost { .. }) if files.is_some() => Err(error),
             committed => match committed? {
                 0 => Ok(0),

@@ -80,7 +80,9 @@ impl<'a> Run<'a> {
     /// the lines of steps that are repeated.
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` since the start of the run,
-    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`.
+    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. After
+    /// [`Trainer::resume`] in a later epoch there is a line with `recovery`, the number of the epoch,
+    /// the `step` from which it goes on, and the fields of a [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self
@@ -218,6 +220,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             stopped: None,
             evaluation: None,
         };
+        if let (Some(recovery), Some(metrics)) = (self.recovery.take(), &mut observer.metrics) {
+            metrics.recovery(self.steps(), &recovery)?;
+        }
         if std::mem::take(&mut self.is_resumed) {
             self.repeat_reports(&mut observer)?;
             // A process may have died in this evaluation.

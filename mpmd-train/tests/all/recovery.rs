@@ -44,14 +44,28 @@ fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
     Ok(Found { first, losses: losses.into_inner(), params: params(p, &trainer)? })
 }
 
-/// Returns the numbers of the steps and of the evaluations in a file of metrics.
-fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>) {
+/// Returns the numbers of the steps, of the evaluations, and of the epochs that began with a
+/// recovery, in a file of metrics.
+fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
     let text = std::fs::read_to_string(folder.join("metrics")).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    let (steps, evaluations): (Vec<_>, Vec<_>) =
-        lines.partition(|line| line.get("evaluation").is_none());
-    let step = |line: &serde_json::Value| line["step"].as_u64().unwrap();
-    (steps.iter().map(step).collect(), evaluations.iter().map(step).collect())
+    let (mut steps, mut evaluations, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
+    for line in lines {
+        let step = line["step"].as_u64().unwrap();
+        if let Some(epoch) = line["recovery"].as_u64() {
+            let useful = line["useful"].as_f64().unwrap();
+            assert!(
+                line["reached"].as_u64() >= Some(step) && useful > 0.0 && useful < 1.0,
+                "{line}"
+            );
+            epochs.push(epoch);
+        } else if line.get("evaluation").is_some() {
+            evaluations.push(step);
+        } else {
+            steps.push(step);
+        }
+    }
+    (steps, evaluations, epochs)
 }
 
 /// Runs the training with these faults, and compares it with one that nothing disturbs. Returns the
@@ -69,12 +83,14 @@ fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
         let saved = Checkpoints::new(folder.path()).steps().unwrap();
         assert_eq!(saved.last(), Some(&STEPS), "a save may have been broken off: {saved:?}");
         let every: Vec<u64> = (1..=STEPS).collect();
-        assert_eq!(lines(folder.path()), (every, vec![5, 10, 12]));
-        found
+        let (steps, evaluations, epochs) = lines(folder.path());
+        assert_eq!((steps, evaluations), (every, vec![5, 10, 12]));
+        (found, epochs)
     };
     let simulation = || Simulation::new(PROCESSES, 4);
-    let mut expected = run(simulation());
-    let mut found = run(faults(simulation()));
+    let (mut expected, no_epochs) = run(simulation());
+    let (mut found, epochs) = run(faults(simulation()));
+    assert_eq!((no_epochs, epochs.first()), (vec![], Some(&2)));
     let all = expected[0].losses.clone();
     assert_eq!(all.keys().copied().collect::<Vec<_>>(), (1..=STEPS).collect::<Vec<_>>());
     let (first, repeated) = (found[0].first, *found[0].losses.keys().next().unwrap());

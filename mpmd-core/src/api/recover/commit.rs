@@ -88,7 +88,7 @@ impl Program {
             return Ok(());
         };
         self.refuse_recording(at, "commit")?;
-        if !step.is_multiple_of(kept.lock().every) {
+        if !kept.lock().reach(step) {
             return Ok(());
         }
         let before = self.set_caller(Some(at));

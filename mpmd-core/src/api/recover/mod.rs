@@ -10,9 +10,11 @@
 //!    newest commit that is whole, bring each region home, and move it to its sharding.
 
 mod commit;
+mod report;
 mod restore;
 mod run;
 mod simulate;
 
 pub use commit::Committed;
+pub use report::Recovery;
 pub use run::{Commits, RecoveringBuilder};

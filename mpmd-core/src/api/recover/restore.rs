@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::panic::Location;
 use std::sync::Arc;
+use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::since;
@@ -19,7 +20,6 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::host_array::HostArray;
 use crate::exec::kept::{CommitId, Copies, Copy};
-use crate::warning::tell_user;
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
@@ -30,17 +30,19 @@ const MOST_NAMES: usize = 4;
 
 /// The commits of which a process has copies.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-struct Inventory {
+pub(super) struct Inventory {
     commits: Vec<(CommitId, CommitEntry)>,
     /// The newest commit that is known to be whole on every process.
     known: CommitId,
     stuck: (Option<u64>, u32),
-    /// The newest step that this process has committed.
-    reached: u64,
-    /// Seconds since the loss of a process, and the failure. `None` on a process that is new in the
+    /// The newest step that this process has come to.
+    pub(super) reached: u64,
+    /// The age of the job, and the part of it that was lost.
+    pub(super) time: (Duration, Duration),
+    /// Time since the loss of a process, and the failure. `None` on a process that is new in the
     /// job.
-    lost: Option<(f64, String)>,
-    pid: u32,
+    pub(super) lost: Option<(Duration, String)>,
+    pub(super) pid: u32,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -94,21 +96,29 @@ impl Commits {
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());
         let before = p.set_caller(Some(at));
-        let restored = self.restore_at(p, state);
+        let restored = self.restore_at(p, state, at);
         p.set_caller(before);
         restored
     }
 
-    fn restore_at(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
+    fn restore_at(
+        &self,
+        p: &mut Program,
+        state: &mut impl Committed,
+        at: &'static Location<'static>,
+    ) -> Result<u64> {
         if p.is_dry_run() || p.epoch() == 1 {
             return Ok(0);
         }
         let inventories = self.tell_inventories(p)?;
         let arrays = state.arrays();
         let chosen = choose(&inventories, &arrays, &state.names(), p.topology());
-        let chosen = chosen.inspect_err(|_| self.kept.lock().forget_all())?;
+        let chosen = chosen.inspect_err(|_| {
+            self.kept.lock().forget_all();
+            self.report(p, &inventories, 0, at);
+        })?;
         let Some((id, sources)) = chosen else {
-            self.report(p, &inventories, 0);
+            self.report(p, &inventories, 0, at);
             return Ok(0);
         };
         self.count_restart(&inventories, id.step)?;
@@ -124,7 +134,7 @@ impl Commits {
         }
         state.restore(restored, &values)?;
         self.kept.lock().earlier.retain(|kept, _| *kept <= id);
-        self.report(p, &inventories, id.step);
+        self.report(p, &inventories, id.step, at);
         // Until the next commit, a further loss would find regions with one copy.
         p.issue_commit(id.step, state, &self.kept)?;
         Ok(id.step)
@@ -148,41 +158,16 @@ impl Commits {
             let arrays = copies.arrays.iter().map(|copies| copies.iter().map(entry).collect());
             (*id, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
         });
-        let lost =
-            kept.lost.as_ref().map(|(when, why)| (since(*when).as_secs_f64(), why.to_string()));
+        let lost = kept.lost.as_ref().map(|(when, why)| (since(*when), why.to_string()));
         Inventory {
             commits: commits.collect(),
             known: kept.known,
             stuck: kept.stuck,
-            reached: kept.reached,
+            reached: kept.time.reached,
+            time: (kept.time.age(), kept.time.lost()),
             lost,
             pid: std::process::id(),
         }
-    }
-
-    /// Tells the user, on process 0, that the job goes on.
-    fn report(&self, p: &Program, inventories: &[Inventory], step: u64) {
-        self.kept.lock().lost = None;
-        if p.process() != ProcessId(0) {
-            return;
-        }
-        let lost = inventories.iter().filter_map(|one| one.lost.clone());
-        let longest = lost.max_by(|(one, _), (other, _)| one.total_cmp(other));
-        let Some((seconds, failure)) = longest else { return };
-        let reached = inventories.iter().map(|one| one.reached).max().unwrap_or(0);
-        let new = (0..).zip(inventories).filter(|(_, one)| one.lost.is_none());
-        let new: Vec<_> = new.map(|(place, one)| format!("{place} (pid {})", one.pid)).collect();
-        let repeated = match reached.saturating_sub(step) {
-            0 => String::new(),
-            1 => ", and repeats one".to_owned(),
-            steps => format!(", and repeats {steps}"),
-        };
-        tell_user(&format!(
-            "epoch {} goes on after step {step}{repeated}, {seconds:.2} s after the loss of a \
-             process; new is process {}; {failure}",
-            p.epoch(),
-            new.join(", "),
-        ));
     }
 
     /// Counts an epoch that begins at `step`, and fails if there were too many.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use mpmd_ids::block::Mutex;
 
+use super::Recovery;
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
@@ -25,6 +26,7 @@ pub struct RecoveringBuilder {
 #[derive(Clone, Debug)]
 pub struct Commits {
     pub(super) kept: Arc<Mutex<Kept>>,
+    pub(super) recovery: Arc<Mutex<Option<Recovery>>>,
 }
 
 impl Builder {
@@ -84,7 +86,8 @@ pub(crate) fn run_epochs<T, E>(
 where
     E: From<Error> + fmt::Display,
 {
-    let commits = Commits { kept: Arc::new(Mutex::new(Kept::new(every))) };
+    let commits =
+        Commits { kept: Arc::new(Mutex::new(Kept::new(every))), recovery: Arc::default() };
     let mut returns = None;
     loop {
         let (failure, returning) = match join(returns.take())? {

@@ -1,0 +1,100 @@
+//! What the user learns of a recovery.
+
+use std::fmt;
+use std::panic::Location;
+
+use mpmd_ids::ProcessId;
+
+use super::Commits;
+use super::restore::Inventory;
+use crate::api::program::Program;
+use crate::warning::tell_user;
+
+/// A recovery from the loss of a process: see [`Commits::last_recovery`]. It is the same on every
+/// process.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Recovery {
+    /// The number of the epoch that began.
+    pub epoch: u64,
+    /// The step of the commit from which the job goes on; 0 if no commit is whole.
+    pub step: u64,
+    /// The newest step that was issued before. The job repeats the steps after `step` up to it.
+    pub reached: u64,
+    /// Seconds from the loss of the process until all processes had met in the new epoch.
+    pub seconds: f64,
+    /// The share of the job's time so far that counted, from 0 to 1. The rest passed between a loss
+    /// and the moment when the step that the job had reached was issued again.
+    pub useful: f64,
+    /// (process, its number in the system) for each process that is new in the job.
+    pub new: Vec<(ProcessId, u32)>,
+    /// The failure that ended the earlier epoch.
+    pub failure: String,
+}
+
+impl Commits {
+    /// The recovery with which the running epoch began: [`Commits::restore`] sets it. `None` in the
+    /// first epoch.
+    pub fn last_recovery(&self) -> Option<Recovery> {
+        self.recovery.lock().clone()
+    }
+
+    /// Notes that the job goes on from the commit of `step`. Tells the user, on process 0.
+    pub(super) fn report(
+        &self,
+        p: &Program,
+        inventories: &[Inventory],
+        step: u64,
+        at: &'static Location<'static>,
+    ) {
+        let (new, old): (Vec<_>, Vec<_>) =
+            (0..).map(ProcessId).zip(inventories).partition(|(_, one)| one.lost.is_none());
+        let old: Vec<&Inventory> = old.into_iter().map(|(_, one)| one).collect();
+        let Some((time, failure)) = old.iter().filter_map(|one| one.lost.as_ref()).max() else {
+            return;
+        };
+        let reached = old.iter().map(|one| one.reached).max().unwrap_or(0);
+        let (age, lost) = old.iter().map(|one| one.time).max().unwrap_or_default();
+        {
+            let mut kept = self.kept.lock();
+            kept.lost = None;
+            kept.time.learn(age, lost, reached);
+            kept.time.reach(step);
+        }
+        let recovery = Recovery {
+            epoch: p.epoch(),
+            step,
+            reached,
+            seconds: time.as_secs_f64(),
+            useful: 1.0 - lost.as_secs_f64() / age.as_secs_f64().max(f64::MIN_POSITIVE),
+            new: new.into_iter().map(|(process, one)| (process, one.pid)).collect(),
+            failure: failure.clone(),
+        };
+        let text = recovery.to_string();
+        p.runtime.trace.waited(0, &text, at);
+        if p.process() == ProcessId(0) {
+            tell_user(&text);
+        }
+        *self.recovery.lock() = Some(recovery);
+    }
+}
+
+impl fmt::Display for Recovery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { epoch, step, reached, seconds, useful, new, failure } = self;
+        match (step, reached.saturating_sub(*step)) {
+            (0, _) => write!(f, "epoch {epoch} begins without a commit")?,
+            (_, 0) => write!(f, "epoch {epoch} goes on after step {step}")?,
+            (_, 1) => write!(f, "epoch {epoch} goes on after step {step}, and repeats one")?,
+            (_, more) => write!(f, "epoch {epoch} goes on after step {step}, and repeats {more}")?,
+        }
+        let new = new.iter().map(|(process, pid)| format!("{} (pid {pid})", process.0));
+        let new = new.collect::<Vec<_>>().join(", ");
+        write!(
+            f,
+            ", {seconds:.2} s after the loss of a process; new is process {new}; {:.1} % of the \
+             job's time counted so far; {failure}",
+            100.0 * useful
+        )
+    }
+}
