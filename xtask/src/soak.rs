@@ -12,10 +12,11 @@ const SECONDS: &str = "MPMD_SOAK_SECONDS";
 /// Number of transports that the long jobs run over, in turns.
 const CARRIERS: u32 = 5;
 
-/// The tests that end processes, train, and move arrays, in the order in which they run.
-const ROUND: [(&str, &str); 5] = [
+/// The tests that end or replace processes, train, and move arrays, in the order in which they run.
+const ROUND: [(&str, &str); 6] = [
     ("mpmd-tests", "kill::"),
     ("mpmd-tests", "fault_injection::"),
+    ("mpmd-tests", "recovery::"),
     ("mpmd-tests", "transfers::"),
     ("mpmd-tests", "train_gpt::"),
     ("mpmd-train", "kills"),

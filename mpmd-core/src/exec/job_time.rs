@@ -1,5 +1,5 @@
-//! The time that a job has lost: from each loss of a process until the step that the job had reached
-//! is issued again.
+//! The time that a job has lost: from each loss of a process until the step that the job had
+//! reached is issued again.
 
 use std::time::Duration;
 

@@ -80,9 +80,9 @@ impl<'a> Run<'a> {
     /// the lines of steps that are repeated.
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` since the start of the run,
-    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. After
-    /// [`Trainer::resume`] in a later epoch there is a line with `recovery`, the number of the epoch,
-    /// the `step` from which it goes on, and the fields of a [`Recovery`](mpmd_core::Recovery).
+    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. A
+    /// later epoch of the job begins with a line with `recovery`, the number of the epoch, the
+    /// `step` from which it goes on, and the fields of a [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self
