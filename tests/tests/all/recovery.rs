@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program};
+use mpmd_tests::{Carrier, Job, Sandbox, Watched, over_each_carrier, package_program};
 use rustix::process::{Pid, Signal, kill_process};
 
 over_each_carrier! {
@@ -62,6 +62,32 @@ fn chaos_kills_a_process_and_the_job_goes_on() {
     assert!(errors.contains("chaos kills"), "{errors}");
     assert!(errors.contains("epoch 2 goes on after step "), "{errors}");
     assert_eq!(sums, expected, "{errors}");
+}
+
+/// As under a launcher that starts a lost rank again, with the same variables.
+#[test]
+fn restarted_rank_takes_its_place_again() {
+    let expected = undisturbed(Carrier::TCP);
+    let processes = Carrier::TCP.processes(env!("CARGO_BIN_EXE_recovering"), PROCESSES);
+    let mut job = Job::prepare(processes.args([STEPS]));
+    let start = |job: &mut Job, process| {
+        let command = job.command(process);
+        job.spawn(command)
+    };
+    for process in 0..PROCESSES {
+        start(&mut job, process);
+    }
+    for (epoch, lost) in [(2, 1), (3, 2)] {
+        job.wait_for_output_of(0, &format!(" in epoch {}\n", epoch - 1)).unwrap();
+        std::thread::sleep(Duration::from_millis(600));
+        job.kill(lost).unwrap();
+        start(&mut job, lost);
+        job.wait_for_output_of(0, &format!(" in epoch {epoch}\n")).unwrap();
+    }
+    let ends = job.wait();
+    let sums = ends.iter().filter(|end| end.code() == 0);
+    let sums: Vec<&str> = sums.filter_map(|end| end.stdout.lines().last()).collect();
+    assert_eq!(sums, expected, "{}", job.report());
 }
 
 /// Kills processes of a job with this program, each after the job has gone on without the one
