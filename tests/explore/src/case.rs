@@ -25,7 +25,7 @@ pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time that a process which has failed gives its last messages.
 const FLUSH: Duration = Duration::from_secs(2);
 
-/// The simulated time in which every job with faults must end, whatever happens.
+/// The simulated time in which every job with faults must end.
 pub(crate) const LONGEST: Duration = Duration::from_secs(600);
 
 /// The simulated time in which every job without faults must end: no wait needs a time limit.

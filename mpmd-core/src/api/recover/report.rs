@@ -1,4 +1,4 @@
-//! What the user learns of a recovery.
+//! The report of a recovery: a line, an event of the trace, and a [`Recovery`].
 
 use std::fmt;
 use std::panic::Location;
@@ -47,14 +47,13 @@ impl Commits {
         step: u64,
         at: &'static Location<'static>,
     ) {
-        let (new, old): (Vec<_>, Vec<_>) =
-            (0..).map(ProcessId).zip(inventories).partition(|(_, one)| one.lost.is_none());
-        let old: Vec<&Inventory> = old.into_iter().map(|(_, one)| one).collect();
-        let Some((time, failure)) = old.iter().filter_map(|one| one.lost.as_ref()).max() else {
-            return;
-        };
-        let reached = old.iter().map(|one| one.reached).max().unwrap_or(0);
-        let (age, lost) = old.iter().map(|one| one.time).max().unwrap_or_default();
+        let loss = inventories.iter().filter_map(|one| one.lost.as_ref()).max();
+        let Some((time, failure)) = loss else { return };
+        // A spare may have waited for longer than the job has run.
+        let old = || inventories.iter().filter(|one| one.lost.is_some());
+        let reached = old().map(|one| one.reached).max().unwrap_or(0);
+        let (age, lost) = old().map(|one| one.time).max().unwrap_or_default();
+        let new = (0..).map(ProcessId).zip(inventories).filter(|(_, one)| one.lost.is_none());
         {
             let mut kept = self.kept.lock();
             kept.lost = None;
@@ -67,7 +66,7 @@ impl Commits {
             reached,
             seconds: time.as_secs_f64(),
             useful: 1.0 - lost.as_secs_f64() / age.as_secs_f64().max(f64::MIN_POSITIVE),
-            new: new.into_iter().map(|(process, one)| (process, one.pid)).collect(),
+            new: new.map(|(process, one)| (process, one.pid)).collect(),
             failure: failure.clone(),
         };
         let text = recovery.to_string();
