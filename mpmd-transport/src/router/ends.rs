@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::breach::KEPT_OVERHEAD;
-use super::peer::{Goodbye, Peer, PieceKey, Ready};
+use super::peer::{Goodbye, PieceKey, Ready};
 use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
@@ -57,8 +57,7 @@ impl<C: Cargo> Router<C> {
                 None => String::new(),
             };
             let message = format!("process {process} is gone ({why}) before the program ended{at}");
-            let failure = Failure::new(FailureKind::PeerLost, process, op, message);
-            self.actions.push(Action::PeerLost(Arc::new(failure)));
+            self.tell_loss(Arc::new(Failure::new(FailureKind::PeerLost, process, op, message)));
         }
     }
 
@@ -128,20 +127,25 @@ impl<C: Cargo> Router<C> {
     /// It is the failure of [`Action::Failed`] or [`Action::PeerLost`], from the moment at which
     /// the action is collected.
     pub fn trouble(&self) -> Option<Arc<Failure>> {
-        let of_peer = |process: ProcessId| match &self.peers[process.index()] {
-            Peer { goodbye: Some(goodbye), .. } => goodbye.failure.clone(),
-            Peer { down: Some(why), .. } => Some(gone(process, why)),
-            _ => None,
-        };
-        self.failed.clone().or_else(|| self.others().find_map(of_peer))
+        self.failed.clone().or_else(|| self.first_loss.clone())
     }
 
     /// Returns the failure of operation `op`, which waited for a piece from `process`. That process
-    /// is gone, for the reason `why`.
+    /// is gone, for the reason `why`. Also names the loss before it, if there was one: the process
+    /// may have left because of that, and its goodbye may not have arrived.
     pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
-        let message = format!("process {process} is gone ({why}); {what} waited for it");
+        let mut message = format!("process {process} is gone ({why}); {what} waited for it");
+        if let Some(first) = self.first_loss.as_ref().filter(|first| first.process != process) {
+            message.push_str(&format!("; before that: {first}"));
+        }
         Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
+    }
+
+    /// Tells the driver of a lost peer, and keeps the first loss.
+    fn tell_loss(&mut self, failure: Arc<Failure>) {
+        self.first_loss.get_or_insert_with(|| failure.clone());
+        self.actions.push(Action::PeerLost(failure));
     }
 
     pub(super) fn peer_left(
@@ -175,7 +179,7 @@ impl<C: Cargo> Router<C> {
             // It sends no more grants, however long its connection stays.
             let ready = std::mem::take(&mut peer.ready);
             self.discard(from, ready);
-            self.actions.push(Action::PeerLost(failure));
+            self.tell_loss(failure);
             return;
         }
         self.compare(from, header.count, header.hash, now);
@@ -247,11 +251,6 @@ impl<C: Cargo> Router<C> {
         }
         self.actions.push(Action::Failed(failure));
     }
-}
-
-fn gone(process: ProcessId, why: &str) -> Arc<Failure> {
-    let message = format!("process {process} is gone ({why}) before the program ended");
-    Arc::new(Failure::new(FailureKind::PeerLost, process, 0, message))
 }
 
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {

@@ -191,6 +191,8 @@ pub struct Router<C: Cargo> {
     parked: BTreeMap<u64, Vec<(ProcessId, Header, C::Incoming)>>,
     early: BTreeMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
+    /// The first loss of a peer.
+    first_loss: Option<Arc<Failure>>,
     next_heartbeat: Duration,
     /// The time of the last [`Router::tick`], on the driver's clock.
     ticked: Duration,
@@ -219,6 +221,7 @@ impl<C: Cargo> Router<C> {
             parked: BTreeMap::new(),
             early: BTreeMap::new(),
             failed: None,
+            first_loss: None,
             next_heartbeat: Duration::ZERO,
             ticked: Duration::ZERO,
             next_check: u64::MAX,

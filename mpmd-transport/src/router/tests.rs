@@ -417,8 +417,7 @@ fn deaf_process_lets_the_others_find_the_dead_one() {
         job.run(more);
         let failure = job.routers[process].trouble().expect("a peer is lost");
         assert_eq!(failure.kind, FailureKind::PeerLost);
-        let names_it = failure.message.contains("operation 1 (device_put)");
-        assert_eq!(names_it, process == 3, "{failure}");
+        assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
         let said = match process {
             3 => "process 0 is gone, or process 1 is gone, or process 2 is gone (from all",
             _ => "process 2 is gone (no sign of life",
@@ -465,6 +464,24 @@ fn piece_that_arrives_after_the_loss_of_its_sender_is_dropped() {
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("process 1 is gone"), "{failure}");
     assert_eq!(job.routers[0].kept(), 0);
+}
+
+/// Process 1 leaves because process 2 has died, and its goodbye does not arrive.
+#[test]
+fn loss_after_another_names_both() {
+    let mut job = Job::new(3, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    for (process, why) in [(2, "killed"), (1, "closed")] {
+        job.routers[0].peer_down(ProcessId(process), why);
+        job.act(0);
+    }
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert!(failure.message.starts_with("process 1 is gone (closed); operation 1"), "{failure}");
+    let before = "waited for it; before that: process 2 is gone (killed)";
+    assert!(failure.message.contains(before), "{failure}");
+    let first = job.routers[0].trouble().expect("two are lost");
+    assert_eq!(first.process, ProcessId(2), "the first loss, not that of the lowest process");
 }
 
 #[test]
