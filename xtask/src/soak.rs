@@ -55,7 +55,8 @@ fn tests(root: &Path, package: &str, name: &str, seconds: Option<&str>) -> anyho
     if package == "mpmd-tests" {
         command.args(["--features", "ucx"]);
     }
-    command.args(["--", name, "--test-threads=1"]);
+    // Shows the memory of the long jobs and the time after which a lost process was named.
+    command.args(["--", name, "--test-threads=1", "--show-output"]);
     command.envs(seconds.map(|seconds| (SECONDS, seconds)));
     run(&mut command)
 }

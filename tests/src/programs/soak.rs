@@ -40,9 +40,9 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
 /// `soak TRANSFERS SEED SECONDS`: random sizes between random processes, for that many transfers
 /// and then until that many seconds have passed. Awaited arrays are compared to the bit. The rest
 /// is dropped: as a handle or as a future, at once, later, or after some polls. Objects are made,
-/// changed and dropped meanwhile. After a fifth of the transfers and at the end, prints the bytes
-/// in use, mapped by pools, and resident, and the numbers of open files and threads. At the end,
-/// also prints the number of arrays checked here and by all processes.
+/// changed and dropped meanwhile. After a fifth of the transfers and half of the seconds, and at the
+/// end, prints the bytes in use, mapped by pools, and resident, and the numbers of open files and
+/// threads. At the end, also prints the number of arrays checked here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
@@ -59,23 +59,24 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         awaited: 0,
         awaited_here: 0,
     };
+    let mut is_warm = false;
     for i in 1.. {
         soak.transfer(p)?;
-        if i == transfers / 5 {
-            soak.settle(p)?;
+        if i % PERIOD != 0 {
+            continue;
+        }
+        soak.object(p)?;
+        soak.settle(p)?;
+        p.step_end()?;
+        let passed = p.broadcast_value(ProcessId(0), 0, || Ok(begin.elapsed().as_secs()))? as usize;
+        if !is_warm && i >= transfers / 5 && passed >= seconds / 2 {
+            is_warm = true;
             say(memory_use("warm", p));
         }
-        if i % PERIOD == 0 {
-            soak.object(p)?;
-            soak.settle(p)?;
-            p.step_end()?;
-            let has_time = || Ok(begin.elapsed().as_secs() < seconds as u64);
-            if i >= transfers && !p.broadcast_value(ProcessId(0), false, has_time)? {
-                break;
-            }
+        if i >= transfers && passed >= seconds {
+            break;
         }
     }
-    soak.settle(p)?;
     say(memory_use("end", p));
     say(format!("looked at {} of {}", soak.looked_at.load(Ordering::Relaxed), soak.awaited));
     Ok(())

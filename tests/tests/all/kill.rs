@@ -64,6 +64,7 @@ fn killed_process_is_named_by_all_others_in_five_seconds(carrier: Carrier) {
             let options = options(carrier, Duration::from_secs(30));
             let FaultOutcome { ended, took, report } =
                 inject_fault(options, mode, victim, Signal::KILL);
+            println!("{mode}, victim {victim}: all had ended after {took:?}");
             check_errors(victim, &ended, &report);
             assert!(
                 took <= SOON,
