@@ -68,7 +68,8 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         soak.object(p)?;
         soak.settle(p)?;
         p.step_end()?;
-        let passed = p.broadcast_value(ProcessId(0), 0, || Ok(begin.elapsed().as_secs()))? as usize;
+        let passed = || Ok(begin.elapsed().as_secs() as usize);
+        let passed = p.broadcast_value(ProcessId(0), 0, passed)?;
         if !is_warm && i >= transfers / 5 && passed >= seconds / 2 {
             is_warm = true;
             say(memory_use("warm", p));
