@@ -10,6 +10,9 @@ use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
+/// Comes between a failure and the first loss, in the message of a failure.
+const BEFORE: &str = "; before that: ";
+
 impl<C: Cargo> Router<C> {
     /// Notes that the rendezvous has lost a peer: its process may have died, or only its connection
     /// there. The peer counts as lost unless messages still come from it within a few heartbeats.
@@ -131,15 +134,35 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Returns the failure of operation `op`, which waited for a piece from `process`. That process
-    /// is gone, for the reason `why`. Also names the loss before it, if there was one: the process
-    /// may have left because of that, and its goodbye may not have arrived.
+    /// is gone, for the reason `why`.
     pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
-        let mut message = format!("process {process} is gone ({why}); {what} waited for it");
-        if let Some(first) = self.first_loss.as_ref().filter(|first| first.process != process) {
-            message.push_str(&format!("; before that: {first}"));
+        let message = format!("process {process} is gone ({why}); {what} waited for it");
+        self.after_first(Failure::new(FailureKind::PeerLost, process, op, message))
+    }
+
+    /// Returns the failure that process `from` has sent, of operation `op` or of the job.
+    pub(super) fn heard(&self, from: ProcessId, op: u64, bytes: &[u8]) -> Arc<Failure> {
+        let failure: Failure = control::decode(bytes).unwrap_or_else(|why| {
+            let message = format!("process {from} failed, and {why}");
+            Failure::new(FailureKind::Transport, from, op, message)
+        });
+        self.after_first(failure.shortened())
+    }
+
+    /// Adds the first loss to a failure by another: it may be the cause. A process that leaves
+    /// because of it says so, but its goodbye may not arrive.
+    fn after_first(&self, mut failure: Failure) -> Arc<Failure> {
+        let is_other = |first: &&Arc<Failure>| first.process != failure.process;
+        if let Some(first) = self.first_loss.as_ref().filter(is_other)
+            && failure.is_peer_failure()
+        {
+            // Each may have such an addition already, of the process that it comes from.
+            let [failed, first] = [&failure.message, &first.message]
+                .map(|message| message.split(BEFORE).next().unwrap_or_default());
+            failure.message = format!("{failed}{BEFORE}{first}");
         }
-        Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
+        Arc::new(failure)
     }
 
     /// Tells the driver of a lost peer, and keeps the first loss.
@@ -155,7 +178,7 @@ impl<C: Cargo> Router<C> {
         control: &[u8],
         now: Duration,
     ) {
-        let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
+        let failure = (!control.is_empty()).then(|| self.heard(from, 0, control));
         let peer = &mut self.peers[from.index()];
         if peer.goodbye.is_some() {
             // Only the first goodbye counts: it has been reported.
@@ -255,11 +278,4 @@ impl<C: Cargo> Router<C> {
 
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
     control::encode(&failure.clone().shortened()).unwrap_or_default()
-}
-
-pub(super) fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
-    let failure: Failure = control::decode(bytes).unwrap_or_else(|why| {
-        Failure::new(FailureKind::Transport, from, op, format!("process {from} failed, and {why}"))
-    });
-    failure.shortened()
 }

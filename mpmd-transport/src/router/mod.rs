@@ -50,7 +50,7 @@ pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};
 use breach::KEPT_OVERHEAD;
-use ends::{decode_failure, encode_failure};
+use ends::encode_failure;
 use history::History;
 use peer::{Expected, Peer, PieceKey, Ready};
 
@@ -532,7 +532,7 @@ impl<C: Cargo> Router<C> {
             // A poison is believed without a comparison of hashes, even ahead of time: a process
             // that failed stops comparing.
             Kind::Poison => {
-                let failure = Arc::new(decode_failure(from, header.op, control));
+                let failure = self.heard(from, header.op, control);
                 self.poisoned(from, (header.op, header.piece), failure);
             }
             Kind::Credit => {
@@ -556,7 +556,7 @@ impl<C: Cargo> Router<C> {
             Kind::Goodbye => self.peer_left(from, header, control, now),
             Kind::Records => self.shown(from, control, now),
             Kind::Failure => {
-                let failure = Arc::new(decode_failure(from, header.op, control));
+                let failure = self.heard(from, header.op, control);
                 self.fail_quietly(failure);
             }
         }

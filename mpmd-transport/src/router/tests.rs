@@ -484,6 +484,26 @@ fn loss_after_another_names_both() {
     assert_eq!(first.process, ProcessId(2), "the first loss, not that of the lowest process");
 }
 
+/// Process 3 has failed, and 1 does not hear why. Process 0 has heard it before 1 tells of its loss.
+#[test]
+fn failure_that_a_peer_tells_after_another_names_both() {
+    let mut job = Job::new(4, 3, 2);
+    for process in [0, 1] {
+        job.issue(process, 9, "device_put");
+    }
+    job.expect(0, 1, (1, 0), 100);
+    let failed = Failure::new(FailureKind::Kernel, ProcessId(3), 1, "the kernel failed");
+    let gone = "process 3 is gone (closed); before that: process 2 is gone (closed)";
+    let gone = Failure::new(FailureKind::PeerLost, ProcessId(2), 1, gone);
+    for (process, failure) in [(3, failed), (1, gone)] {
+        job.routers[process].goodbye(Some(&failure), at(job.now));
+        job.act(process);
+        job.run(10);
+    }
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert_eq!(failure.message, "process 3 is gone (closed); before that: the kernel failed");
+}
+
 #[test]
 fn job_stopped_beyond_peer_timeout_goes_on() {
     let mut job = Job::new(2, 3, 2);
