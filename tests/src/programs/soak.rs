@@ -72,12 +72,14 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         let passed = p.broadcast_value(ProcessId(0), 0, passed)?;
         if !is_warm && i >= transfers / 5 && passed >= seconds / 2 {
             is_warm = true;
+            soak.settle(p)?;
             say(memory_use("warm", p));
         }
         if i >= transfers && passed >= seconds {
             break;
         }
     }
+    soak.settle(p)?;
     say(memory_use("end", p));
     say(format!("looked at {} of {}", soak.looked_at.load(Ordering::Relaxed), soak.awaited));
     Ok(())
