@@ -40,9 +40,9 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
 /// `soak TRANSFERS SEED SECONDS`: random sizes between random processes, for that many transfers
 /// and then until that many seconds have passed. Awaited arrays are compared to the bit. The rest
 /// is dropped: as a handle or as a future, at once, later, or after some polls. Objects are made,
-/// changed and dropped meanwhile. After a fifth of the transfers and half of the seconds, and at the
-/// end, prints the bytes in use, mapped by pools, and resident, and the numbers of open files and
-/// threads. At the end, also prints the number of arrays checked here and by all processes.
+/// changed and dropped meanwhile. After a fifth of the transfers and half of the seconds, and at
+/// the end, prints the bytes in use, mapped by pools, and resident, and the numbers of open files
+/// and threads. At the end, also prints the number of arrays checked here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number =
         |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));

@@ -10,8 +10,8 @@ const SEED: u64 = 20_251_121;
 
 const TRANSFERS: usize = 10_000;
 
-/// Bytes that a pool may keep for reuse, and that a transport may keep for its largest backlog. With
-/// shared memory the four processes map each other's pools.
+/// Bytes that a pool may keep for reuse, and that a transport may keep for its largest backlog.
+/// With shared memory the four processes map each other's pools.
 const KEPT: u64 = 64 << 20;
 
 /// The test takes a few seconds over any transport.
