@@ -484,7 +484,7 @@ fn loss_after_another_names_both() {
     assert_eq!(first.process, ProcessId(2), "the first loss, not that of the lowest process");
 }
 
-/// Process 3 has failed, and 1 does not hear why. Process 0 has heard it before 1 tells of its loss.
+/// Process 3 has failed, and 1 does not hear why. Process 0 has heard it when 1 tells of its loss.
 #[test]
 fn failure_that_a_peer_tells_after_another_names_both() {
     let mut job = Job::new(4, 3, 2);
