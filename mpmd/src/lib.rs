@@ -108,8 +108,7 @@
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Commits, Committed, Error, Failure, FailureKind, HostArray, IssueError,
-    Jit, MemoryUse, MoveOptions, MpmdArray, Program, Recorded, RecoveringBuilder, Recovery, Result,
-    Sections, SplitOptions,
+    Jit, MemoryUse, MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
 };
 pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;
