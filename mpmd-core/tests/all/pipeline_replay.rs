@@ -147,3 +147,32 @@ fn refused_input_of_a_known_form_names_its_pass() {
     assert!(text.contains("donated"), "{text}");
     assert_eq!(text, refused(false));
 }
+
+#[test]
+fn forward_pass_within_a_recording_is_recorded_with_it() {
+    let _limit = watchdog(60);
+    let results = Simulation::new(1, 2).run(|p| {
+        let mut pipeline = pipeline(p, &[Model::default()])?;
+        let meshes = [pipeline.mesh(0).clone(), pipeline.mesh(1).clone()];
+        let given = |p: &mut Program, value: f32| {
+            let mut filled = |mesh: &Mesh| {
+                p.array_from_fn(f32s([2, WIDTH]), &mesh.replicated(), move |_, mut x| {
+                    Ok(x.fill(value)?)
+                })
+            };
+            Ok::<_, Error>((filled(&meshes[0])?, filled(&meshes[1])?))
+        };
+        let mut forward = |p: &mut Program, (x, labels): (MpmdArray, MpmdArray)| {
+            Ok(pipeline.forward(p, Microbatch::new(x).side(1, labels))?.sum)
+        };
+        let first = given(p, 1.0)?;
+        let (_, recorded) = p.record(first, &mut forward)?;
+        let second = given(p, 3.0)?;
+        let issued = forward(p, second.clone())?;
+        let replayed = recorded.replay(p, second)?;
+        Ok((read(&issued)?, read(&replayed)?))
+    });
+    let (issued, replayed) = results.into_iter().next().unwrap().unwrap();
+    assert!(issued.is_some());
+    assert_eq!(issued, replayed);
+}

@@ -140,7 +140,7 @@ fn run(shared: &Shared, stop: &AtomicBool) {
 /// If it is dropped without [`Transport::shutdown`], it closes at once, which peers see as its
 /// death. Open tickets end on the transport's thread.
 pub struct Shm {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     arena: Arena,
     stop: Arc<AtomicBool>,
     /// The transport's thread; taken out by the first shutdown.

@@ -497,3 +497,20 @@ impl Ending {
         drop(guard);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_add_all_floats_and_complex_numbers() {
+        let added = DType::ALL.into_iter().filter_map(|dtype| Some((dtype, Sum::of(dtype)?)));
+        let names = added.map(|(dtype, Sum { function, numbers })| {
+            let bits = 8 * dtype.size() / numbers;
+            assert!(function.ends_with(&format!("f{bits}")), "{dtype}: {function}");
+            dtype.name()
+        });
+        let names: Vec<_> = names.collect();
+        assert_eq!(names, ["bf16", "f16", "f32", "f64", "c64", "c128"]);
+    }
+}

@@ -507,9 +507,12 @@ fn limited_device_memory_comes_back_when_short() {
 }
 
 #[test]
-fn pending_memory_fails_when_its_lender_leaves() {
+fn device_memory_fails_when_its_lender_leaves() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
+    team.post(0, 1, &pool.allocate(4096).unwrap().freeze(), 2);
+    let written = team.take(1, 0);
+    assert!(written.ready().are_over() && written.ready().failure().is_none());
     let mut own = pool.allocate(4096).unwrap();
     own.add_fence(team.world.fence(b"event 1"));
     team.post(0, 1, &own.freeze(), 1);
@@ -518,5 +521,8 @@ fn pending_memory_fails_when_its_lender_leaves() {
     team.ears[1].down(0);
     until("the end of a fence", || there.ready().are_over());
     assert!(there.ready().failure().unwrap().contains("it has left"));
+    assert!(written.ready().failure().is_none(), "the process may go on without its transport");
+    team.shm[1].shared.devices.note_exit(ProcessId(0));
+    assert!(written.ready().failure().unwrap().contains("process 0, which has ended"));
     team.finish();
 }
