@@ -504,6 +504,18 @@ mod tests {
     }
 
     #[test]
+    fn half_of_a_backward_pass_lacks_the_other_half() {
+        for (text, lacks) in
+            [("0F0,0I0\n", ActionKind::BackwardWeight), ("0F0,0W0\n", ActionKind::BackwardInput)]
+        {
+            let text = crate::Text::parse(text, None).unwrap();
+            let report = check_lowered(&Lowered::of_text(&text), LIMITS);
+            let action = Action { stage: 0, kind: lacks, microbatch: 0 };
+            assert_eq!(report.problems, [Problem::Missing { action, rank: Some(0) }]);
+        }
+    }
+
+    #[test]
     fn sends_in_order_deadlock_where_sends_at_once_do_not() {
         let text = "0F0,0B0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
         let rows = Lowered::of_text(&crate::Text::parse(text, None).unwrap());

@@ -247,11 +247,6 @@ impl<C: Cargo> Router<C> {
         self.history.count()
     }
 
-    /// Returns the rolling hash of the operations issued so far.
-    pub fn hash(&self) -> u128 {
-        self.history.hash()
-    }
-
     /// Returns the rolling hash at operation `op`, or `None` if this process has not issued it or
     /// has forgotten it.
     pub fn hash_at(&self, op: u64) -> Option<u128> {
