@@ -136,6 +136,8 @@ fn norms_equal_the_compositions() {
         let arguments = [random(shape, 1), random(&[19], 2), random(&[19], 3)];
         let ours = |a: &[Tensor]| nn::RmsNorm::new(a[1].clone(), 1e-5).forward(&a[0]);
         check("rms norm", &arguments[..2], &ours, &|a| plain(a, false));
+        let ours = |a: &[Tensor]| nn::RmsNorm::new(a[1].clone(), 1e-5).forward_diff(&a[0]);
+        check("rms norm, forward_diff", &arguments[..2], &ours, &|a| plain(a, false));
         let ours = |a: &[Tensor]| nn::LayerNorm::new_no_bias(a[1].clone(), 1e-5).forward(&a[0]);
         check("layer norm without bias", &arguments[..2], &ours, &|a| plain(a, true));
         let ours =

@@ -1,5 +1,9 @@
-//! Padded buckets against unpadded rows.
+//! Windows, and padded buckets against unpadded rows.
 
+use std::collections::BTreeMap;
+
+use mpmd_core::aval::DType;
+use mpmd_core::pipeline::MicrobatchShapes;
 use mpmd_core::prelude::*;
 use mpmd_core::{Simulation, random};
 use mpmd_train::data::{At, Buckets, Data};
@@ -7,7 +11,7 @@ use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
 
-use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed};
+use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed, windows};
 
 /// Returns sequences of 2 to 13 tokens.
 fn sequences(count: u64) -> Vec<Vec<u32>> {
@@ -117,6 +121,27 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
     assert_eq!(whole.weight, parts.weight);
     assert!((whole.loss - parts.loss).abs() < 1e-6 * whole.loss, "{whole:?} {parts:?}");
     assert!((whole.norm - parts.norm).abs() < 1e-5 * whole.norm, "{whole:?} {parts:?}");
+}
+
+#[test]
+fn last_stage_gets_targets_and_weights_by_the_given_names() {
+    let results = Simulation::new(1, 4).run(|p| {
+        let meshes = meshes(p)?;
+        let mut shapes = |data: &dyn Data<MpmdArray>| -> Result<_> {
+            Ok(data.training(p, &meshes, At::new(1, 2, 3))?.shapes())
+        };
+        let tokens = ShapedArray::new(&[2, 6], DType::U32);
+        let targets = || ("y".to_owned(), tokens.clone());
+        let with_inputs = || MicrobatchShapes::<MpmdArray>::new(tokens.clone());
+        let named = with_inputs().side(1, &BTreeMap::from([targets()]));
+        assert_eq!(shapes(&windows().target_name("y"))?, named);
+        assert_eq!(shapes(&windows().unnamed_targets())?, with_inputs().side(1, &tokens));
+        let weighted = BTreeMap::from([targets(), ("w".to_owned(), f32s([2, 6]))]);
+        let buckets = Buckets::new(vec![vec![1, 2, 3]], &[6], 2)?;
+        assert_eq!(shapes(&buckets.side_names("y", "w"))?, with_inputs().side(1, &weighted));
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }
 
 #[test]
