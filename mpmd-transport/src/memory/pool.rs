@@ -138,10 +138,7 @@ impl Pool {
     /// If the limit or the system does not allow it.
     pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         match self.inner.take_cached(bytes) {
-            Some(carved) => {
-                let block = Block { carved: Some(carved), pool: self.clone() };
-                Ok(OwnedBuffer::of_block(block, bytes))
-            }
+            Some((carved, class)) => Ok(self.buffer(carved, class, bytes)),
             None => self.reserve(bytes)?.allocate(),
         }
     }
@@ -212,6 +209,10 @@ impl Pool {
     pub fn trim(&self) {
         self.inner.trim();
     }
+
+    fn buffer(&self, carved: Carved, class: usize, bytes: usize) -> OwnedBuffer {
+        OwnedBuffer::of_block(Block { carved: Some(carved), class, pool: self.clone() }, bytes)
+    }
 }
 
 impl Inner {
@@ -226,21 +227,24 @@ impl Inner {
         }
     }
 
-    /// Takes a cached block for `bytes` bytes, and locks the state only once. `None` if there is no
-    /// such block, at the limit, or if the block would make a new peak.
-    fn take_cached(&self, bytes: usize) -> Option<Carved> {
+    /// Takes a cached block for `bytes` bytes, and locks the state only once. Returns it with the
+    /// size class that it counts with. `None` if there is no block of this class, at the limit, or
+    /// if the block would make a new peak.
+    fn take_cached(&self, bytes: usize) -> Option<(Carved, usize)> {
         let class = size_class(bytes)?;
         let mut state = self.state.lock();
         let PoolStats { live, reserved, recent_peak, .. } = state.stats;
         let limit = self.limit.unwrap_or(MOST);
         let fits = live + class as u64 <= recent_peak && live + reserved + class as u64 <= limit;
-        let block = state.free.get_mut(&class).filter(|_| fits)?.pop()?;
+        if !fits {
+            return None;
+        }
+        let block = state.take_free(class)?;
         let stats = &mut state.stats;
-        stats.cached -= class as u64;
         stats.reserved += class as u64;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
         stats.make_live(class);
-        Some(block)
+        Some((block, class))
     }
 
     /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
@@ -333,16 +337,29 @@ impl State {
     /// step under the lock, so that no other thread sees the bytes counted twice and is refused.
     /// `None` if a new segment is needed.
     fn take(&mut self, class: usize) -> Option<Carved> {
-        let block = match self.free.get_mut(&class).and_then(Vec::pop) {
-            Some(block) => {
-                self.stats.cached -= class as u64;
-                block
+        let block = match self.take_free(class) {
+            None if class <= LARGEST_SHARED_CLASS => {
+                self.carve(class).or_else(|| self.take_larger(class))
             }
-            None if class <= LARGEST_SHARED_CLASS => self.carve(class)?,
-            None => return None,
-        };
+            block => block,
+        }?;
         self.stats.make_live(class);
         Some(block)
+    }
+
+    fn take_free(&mut self, class: usize) -> Option<Carved> {
+        let block = self.free.get_mut(&class)?.pop()?;
+        self.stats.cached -= class as u64;
+        Some(block)
+    }
+
+    /// Takes an unused block of another class, at most twice as large. Small blocks are never given
+    /// back: without this, each class would keep as many as it ever had at once.
+    fn take_larger(&mut self, class: usize) -> Option<Carved> {
+        let most = (2 * class).min(LARGEST_SHARED_CLASS);
+        let mut larger = self.free.range(class..=most);
+        let found = *larger.find(|(_, blocks)| !blocks.is_empty())?.0;
+        self.take_free(found)
     }
 
     fn carve(&mut self, class: usize) -> Option<Carved> {
@@ -382,8 +399,7 @@ impl Reservation {
             ..inner.out_of_memory(self.bytes, &inner.state.lock().stats, None)
         })?;
         self.counted = 0;
-        let block = Block { carved: Some(carved), pool: self.pool.clone() };
-        Ok(OwnedBuffer::of_block(block, self.bytes))
+        Ok(self.pool.buffer(carved, class, self.bytes))
     }
 
     /// Turns a reservation for several buffers into buffers. `sizes` are the lengths that it was
@@ -422,8 +438,7 @@ impl Reservation {
                 return Err(error);
             };
             self.counted -= class as u64;
-            let block = Block { carved: Some(carved), pool: pool.clone() };
-            buffers.push(OwnedBuffer::of_block(block, bytes));
+            buffers.push(pool.buffer(carved, class, bytes));
         }
         drop(state);
         Ok(buffers)
@@ -500,6 +515,8 @@ impl Carved {
 pub(super) struct Block {
     /// The range; `None` only while the block is dropped.
     carved: Option<Carved>,
+    /// The size class that the pool counts for it. The range can be larger.
+    class: usize,
     pool: Pool,
 }
 
@@ -560,7 +577,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Some(carved) = self.carved.take() else { return };
         let mut state = self.pool.inner.state.lock();
-        state.stats.live -= carved.capacity as u64;
+        state.stats.live -= self.class as u64;
         state.stats.cached += carved.capacity as u64;
         state.free.entry(carved.capacity).or_default().push(carved);
     }
@@ -704,6 +721,24 @@ mod tests {
         }
         let PoolStats { cached, peak_live, .. } = pool.stats();
         assert!(cached <= 2 * peak_live + KEPT_BESIDE, "{cached}");
+    }
+
+    #[test]
+    fn small_blocks_serve_smaller_classes() {
+        let pool = Pool::new("test", None);
+        let round =
+            |bytes: usize| -> Vec<_> { (0..100).map(|_| pool.allocate(bytes).unwrap()).collect() };
+        drop(round(500 << 10));
+        let mapped = pool.stats().mapped;
+        for bytes in [440 << 10, 380 << 10, 300 << 10] {
+            let buffers = round(bytes);
+            assert_eq!(pool.stats().live, 100 * Pool::rounded(bytes));
+            drop(buffers);
+            assert_eq!(pool.stats().live, 0);
+        }
+        assert_eq!(pool.stats().mapped, mapped);
+        drop(round(100 << 10));
+        assert!(pool.stats().mapped > mapped, "blocks above twice the size stay free");
     }
 
     #[test]
