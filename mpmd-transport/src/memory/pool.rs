@@ -271,7 +271,7 @@ impl Inner {
             }
             let PoolStats { live, cached, peak_live, mapped, .. } = state.stats;
             let shared =
-                (mapped as usize / 2).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
+                (mapped as usize / 4).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
             let bytes = if class > LARGEST_SHARED_CLASS { class } else { shared };
             (bytes, live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE)
         };

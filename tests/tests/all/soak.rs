@@ -13,7 +13,8 @@ const TRANSFERS: usize = 10_000;
 /// Bytes that the pools of a warm run may still take from the system.
 const LITTLE: u64 = 16 << 20;
 
-/// Size in bytes of a pool's largest segment. In a long job a pool may take one more.
+/// Size in bytes of a pool's largest segment. A warm pool may take one more: an unusual backlog of
+/// small buffers fills the last one.
 const SEGMENT: u64 = 32 << 20;
 
 /// Bytes that a pool of shared memory may keep for reuse, and that a transport may keep for its
@@ -68,8 +69,7 @@ fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
         assert_eq!(threads, threads_warm, "process {process}");
         let (more, more_resident) = match carrier {
             Carrier::SHM => (KEPT, PROCESSES as u64 * KEPT),
-            _ if seconds > 0 => (LITTLE + SEGMENT, KEPT),
-            _ => (LITTLE, KEPT),
+            _ => (LITTLE + SEGMENT, KEPT),
         };
         assert!(
             *mapped <= mapped_warm + more,
