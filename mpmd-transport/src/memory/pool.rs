@@ -49,7 +49,8 @@ struct State {
     stats: PoolStats,
 }
 
-/// A pool's statistics, in bytes. A block counts with the size of its class.
+/// A pool's statistics, in bytes. A buffer counts with its size class, though its block can be
+/// larger. A cached block counts with its own size.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PoolStats {
@@ -248,7 +249,7 @@ impl Inner {
     }
 
     /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
-    /// blocks that peers have finished with, which would otherwise still count as live.
+    /// blocks that peers have finished with: until then they count as live.
     fn settled(&self, bytes: u64) -> MutexGuard<'_, State> {
         let state = self.state.lock();
         if state.stats.live + bytes <= state.stats.recent_peak {
@@ -454,7 +455,7 @@ impl Reservation {
         Self { pool: self.pool.clone(), bytes, counted: class, held: self.held }
     }
 
-    /// Counts the reserved bytes as live from now on, for a value whose memory is elsewhere.
+    /// Counts the reserved bytes as live from now on. The memory of the value is elsewhere.
     #[must_use]
     pub fn hold(mut self) -> Self {
         if !self.held {
@@ -737,6 +738,9 @@ mod tests {
             assert_eq!(pool.stats().live, 0);
         }
         assert_eq!(pool.stats().mapped, mapped);
+        let cached = pool.stats().cached;
+        drop(round(300 << 10));
+        assert_eq!(pool.stats().cached, cached, "larger blocks come back with their whole size");
         drop(round(100 << 10));
         assert!(pool.stats().mapped > mapped, "blocks above twice the size stay free");
     }
