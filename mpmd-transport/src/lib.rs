@@ -13,6 +13,8 @@
 //! - [`mixed`]: two transports at once, each for some of the peers.
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
 //!   reads no clock; its driver feeds it events and carries out its actions.
+//! - `handshake`: the pure state machine by which two ends of a connection prove to each other that
+//!   they know the job's token.
 //! - [`rendezvous`]: how processes meet before there is a transport.
 //! - [`probe`]: tests which system calls between processes this machine allows.
 //! - [`deadline`]: deadlines for waits that may be endless.
@@ -20,6 +22,7 @@
 pub mod batch;
 pub mod control;
 pub mod deadline;
+mod handshake;
 pub mod inproc;
 pub mod memory;
 pub mod mixed;
@@ -29,6 +32,7 @@ pub mod router;
 pub mod shm;
 mod strangers;
 pub mod tcp;
+mod token;
 pub mod transport;
 pub mod ucx;
 pub mod wire;

@@ -1,4 +1,4 @@
-//! Connections that have not shown a token yet ("strangers").
+//! Connections whose other end has not proved yet that it knows the token ("strangers").
 
 use std::collections::VecDeque;
 
@@ -31,7 +31,7 @@ impl Strangers {
         }
     }
 
-    /// Removes a connection that has shown the token or is closed. Returns false if it is not
+    /// Removes a connection that is proved or closed. Returns false if it is not
     /// there, because it was aborted as the oldest.
     pub(crate) fn remove(&self, link: Link) -> bool {
         let mut waiting = self.waiting.lock();

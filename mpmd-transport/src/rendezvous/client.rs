@@ -76,7 +76,7 @@ impl Rendezvous {
     ///
     /// - [`Unreachable`](RendezvousError::Unreachable) after `peer_timeout`.
     /// - [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
-    ///   [`Stranger`](RendezvousError::Stranger) by the server's answer to the preamble.
+    ///   [`Stranger`](RendezvousError::Stranger) by the server's part of the handshake.
     /// - [`ServerGone`](RendezvousError::ServerGone) or
     ///   [`Environment`](RendezvousError::Environment) if the connection fails.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {

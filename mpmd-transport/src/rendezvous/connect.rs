@@ -1,19 +1,21 @@
-//! Connects a process to the rendezvous service, with retries, and shows the token.
+//! Connects a process to the rendezvous service, with retries.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use super::job::after;
-use super::protocol::{self, ANSWER_BYTES, Greeting, VERSION};
+use super::protocol::{HANDSHAKE, VERSION, decode_ping};
 use super::{JoinConfig, RendezvousError};
+use crate::handshake::{Handshake, Refusal};
+use crate::token::random_bytes;
 
-/// Limit on the times that the token is shown to a server that closes the connection unanswered.
+/// Limit on the handshakes with a server that closes the connection unanswered.
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
-/// Connects to the server, which may start later, and shows the token. Returns the stream and the
-/// interval of the server's pings. Gives up after about the peer timeout.
+/// Connects to the server, which may start later. Both prove that they know the token. Returns the
+/// stream and the interval of the server's pings. Gives up after about the peer timeout.
 pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), RendezvousError> {
     let until = after(Instant::now(), config.peer_timeout);
     let mut tries = 0;
@@ -73,37 +75,52 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     Err(last)
 }
 
-/// Sends the preamble with the token and waits for the answer, until about `until`. Returns the
-/// interval of the server's pings.
+/// Runs the handshake with the server, until about `until`. Returns the interval of the server's
+/// pings.
 fn greet(
     stream: &mut TcpStream,
     config: &JoinConfig,
     until: Instant,
 ) -> Result<Duration, RendezvousError> {
-    let server = config.server.clone();
-    let refused = |e: std::io::Error| match e.kind() {
+    let server = || config.server.clone();
+    let failed = |e: std::io::Error| match e.kind() {
         ErrorKind::UnexpectedEof
         | ErrorKind::ConnectionReset
         | ErrorKind::ConnectionAborted
-        | ErrorKind::BrokenPipe => RendezvousError::Token { server: config.server.clone() },
+        | ErrorKind::BrokenPipe => RendezvousError::Token { server: server() },
         ErrorKind::WouldBlock | ErrorKind::TimedOut => RendezvousError::Unreachable {
-            server: config.server.clone(),
+            server: server(),
             peer_timeout: config.peer_timeout,
             why: "a program accepts connections there, but does not answer".into(),
         },
-        _ => RendezvousError::ServerGone { server: config.server.clone(), why: e.to_string() },
+        _ => RendezvousError::ServerGone { server: server(), why: e.to_string() },
     };
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
-    stream.set_read_timeout(Some(left)).map_err(refused)?;
-    stream.set_write_timeout(Some(left)).map_err(refused)?;
-    stream.write_all(&protocol::preamble(&config.token)).map_err(refused)?;
-    let mut answer = [0; ANSWER_BYTES];
-    stream.read_exact(&mut answer).map_err(refused)?;
-    match Greeting::decode(&answer) {
-        Some(Greeting::Welcome { ping }) => Ok(ping),
-        Some(Greeting::OtherVersion { server: theirs }) => {
-            Err(RendezvousError::Version { server, theirs, ours: VERSION })
+    let refused = |refusal| match refusal {
+        Refusal::Stranger => RendezvousError::Stranger { server: server() },
+        Refusal::WrongProof => RendezvousError::Token { server: server() },
+        Refusal::OtherVersion { theirs } => {
+            RendezvousError::Version { server: server(), theirs, ours: VERSION }
         }
-        None => Err(RendezvousError::Stranger { server }),
+    };
+    let nonce = random_bytes().map_err(failed)?;
+    let mut handshake = Handshake::call(HANDSHAKE, config.token.clone(), nonce, &[]);
+    let mut bytes = [0; 128];
+    loop {
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+        stream.set_read_timeout(Some(left)).map_err(failed)?;
+        stream.set_write_timeout(Some(left)).map_err(failed)?;
+        stream.write_all(&handshake.say()).map_err(failed)?;
+        let wants = handshake.wants().min(bytes.len());
+        if wants == 0 {
+            break;
+        }
+        match stream.read(&mut bytes[..wants]) {
+            Ok(0) => return Err(failed(ErrorKind::UnexpectedEof.into())),
+            Ok(count) => handshake.take(&bytes[..count]).map_err(refused)?,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(failed(e)),
+        }
     }
+    let ping = handshake.proved_facts().and_then(decode_ping);
+    ping.ok_or_else(|| refused(Refusal::Stranger))
 }

@@ -7,29 +7,12 @@
 //! owner ([`Rendezvous::report`]). An [`Observer`] asks all of them for their status. Large or
 //! frequent data goes over the transports instead.
 //!
-//! The wire, all little-endian. A client opens with a fixed preamble:
-//!
-//! | offset | bytes | field |
-//! |---|---|---|
-//! | 0 | 8 | magic `MPMDMEET` |
-//! | 8 | 2 | version |
-//! | 10 | 32 | the job's [`Token`] |
-//!
-//! A stranger gets no answer: with another magic or token the connection is closed before anything
-//! else is read. A client with the right token is answered with the bytes below. So is a client of
-//! another version, with any token.
-//!
-//! | offset | bytes | field |
-//! |---|---|---|
-//! | 0 | 8 | magic `MPMDMEET` |
-//! | 8 | 2 | 0: welcome; 1: other version, and the connection ends |
-//! | 10 | 2 | the server's version |
-//! | 12 | 4 | milliseconds between the server's pings |
-//!
-//! and then both sides send frames: a 4-byte length, at most
+//! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they know
+//! the job's [`Token`]. The fact about the server is the number of milliseconds between its pings, 4
+//! bytes. Then both sides send frames: a 4-byte length, at most
 //! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control)
-//! payload. The list of members is split over several frames if it must be. The description of one
-//! process must fit a frame; the whole list has no limit.
+//! payload, all little-endian. The list of members is split over several frames if it must be. The
+//! description of one process must fit a frame; the whole list has no limit.
 //!
 //! The parts:
 //!
@@ -50,7 +33,6 @@ mod local;
 mod observer;
 mod protocol;
 mod server;
-mod token;
 
 use serde::{Deserialize, Serialize};
 
@@ -63,8 +45,8 @@ pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
-pub(crate) use token::are_equal;
-pub use token::{Token, TokenError};
+
+pub use crate::token::{Token, TokenError};
 
 /// A process's description of itself, sent to the others when it joins.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]

@@ -7,13 +7,14 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Member, RendezvousError, Report, Token};
+use super::{Member, RendezvousError, Report};
 use crate::control;
+use crate::handshake::Protocol;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -23,71 +24,21 @@ pub const MAX_VALUE_BYTES: usize = MAX_CONTROL_BYTES as usize - 4096;
 /// The longest key, and the longest name of a barrier, in bytes.
 pub(super) const MAX_KEY_BYTES: usize = 1024;
 
-pub(super) const PREAMBLE_BYTES: usize = HEAD_BYTES + 32;
-/// Bytes of the preamble before the token.
-pub(super) const HEAD_BYTES: usize = 10;
-pub(super) const ANSWER_BYTES: usize = 16;
-
-const MAGIC: [u8; 8] = *b"MPMDMEET";
-const WELCOME: u16 = 0;
-const OTHER_VERSION: u16 = 1;
 const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
 
-/// Encodes the bytes that a client opens with.
-pub(super) fn preamble(token: &Token) -> [u8; PREAMBLE_BYTES] {
-    let mut bytes = [0; PREAMBLE_BYTES];
-    bytes[..8].copy_from_slice(&MAGIC);
-    bytes[8..HEAD_BYTES].copy_from_slice(&VERSION.to_le_bytes());
-    bytes[HEAD_BYTES..].copy_from_slice(token.bytes());
-    bytes
+/// The handshake that a connection begins with.
+pub(super) const HANDSHAKE: Protocol =
+    Protocol { magic: *b"MPMDMEET", version: VERSION, facts: [0, 4] };
+
+/// Encodes the interval of the server's pings, the fact of its handshake.
+pub(super) fn encode_ping(ping: Duration) -> [u8; 4] {
+    u32::try_from(ping.as_millis()).unwrap_or(u32::MAX).max(1).to_le_bytes()
 }
 
-/// Returns the version in the start of a preamble, or `None` if the magic is wrong.
-pub(super) fn preamble_version(head: &[u8; HEAD_BYTES]) -> Option<u16> {
-    (head[..8] == MAGIC).then(|| u16::from_le_bytes([head[8], head[9]]))
-}
-
-/// The server's answer to a preamble.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Greeting {
-    /// The token is right. `ping` is the interval of the server's pings.
-    Welcome { ping: Duration },
-    /// The versions differ; `server` is the server's version.
-    OtherVersion { server: u16 },
-}
-
-impl Greeting {
-    pub(super) fn encode(self) -> [u8; ANSWER_BYTES] {
-        let (code, version, ping) = match self {
-            Self::Welcome { ping } => {
-                (WELCOME, VERSION, u32::try_from(ping.as_millis()).unwrap_or(u32::MAX).max(1))
-            }
-            Self::OtherVersion { server } => (OTHER_VERSION, server, 0),
-        };
-        let mut bytes = [0; ANSWER_BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..10].copy_from_slice(&code.to_le_bytes());
-        bytes[10..12].copy_from_slice(&version.to_le_bytes());
-        bytes[12..].copy_from_slice(&ping.to_le_bytes());
-        bytes
-    }
-
-    /// Decodes an answer to a preamble. Returns `None` if the bytes are not an answer of a
-    /// rendezvous server.
-    pub(super) fn decode(bytes: &[u8; ANSWER_BYTES]) -> Option<Self> {
-        let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        if bytes[..8] != MAGIC {
-            return None;
-        }
-        match short(8) {
-            WELCOME => {
-                let ping = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
-                Some(Self::Welcome { ping: Duration::from_millis(ping.into()) })
-            }
-            OTHER_VERSION => Some(Self::OtherVersion { server: short(10) }),
-            _ => None,
-        }
-    }
+/// Decodes the interval of the server's pings. `None` if there are not 4 bytes.
+pub(super) fn decode_ping(facts: &[u8]) -> Option<Duration> {
+    let millis = u32::from_le_bytes(facts.try_into().ok()?);
+    Some(Duration::from_millis(millis.into()))
 }
 
 /// A client's message. `ask` is a number that the answer repeats.
@@ -275,24 +226,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn preambles_and_greetings_have_the_documented_bytes() {
-        let bytes = preamble(&Token::new([7; 32]));
-        assert_eq!(&bytes[..8], b"MPMDMEET");
-        assert_eq!(bytes[8..10], VERSION.to_le_bytes());
-        assert_eq!(bytes[10..], [7; 32]);
-        let head = bytes.first_chunk().unwrap();
-        assert_eq!(preamble_version(head), Some(VERSION));
-        assert_eq!(preamble_version(b"GET / HTTP"), None);
-        for greeting in [
-            Greeting::Welcome { ping: Duration::from_millis(250) },
-            Greeting::OtherVersion { server: 9 },
-        ] {
-            assert_eq!(Greeting::decode(&greeting.encode()), Some(greeting));
-        }
-        assert_eq!(Greeting::decode(b"SSH-2.0-OpenSSH_"), None);
-    }
-
-    #[test]
     fn messages_are_decoded_from_any_chunks() {
         let sent: Vec<Reply> = (0..5)
             .map(|ask| Reply::Answer { ask, result: Ok(Answer::Value(vec![ask as u8; 100])) })
@@ -422,8 +355,6 @@ mod tests {
             requests.iter().map(|request| frame(request).unwrap()).collect();
         samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
         samples.extend([samples[..7].concat(), samples[7..].concat()]);
-        samples.push(preamble(&Token::new([7; 32])).to_vec());
-        samples.push(Greeting::Welcome { ping: peer_timeout }.encode().to_vec());
         mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
             let (requests, why) = heard::<Request>(bytes, usize::MAX);
             let (cut, cut_why) = heard::<Request>(bytes, 7);
@@ -434,10 +365,6 @@ mod tests {
                 let said: Vec<u8> =
                     parts(reply.clone()).flat_map(|part| frame(&part).unwrap()).collect();
                 assert_eq!(heard(&said, usize::MAX), (vec![reply], None));
-            }
-            let _ = bytes.first_chunk().map(preamble_version);
-            if let Some(greeting) = bytes.first_chunk().and_then(Greeting::decode) {
-                assert!(Greeting::decode(&greeting.encode()).is_some());
             }
         });
     }

@@ -17,11 +17,12 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
-use super::protocol::{
-    self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION,
-};
+use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
 use super::{RendezvousError, Report, Token};
+use crate::handshake::Handshake;
+use crate::handshake::stream::shake_hands;
 use crate::strangers::Strangers;
+use crate::token::random_bytes;
 use crate::wire::ProcessId;
 
 /// The service where the processes of one job meet. Dropping a `Server` stops the service.
@@ -192,8 +193,8 @@ enum Event {
     Closed(Link, String),
 }
 
-/// Time limit for a client to show its token, counted from its connection.
-const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for the handshake with a client, counted from its connection.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time limit for sending the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -314,8 +315,8 @@ impl Hub {
     }
 }
 
-/// Reads a client's preamble and answers it. Returns the connection if the token is right.
-/// Otherwise returns `None`; a client without the token learns at most the server's version.
+/// Runs the handshake with a client. Returns the connection if the client knows the token. Until
+/// then, or until its connection is closed, the client counts as a stranger.
 async fn greet(
     mut stream: TcpStream,
     token: &Token,
@@ -323,56 +324,15 @@ async fn greet(
     link: Link,
     strangers: &Strangers,
 ) -> Option<TcpStream> {
-    let greeting =
-        timeout(PREAMBLE_TIMEOUT, examine(&mut stream, token, ping)).await.ok().flatten();
-    let is_known = matches!(greeting, Some(Greeting::Welcome { .. }));
-    if is_known && !strangers.remove(link) {
-        return None;
-    }
-    let welcomed = match greeting {
-        Some(greeting) => answer(stream, greeting).await,
-        None => None,
+    let meet = async {
+        stream.set_nodelay(true)?;
+        let (token, nonce) = (token.clone(), random_bytes()?);
+        let mut handshake = Handshake::answer(HANDSHAKE, token, nonce, &encode_ping(ping));
+        shake_hands(&mut stream, &mut handshake).await
     };
-    if !is_known {
-        // It counts as a stranger until its connection is closed, even if it is told the version.
-        strangers.remove(link);
-    }
-    welcomed
-}
-
-/// Sends a greeting. Returns the connection if the client is let in, else `None`.
-async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> {
-    let said = timeout(PREAMBLE_TIMEOUT, stream.write_all(&greeting.encode())).await;
-    if !matches!(said, Ok(Ok(()))) {
-        return None;
-    }
-    match greeting {
-        Greeting::Welcome { .. } => {
-            let _ = stream.set_nodelay(true);
-            Some(stream)
-        }
-        Greeting::OtherVersion { .. } => {
-            // Reads the rest of its preamble: closing with unread bytes could destroy the answer.
-            let _ = stream.shutdown().await;
-            let mut rest = [0; 64];
-            let _ = timeout(FAREWELL, async {
-                while matches!(stream.read(&mut rest).await, Ok(1..)) {}
-            })
-            .await;
-            None
-        }
-    }
-}
-
-async fn examine(stream: &mut TcpStream, token: &Token, ping: Duration) -> Option<Greeting> {
-    let mut head = [0; HEAD_BYTES];
-    stream.read_exact(&mut head).await.ok()?;
-    if protocol::preamble_version(&head)? != VERSION {
-        return Some(Greeting::OtherVersion { server: VERSION });
-    }
-    let mut shown = [0; PREAMBLE_BYTES - HEAD_BYTES];
-    stream.read_exact(&mut shown).await.ok()?;
-    token.matches(&shown).then_some(Greeting::Welcome { ping })
+    let met = timeout(HANDSHAKE_TIMEOUT, meet).await;
+    let stays = strangers.remove(link);
+    (stays && matches!(met, Ok(Ok(Ok(()))))).then_some(stream)
 }
 
 /// Carries messages between a client and the hub (the server's main task) until either ends the
@@ -463,7 +423,7 @@ mod tests {
             });
             strangers.add(7, task.abort_handle());
             let mut head = b"MPMDMEET".to_vec();
-            head.extend((VERSION + 1).to_le_bytes());
+            head.extend((HANDSHAKE.version + 1).to_le_bytes());
             client.write_all(&head).await.unwrap();
             // Reads to the end of the server's output. The server then waits for the client to
             // close.

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use super::NAME;
 
 /// The version of the shared memory protocol. Both processes must speak the same.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u16 = 3;
 
 /// Bytes of the name under which a process listens.
 const NAME_BYTES: usize = 16;
@@ -16,7 +16,7 @@ const NAME_BYTES: usize = 16;
 /// The properties of a process that decide if another can share memory with it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Address {
-    pub(super) version: u32,
+    pub(super) version: u16,
     /// The running system's boot id: another id is another machine.
     boot: String,
     /// The network namespace, within which socket names are known.

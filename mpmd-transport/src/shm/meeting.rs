@@ -1,5 +1,7 @@
-//! Connects two processes. The higher one connects to the lower one's socket. Both show that they
-//! belong to the job, and exchange the memory of their doorbells and rings.
+//! Connects two processes. The higher one connects to the lower one's socket. Each message of their
+//! [handshake](crate::handshake) is a packet. The last two carry descriptors: the higher process
+//! gives its doorbell with its proof, the lower one its doorbell and the rings with its welcome. So
+//! no process gives a descriptor to one that has not proved that it belongs to the job.
 
 use std::io;
 #[cfg(test)]
@@ -10,8 +12,6 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
-use zerocopy::byteorder::little_endian::{U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::address::{Address, VERSION};
 use super::doorbell::Doorbell;
@@ -22,16 +22,15 @@ use super::ring::{Consumer, Ring};
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
 use crate::deadline::after;
-use crate::rendezvous::are_equal;
+use crate::handshake::Handshake;
+use crate::handshake::party::Party;
+use crate::token::random_bytes;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
-#[cfg(test)]
-mod fuzz;
-
-const MAGIC: [u8; 8] = *b"mpmd-shm";
-/// Limit on the connections that have not said hello yet. With more of them, the oldest is closed.
-const MOST_SILENT: usize = 1024;
+const MAGIC: [u8; 8] = *b"MPMDSHM\0";
+/// Limit on the connections within a handshake. With more of them, the oldest is closed.
+const MOST_STRANGERS: usize = 1024;
 /// Pause before the next accept after the system has refused one.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 
@@ -44,18 +43,6 @@ pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS]
 
 /// (Connected peer, its receiving half, its ring of returns).
 pub(super) type Met = (Peer, Inbound, Consumer);
-
-/// The first packet that each side sends. Holds the job's secret.
-#[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
-#[repr(C)]
-pub(super) struct Hello {
-    pub(super) magic: [u8; 8],
-    pub(super) version: U32,
-    pub(super) process: U32,
-    pub(super) processes: U32,
-    pub(super) epoch: U64,
-    pub(super) token: [u8; 32],
-}
 
 /// The memory of this process's doorbell, which all peers map.
 pub(super) struct OwnDoor {
@@ -83,73 +70,59 @@ pub(super) fn meet(
     own: &OwnDoor,
     config: &ShmConfig,
 ) -> Result<Vec<Option<Met>>, TransportError> {
-    let deadline = after(Instant::now(), config.peer_timeout);
+    let meeting = Meeting {
+        own,
+        config,
+        party: party(config),
+        deadline: after(Instant::now(), config.peer_timeout),
+    };
     let me = config.process.index();
     let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
-    // Connects to all lower ones first: no process waits here for one that waits for others.
-    let mut knocked = Vec::new();
-    for (index, address) in config.peers.iter().enumerate().take(me) {
-        let Some(address) = address else { continue };
-        let peer = ProcessId(index as u32);
-        let with = |error: io::Error| not_met(peer, "meeting", &error);
-        let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
-        let socket = Socket::connect(&address.socket_name(), deadline).map_err(with)?;
-        // Checked before the token is sent: another program may have taken the name.
-        let user = socket.peer().map_err(with)?;
-        if user.uid != getuid() {
-            return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
-        }
-        socket
-            .send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline)
-            .map_err(with)?;
-        knocked.push((peer, socket));
-    }
-    let awaited = |peers: &[Option<Met>]| -> Vec<usize> {
-        (me + 1..peers.len())
-            .filter(|i| config.peers[*i].is_some() && peers[*i].is_none())
-            .collect()
-    };
+    let mut called = meeting.call_lower()?;
     let with = |error: io::Error| {
         environment("waiting for the job's processes over shared memory".to_owned(), &error)
     };
-    // Connections that have sent nothing yet. They may be strangers, and nothing waits for them.
-    let mut silent: Vec<Socket> = Vec::new();
-    let mut most_silent = MOST_SILENT;
+    // Callers that have not proved themselves. Nothing waits for them.
+    let mut strangers: Vec<End> = Vec::new();
+    let mut most_strangers = MOST_STRANGERS;
     let mut refused: Option<io::Error> = None;
     loop {
-        let is_refused = match accept_all(listener, &mut silent, &mut most_silent) {
+        let is_refused = match meeting.accept_all(listener, &mut strangers, &mut most_strangers) {
             Ok(()) => false,
             Err(error) => {
                 refused = Some(error);
                 true
             }
         };
-        for socket in std::mem::take(&mut silent) {
-            match socket.receive() {
-                Ok(None) => silent.push(socket),
-                // Strangers are closed without an answer. A faulty process of the job is reported
-                // as missing at the end.
-                Ok(Some(packet)) => {
-                    if let Some((index, peer)) =
-                        welcome(socket, packet, own, config, &awaited(&peers), deadline)?
-                    {
-                        peers[index] = Some(peer);
-                    }
-                }
-                Err(_) => {}
+        for end in std::mem::take(&mut strangers) {
+            match meeting.hear_caller(end, &peers)? {
+                Heard::Nothing(end) => strangers.push(end),
+                Heard::Met(peer, met) => peers[peer.index()] = Some(met),
+                Heard::End => {}
             }
         }
-        let missing = awaited(&peers);
+        for (peer, end) in std::mem::take(&mut called) {
+            match meeting.hear_answerer(peer, end)? {
+                Heard::Nothing(end) => called.push((peer, end)),
+                Heard::Met(peer, met) => peers[peer.index()] = Some(met),
+                Heard::End => {}
+            }
+        }
+        let is_missing = |index: &usize| {
+            *index != me && config.peers[*index].is_some() && peers[*index].is_none()
+        };
+        let missing: Vec<String> =
+            (0..peers.len()).filter(is_missing).map(|index| index.to_string()).collect();
         if missing.is_empty() {
-            break;
+            return Ok(peers);
         }
         let (listening, until) = match is_refused {
-            false => (Some(listener.as_fd()), deadline),
-            true => (None, deadline.min(Instant::now() + ACCEPT_AGAIN)),
+            false => (Some(listener.as_fd()), meeting.deadline),
+            true => (None, meeting.deadline.min(Instant::now() + ACCEPT_AGAIN)),
         };
-        let fds: Vec<_> = listening.into_iter().chain(silent.iter().map(AsFd::as_fd)).collect();
-        if !something_comes(&fds, until).map_err(with)? && Instant::now() >= deadline {
-            let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
+        let ends = strangers.iter().chain(called.iter().map(|(_, end)| end));
+        let fds: Vec<_> = listening.into_iter().chain(ends.map(|end| end.socket.as_fd())).collect();
+        if !something_comes(&fds, until).map_err(with)? && Instant::now() >= meeting.deadline {
             let refused =
                 refused.map(|error| format!(" (the last that could not be accepted: {error})"));
             return Err(TransportError::TimedOut {
@@ -162,121 +135,165 @@ pub(super) fn meet(
             });
         }
     }
-    drop(silent);
-    for (id, socket) in knocked {
-        let peer = answered(id, socket, config, deadline)?;
-        peers[id.index()] = Some(peer);
-    }
-    Ok(peers)
 }
 
-/// Accepts all connections that wait. Those of other users are closed at once. If there are more
-/// than `most` silent ones, the oldest is closed.
-///
-/// If the system refuses to accept, half of the silent ones are closed, and `most` is lowered to
-/// the rest: a peer needs descriptors for more than its connection.
-///
-/// # Errors
-///
-/// If the system refuses and no silent connection is left to close.
-fn accept_all(listener: &Listener, silent: &mut Vec<Socket>, most: &mut usize) -> io::Result<()> {
-    loop {
-        match listener.accept() {
-            Ok(None) => return Ok(()),
-            Ok(Some(socket)) if socket.peer().is_ok_and(|user| user.uid == getuid()) => {
-                if silent.len() >= *most {
-                    silent.remove(0);
+/// This process as the end of handshakes over shared memory.
+pub(super) fn party(config: &ShmConfig) -> Party {
+    let ShmConfig { process, peers, epoch, token, .. } = config;
+    Party::new((MAGIC, VERSION), *process, peers.len(), *epoch, *token)
+}
+
+/// One end of a connection within the handshake.
+struct End {
+    socket: Socket,
+    handshake: Handshake,
+}
+
+/// The result of a look at a connection.
+enum Heard {
+    /// The handshake goes on.
+    Nothing(End),
+    Met(ProcessId, Met),
+    /// The connection is closed: it was a stranger's, or of no use.
+    End,
+}
+
+/// The fixed values of a meeting.
+struct Meeting<'a> {
+    own: &'a OwnDoor,
+    config: &'a ShmConfig,
+    party: Party,
+    deadline: Instant,
+}
+
+impl Meeting<'_> {
+    /// Connects to all lower processes and says hello to them.
+    fn call_lower(&self) -> Result<Vec<(ProcessId, End)>, TransportError> {
+        let lower = (0..).map(ProcessId).zip(&self.config.peers).take(self.config.process.index());
+        let called = lower.filter_map(|(peer, address)| Some((peer, address.as_ref()?)));
+        called.map(|(peer, address)| Ok((peer, self.call(peer, address)?))).collect()
+    }
+
+    fn call(&self, peer: ProcessId, address: &str) -> Result<End, TransportError> {
+        let with = |error: io::Error| not_met(peer, "meeting", &error);
+        let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
+        let socket = Socket::connect(&address.socket_name(), self.deadline).map_err(with)?;
+        // Another program may have taken the name.
+        let user = socket.peer().map_err(with)?;
+        if user.uid != getuid() {
+            return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
+        }
+        let mut handshake = self.party.call(peer, 0, random_bytes().map_err(with)?);
+        socket.send_until(&handshake.say(), &[], self.deadline).map_err(with)?;
+        Ok(End { socket, handshake })
+    }
+
+    /// Accepts all connections that wait. Those of other users are closed at once. If there are
+    /// more than `most` strangers, the oldest is closed.
+    ///
+    /// If the system refuses to accept, half of the strangers are closed, and `most` is lowered to
+    /// the rest: a peer needs descriptors for more than its connection.
+    ///
+    /// # Errors
+    ///
+    /// If the system refuses and no stranger is left to close, or gives no random numbers.
+    fn accept_all(
+        &self,
+        listener: &Listener,
+        strangers: &mut Vec<End>,
+        most: &mut usize,
+    ) -> io::Result<()> {
+        loop {
+            match listener.accept() {
+                Ok(None) => return Ok(()),
+                Ok(Some(socket)) if socket.peer().is_ok_and(|user| user.uid == getuid()) => {
+                    if strangers.len() >= *most {
+                        strangers.remove(0);
+                    }
+                    let handshake = self.party.answer(random_bytes()?);
+                    strangers.push(End { socket, handshake });
                 }
-                silent.push(socket);
-            }
-            Ok(Some(_)) => {}
-            Err(error) if silent.is_empty() => return Err(error),
-            Err(_) => {
-                silent.drain(..silent.len().div_ceil(2));
-                *most = silent.len().max(1);
+                Ok(Some(_)) => {}
+                Err(error) if strangers.is_empty() => return Err(error),
+                Err(_) => {
+                    strangers.drain(..strangers.len().div_ceil(2));
+                    *most = strangers.len().max(1);
+                }
             }
         }
     }
+
+    /// Reads a packet of a process that has connected, if one has arrived, and replies. A stranger
+    /// is closed. A process that has proved itself gets the descriptors, if `peers` has none of its
+    /// number yet.
+    fn hear_caller(&self, mut end: End, peers: &[Option<Met>]) -> Result<Heard, TransportError> {
+        let packet = match end.socket.receive() {
+            Ok(None) => return Ok(Heard::Nothing(end)),
+            Ok(Some(packet)) => packet,
+            Err(_) => return Ok(Heard::End),
+        };
+        let Ok(reply) = end.handshake.take_packet(&packet.bytes) else {
+            // One of another version is told. The packet still arrives after the end.
+            let last = end.handshake.say();
+            if !last.is_empty() {
+                let _ = end.socket.send(&last, &[]);
+            }
+            return Ok(Heard::End);
+        };
+        let Some(facts) = end.handshake.proved_facts() else {
+            let is_sent = end.socket.send(&reply, &[]);
+            return Ok(if let Ok(true) = is_sent { Heard::Nothing(end) } else { Heard::End });
+        };
+        let (peer, _) = self.party.check_caller(facts, 1)?;
+        let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
+        if self.config.peers[peer.index()].is_none() || peers[peer.index()].is_some() {
+            return Ok(Heard::End);
+        }
+        let [door] = descriptors(peer, packet)?;
+        let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
+        let memory = Arc::new(Mapped::new(bytes).map_err(with)?);
+        let give = [self.own.memory.as_fd(), memory.as_fd()];
+        end.socket.send_until(&reply, &give, self.deadline).map_err(with)?;
+        let met = pair(self.config.process, end.socket, door, &memory, true).map_err(with)?;
+        Ok(Heard::Met(peer, met))
+    }
+
+    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies to
+    /// its answer with this process's proof, and takes the descriptors of its welcome.
+    fn hear_answerer(&self, peer: ProcessId, mut end: End) -> Result<Heard, TransportError> {
+        let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
+        let packet = match end.socket.receive() {
+            Ok(None) => return Ok(Heard::Nothing(end)),
+            Ok(Some(packet)) => packet,
+            Err(error) => return Err(TransportError::PeerGone { peer, why: error.to_string() }),
+        };
+        let heard = end.handshake.take_packet(&packet.bytes);
+        let reply = heard.map_err(|refusal| protocol(peer, self.party.why(refusal)))?;
+        if !end.handshake.is_done() {
+            let facts = end.handshake.proved_facts();
+            let checked = facts.map_or(Ok(()), |facts| self.party.check_answerer(facts, peer));
+            // A process that does not fit is answered too: it learns the reason.
+            let door = [self.own.memory.as_fd()];
+            let give = if checked.is_ok() { &door[..] } else { &[] };
+            let said = end.socket.send_until(&reply, give, self.deadline);
+            return checked.and(said.map_err(with)).map(|()| Heard::Nothing(end));
+        }
+        let [door, rings] = descriptors(peer, packet)?;
+        let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
+        let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
+        let met = pair(self.config.process, end.socket, door, &memory, false).map_err(with)?;
+        Ok(Heard::Met(peer, met))
+    }
 }
 
-/// Answers the hello packet of an awaited process. Returns (its index, its connection), or `None`
-/// for all other senders.
-fn welcome(
-    socket: Socket,
+/// Returns the descriptors of a packet of `peer`.
+fn descriptors<const N: usize>(
+    peer: ProcessId,
     packet: Packet,
-    own: &OwnDoor,
-    config: &ShmConfig,
-    awaited: &[usize],
-    deadline: Instant,
-) -> Result<Option<(usize, Met)>, TransportError> {
-    let Some((index, door)) = check(packet, config, 1) else { return Ok(None) };
-    if !awaited.contains(&index) {
-        return Ok(None);
-    }
-    let with = |error: io::Error| not_met(ProcessId(index as u32), "sharing memory with", &error);
-    let memory =
-        Arc::new(Mapped::new(CAPACITIES.iter().copied().map(Ring::bytes).sum()).map_err(with)?);
-    let give = [own.memory.as_fd(), memory.as_fd()];
-    socket.send_until(hello(config).as_bytes(), &give, deadline).map_err(with)?;
-    let door = door.into_iter().next().ok_or_else(|| with(io::Error::other("it gave no door")))?;
-    let peer = pair(config.process, socket, door, &memory, true).map_err(with)?;
-    Ok(Some((index, peer)))
-}
-
-/// Waits for the answer of a lower process that this one connected to. Returns the connection.
-fn answered(
-    id: ProcessId,
-    socket: Socket,
-    config: &ShmConfig,
-    deadline: Instant,
-) -> Result<Met, TransportError> {
-    let with = |error: io::Error| not_met(id, "sharing memory with", &error);
-    let packet = match socket.receive_until(deadline) {
-        Ok(packet) => packet,
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            let what = format!("process {id} to share memory");
-            return Err(TransportError::TimedOut {
-                event: what,
-                peer_timeout: config.peer_timeout,
-            });
-        }
-        Err(error) => return Err(TransportError::PeerGone { peer: id, why: error.to_string() }),
-    };
-    let given = check(packet, config, 2).filter(|(index, _)| *index == id.index());
-    let Some((_, given)) = given else {
-        return Err(protocol(id, "it is of another job, epoch or build".to_owned()));
-    };
-    let Ok([door, rings]) = <[OwnedFd; 2]>::try_from(given) else {
-        return Err(protocol(id, "it gave no memory".to_owned()));
-    };
-    let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
-    let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
-    pair(config.process, socket, door, &memory, false).map_err(with)
-}
-
-/// Checks a hello packet. Returns (the sender's process number, its descriptors). Returns `None`
-/// for a stranger, or if there are not exactly `descriptors` of them.
-fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usize, Vec<OwnedFd>)> {
-    let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
-    let Hello { magic, version, process, processes, epoch, token } = hello;
-    let is_ours = *magic == MAGIC
-        && are_equal(&config.token, token)
-        && version.get() == VERSION
-        && processes.get() as usize == config.peers.len()
-        && epoch.get() == config.epoch
-        && packet.descriptors.len() == descriptors;
-    is_ours.then(|| (process.get() as usize, packet.descriptors))
-}
-
-pub(super) fn hello(config: &ShmConfig) -> Hello {
-    Hello {
-        magic: MAGIC,
-        version: VERSION.into(),
-        process: config.process.0.into(),
-        processes: (config.peers.len() as u32).into(),
-        epoch: config.epoch.into(),
-        token: config.token,
-    }
+) -> Result<[OwnedFd; N], TransportError> {
+    let given = packet.descriptors.len();
+    let wrong = |_| protocol(peer, format!("it gave {given} descriptors instead of {N}"));
+    packet.descriptors.try_into().map_err(wrong)
 }
 
 /// Builds the connection to a peer: its sending and receiving halves.

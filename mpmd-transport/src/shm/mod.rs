@@ -128,7 +128,7 @@ pub struct ShmConfig {
     /// Each process's [`Opened::address`], by process; `None` for processes that this transport
     /// does not reach. This process's own entry is ignored.
     pub peers: Vec<Option<String>>,
-    /// The job's secret. Processes that do not know it are refused.
+    /// The job's secret. Processes that do not prove to know it are refused.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,

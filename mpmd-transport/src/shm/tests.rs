@@ -8,6 +8,7 @@ mod ear;
 mod ends;
 mod fuzz;
 mod loans;
+mod meeting;
 mod nonsense;
 mod ring;
 mod strangers;

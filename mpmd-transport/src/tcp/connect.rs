@@ -1,9 +1,10 @@
 //! Connects the sockets between all pairs of processes.
 //!
 //! In each pair, the process with the higher id connects to the other's listener, once for each
-//! channel. Both send a [preamble](super::preamble), the connecting side first. A stranger, which
-//! does not know the job's token, gets no answer.
+//! channel, 0 for control and 1 for bulk. Each connection begins with a
+//! [handshake](crate::handshake). A stranger, which does not know the job's token, is closed.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,25 +12,31 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::deadline::after;
+use crate::handshake::Refusal;
+use crate::handshake::party::Party;
+use crate::handshake::stream::shake_hands;
 use crate::strangers::{Link, Strangers};
+use crate::token::random_bytes;
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use crate::wire::{ProcessId, VERSION};
 
 use super::drive::{Drive, Pair};
-use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
 use super::{Tcp, TcpConfig};
 
-/// Time limit from a connection to its preamble. In tests it is longer than any test.
-const PREAMBLE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// Limit on the connections without a preamble, in addition to those of peers. One more closes the
-/// oldest.
+const MAGIC: [u8; 8] = *b"MPMDTCP\0";
+/// Number of connections between two processes: control and bulk.
+const CHANNELS: u32 = 2;
+/// Time limit for the handshake with a process that has connected. In tests it is longer than any
+/// test.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
+/// Limit on the connections without a finished handshake, in addition to those of peers. One more
+/// closes the oldest.
 const MOST_STRANGERS: usize = 256;
 /// Limit on the connections that wait to be accepted, if the system allows as many. The system
 /// drops more; their senders try again only after a second or more.
@@ -137,9 +144,10 @@ fn drive(
 
 /// The result of one attempt at one connection.
 enum Met {
-    Peer(ProcessId, Channel, TcpStream),
-    /// The other end does not belong to the job.
-    Stranger,
+    Peer(ProcessId, u32, TcpStream),
+    /// The reason why the other end does not belong to the job, or has gone.
+    Stranger(String),
+    /// The other end belongs to the job, but cannot work with this process.
     Misfit(TransportError),
 }
 
@@ -149,7 +157,7 @@ async fn connect_all(
 ) -> Result<Vec<Option<Pair>>, TransportError> {
     let deadline: Instant = after(std::time::Instant::now(), config.peer_timeout).into();
     let TcpConfig { process, peers, token, epoch, peer_timeout, .. } = config;
-    let job = Job { process, processes: peers.len(), token, epoch };
+    let party = Party::new((MAGIC, VERSION), process, peers.len(), epoch, token);
     let own = listener.address;
     let listener = tokio::net::TcpListener::from_std(listener.socket)
         .map_err(|e| environment(format!("listening on {own}"), &e))?;
@@ -160,10 +168,12 @@ async fn connect_all(
     // The last error with each lower process that has not answered yet.
     let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
     for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
-        for channel in Channel::BOTH {
-            meetings.spawn(call(job.clone(), lower, address, channel, words.clone()));
+        for channel in 0..CHANNELS {
+            meetings.spawn(call(party.clone(), lower, address, channel, words.clone()));
         }
     }
+    // The last reason why a connection was refused here.
+    let mut refused = String::new();
     let mut found: Vec<[Option<TcpStream>; 2]> = peers.iter().map(|_| [None, None]).collect();
     loop {
         let missing = missing(&found, process);
@@ -173,13 +183,13 @@ async fn connect_all(
         let expects = missing.iter().any(|peer| *peer > process);
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
-                event: name_missing(&missing, peers.len(), &words.lock()),
+                event: name_missing(&missing, peers.len(), &words.lock(), &refused),
                 peer_timeout,
             }),
             accepted = listener.accept(), if expects => match accepted {
                 Ok((stream, _)) => {
                     next_link += 1;
-                    let greeting = greet(job.clone(), stream, next_link, strangers.clone());
+                    let greeting = greet(party.clone(), stream, next_link, strangers.clone());
                     let task = meetings.spawn(greeting);
                     strangers.add(next_link, task);
                 }
@@ -200,12 +210,13 @@ async fn connect_all(
                         return Err(TransportError::Protocol { peer, why });
                     }
                 }
-                Ok(Met::Stranger) => {
-                    tracing::warn!("a connection from outside the job was refused at {own}");
+                Ok(Met::Stranger(why)) => {
+                    tracing::warn!("a connection was refused at {own}: {why}");
+                    refused = why;
                 }
                 Ok(Met::Misfit(error)) => return Err(error),
                 Err(error) if error.is_cancelled() => {
-                    tracing::warn!("a connection without a preamble was closed at {own}");
+                    tracing::warn!("a silent connection was closed at {own}");
                 }
                 Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
             },
@@ -218,86 +229,83 @@ async fn connect_all(
 /// Connects to a process with a lower id. Tries again until it answers or does not fit; the caller
 /// sets the deadline. `words` gets the last error by process.
 async fn call(
-    job: Job,
+    party: Party,
     peer: ProcessId,
     address: SocketAddr,
-    channel: Channel,
+    channel: u32,
     words: Arc<Mutex<Vec<String>>>,
 ) -> Met {
     let mut pause = FIRST_RETRY;
     loop {
-        let word = match call_once(&job, peer, address, channel).await {
-            Ok(Ok(stream)) => return Met::Peer(peer, channel, stream),
-            Ok(Err(Refusal::Misfit(error))) => return Met::Misfit(error),
-            Ok(Err(Refusal::Stranger)) => {
-                "the process that listens there is not of this job".to_owned()
-            }
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-                "it closed the connection without an answer, as it does where the job token is \
-                 wrong"
-                    .to_owned()
-            }
-            Err(error) => error.to_string(),
-        };
-        words.lock()[peer.index()] = format!("{address}: {word}");
+        match call_once(&party, peer, address, channel).await {
+            Met::Stranger(why) => words.lock()[peer.index()] = format!("{address}: {why}"),
+            met => return met,
+        }
         sleep(pause).await;
         pause = (pause * 2).min(LAST_RETRY);
     }
 }
 
-async fn call_once(
-    job: &Job,
-    peer: ProcessId,
-    address: SocketAddr,
-    channel: Channel,
-) -> std::io::Result<Result<TcpStream, Refusal>> {
-    let mut stream = TcpStream::connect(address).await?;
-    stream.set_nodelay(true)?;
-    stream.write_all(&job.preamble(peer, channel)).await?;
-    let mut answer = [0; PREAMBLE_BYTES];
-    stream.read_exact(&mut answer).await?;
-    Ok(job.check(&answer).and_then(|who| {
-        if who == (peer, channel) {
-            return Ok(stream);
+async fn call_once(party: &Party, peer: ProcessId, address: SocketAddr, channel: u32) -> Met {
+    let meet = async {
+        let mut stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        let mut handshake = party.call(peer, channel, random_bytes()?);
+        let shaken = shake_hands(&mut stream, &mut handshake).await;
+        // A process that finds a misfit may close without a welcome.
+        if let Some(Err(misfit)) =
+            handshake.proved_facts().map(|facts| party.check_answerer(facts, peer))
+        {
+            return Ok::<_, io::Error>(Met::Misfit(misfit));
         }
-        let why = format!("process {} listens at {address}; the lists of addresses differ", who.0);
-        Err(Refusal::Misfit(TransportError::Protocol { peer, why }))
-    }))
+        Ok(match shaken? {
+            Ok(()) => Met::Peer(peer, channel, stream),
+            // It listens where the job says that the peer does.
+            Err(refusal @ Refusal::OtherVersion { .. }) => {
+                Met::Misfit(TransportError::Protocol { peer, why: party.why(refusal) })
+            }
+            Err(refusal) => Met::Stranger(party.why(refusal)),
+        })
+    };
+    meet.await.unwrap_or_else(|error| Met::Stranger(word(&error)))
 }
 
-/// Reads the preamble of an accepted connection, and answers if it belongs to the job.
-async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
-    let mut preamble = [0; PREAMBLE_BYTES];
-    let until = Instant::now() + PREAMBLE_TIMEOUT;
-    let heard = timeout_at(until, stream.read_exact(&mut preamble)).await;
-    let stays = strangers.remove(link);
-    if !stays || !matches!(heard, Ok(Ok(_))) {
-        return Met::Stranger;
-    }
-    let (from, channel, misfit) = match job.check(&preamble) {
-        Ok((from, _)) if from < job.process => {
-            let why = "the lower process of a pair does not connect to the higher".to_owned();
-            (from, Channel::Control, Some(TransportError::Protocol { peer: from, why }))
+/// Returns the reason for the end of a handshake in words.
+fn word(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            "it closed the connection within the handshake, as it does where the job token is wrong"
+                .to_owned()
         }
-        Ok((from, channel)) => (from, channel, None),
-        Err(Refusal::Stranger) => return Met::Stranger,
-        Err(Refusal::Misfit(error)) => match &error {
-            TransportError::Protocol { peer, .. } => (*peer, Channel::Control, Some(error)),
-            _ => return Met::Stranger,
-        },
-    };
-    // A process that does not fit is answered too: from the answer it learns the reason.
-    let answer = job.preamble(from, channel);
-    let answered = async {
-        stream.set_nodelay(true)?;
-        stream.write_all(&answer).await
-    };
-    match (misfit, timeout(PREAMBLE_TIMEOUT, answered).await) {
-        (Some(error), _) => Met::Misfit(error),
-        (None, Ok(Ok(()))) => Met::Peer(from, channel, stream),
-        // The peer has gone away again. It connects again, or is reported as missing.
-        (None, _) => Met::Stranger,
+        _ => error.to_string(),
     }
+}
+
+/// Runs the handshake of an accepted connection.
+async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
+    let meet = async {
+        stream.set_nodelay(true)?;
+        let mut handshake = party.answer(random_bytes()?);
+        let shaken = shake_hands(&mut stream, &mut handshake).await?;
+        Ok::<_, io::Error>(shaken.map(|()| handshake))
+    };
+    let met = timeout(HANDSHAKE_TIMEOUT, meet).await;
+    let stays = strangers.remove(link);
+    let why = match met {
+        Ok(Ok(Ok(handshake))) if stays => {
+            // The other process learns from the facts of this one why it does not fit.
+            let caller = handshake.proved_facts().map(|facts| party.check_caller(facts, CHANNELS));
+            match caller {
+                Some(Ok((from, channel))) => return Met::Peer(from, channel, stream),
+                Some(Err(misfit)) => return Met::Misfit(misfit),
+                None => String::new(),
+            }
+        }
+        Ok(Ok(Err(refusal))) => party.why(refusal),
+        Ok(Err(error)) => word(&error),
+        Ok(Ok(Ok(_))) | Err(_) => "it was silent for too long".to_owned(),
+    };
+    Met::Stranger(why)
 }
 
 /// Returns true if the other end has not closed the connection. Consumes nothing.
@@ -312,8 +320,14 @@ fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
     pairs.map(|(id, _)| id).collect()
 }
 
-/// Returns a text such as "waiting for process 2 (why) and process 5 of 8 to connect".
-fn name_missing(missing: &[ProcessId], processes: usize, words: &[String]) -> String {
+/// Returns a text such as "waiting for process 2 (why) and process 5 of 8 to connect". `refused` is
+/// the reason why another connection was refused, or empty.
+fn name_missing(
+    missing: &[ProcessId],
+    processes: usize,
+    words: &[String],
+    refused: &str,
+) -> String {
     let names: Vec<_> = missing
         .iter()
         .map(|peer| match words[peer.index()].as_str() {
@@ -325,7 +339,11 @@ fn name_missing(missing: &[ProcessId], processes: usize, words: &[String]) -> St
         [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
         names => names.concat(),
     };
-    format!("waiting for {names} of {processes} to connect")
+    let refused = match refused {
+        "" => String::new(),
+        why => format!(" (a connection was refused: {why})"),
+    };
+    format!("waiting for {names} of {processes} to connect{refused}")
 }
 
 fn environment(doing: String, error: &dyn std::error::Error) -> TransportError {
@@ -342,7 +360,7 @@ mod tests {
         let words = vec![String::new(), "refused".to_owned(), String::new(), String::new()];
         let named = |missing: &[u32]| {
             let missing: Vec<_> = missing.iter().map(|id| ProcessId(*id)).collect();
-            name_missing(&missing, 4, &words)
+            name_missing(&missing, 4, &words, "")
         };
         assert_eq!(named(&[3]), "waiting for process 3 of 4 to connect");
         assert_eq!(

@@ -19,7 +19,6 @@
 mod connect;
 mod connection;
 mod drive;
-mod preamble;
 mod read;
 
 use std::fmt;
@@ -44,7 +43,7 @@ pub struct TcpConfig {
     pub process: ProcessId,
     /// The address at which each process listens, by process. This process's own entry is ignored.
     pub peers: Vec<SocketAddr>,
-    /// The job's secret. A connection without it is not from a peer.
+    /// The job's secret. An end that does not prove to know it is no peer.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,

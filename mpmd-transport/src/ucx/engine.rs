@@ -7,28 +7,30 @@
 //! descriptor. A command wakes the engine.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::address::Address;
 use super::leaving::Leaving;
-use super::meeting::{Address, Hello, Refusal, name_missing};
-use super::queue::{Command, Met, Queue};
+use super::meeting::Meeting;
+use super::queue::{Command, Queue};
 use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
 use super::traffic::{Operation, Said, Stored};
 use super::{Spin, UcxConfig, settings, sys};
+use crate::handshake::Handshake;
 use crate::transport::{Handler, TransportError};
 use crate::wire::ProcessId;
 
 /// Ids of the kinds of messages.
 pub(super) mod id {
-    /// Id of a hello. The message's header is a [`Hello`](super::Hello).
-    pub(in super::super) const HELLO: u32 = 1;
+    /// Id of a part of a handshake, which is the payload. The header is the id that the sender
+    /// claims.
+    pub(in super::super) const MEET: u32 = 1;
     /// Id of a message for the handler. The header is the sender's id, the pass that the receiver
     /// expects and a `Header` of this library; the payload is that header's.
     pub(in super::super) const MESSAGE: u32 = 2;
@@ -42,7 +44,7 @@ pub(super) mod id {
     pub(in super::super) const PING: u32 = 5;
     /// Id of the answer to a ping. Header as for `BYE`.
     pub(in super::super) const PONG: u32 = 6;
-    pub(in super::super) const ALL: [u32; 6] = [HELLO, MESSAGE, BYE, HEARD, PING, PONG];
+    pub(in super::super) const ALL: [u32; 6] = [MEET, MESSAGE, BYE, HEARD, PING, PONG];
 }
 
 const PACE: Pace = Pace {
@@ -58,20 +60,18 @@ const PACE: Pace = Pace {
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
-/// Limit on the hellos that are kept until this process starts to connect.
-const HELLOS_KEPT: usize = 1 << 16;
-/// Time for which connecting goes on after a failure, so that the peers still receive this
-/// process's hello.
-const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// A peer and the state of its connection.
 pub(super) struct Peer {
     pub(super) endpoint: Option<EndpointId>,
     /// True if the peer's UCX can move memory of CUDA devices.
-    moves_cuda: bool,
-    /// The pass (a random number) that the peer must send with each message.
-    pub(super) expected: u32,
-    /// The pass (a random number) that the peer expects with each message; known from its hello.
+    pub(super) moves_cuda: bool,
+    /// This process's end of the handshake with the peer.
+    pub(super) handshake: Option<Handshake>,
+    /// The pass (a secret number) that the peer must send with each message; known from the
+    /// handshake.
+    pub(super) expected: Option<u32>,
+    /// The pass that the peer expects with each message.
     pub(super) pass: Option<u32>,
     /// The reason why the peer is gone; `None` until then.
     pub(super) down: Option<TransportError>,
@@ -91,7 +91,7 @@ pub(super) struct Peer {
 pub(super) struct Engine {
     pub(super) worker: Worker,
     /// True if UCX of this process can move memory of CUDA devices.
-    moves_cuda: bool,
+    pub(super) moves_cuda: bool,
     pub(super) queue: Arc<Queue>,
     pub(super) me: ProcessId,
     /// The peers by process. This process's own entry is not used.
@@ -110,20 +110,12 @@ pub(super) struct Engine {
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
     pub(super) roll_call: Option<RollCall>,
-    meeting: Option<Meeting>,
-    /// Hellos that arrived before this process started to connect.
-    hellos: Vec<Vec<u8>>,
+    pub(super) meeting: Option<Meeting>,
+    /// Hellos that arrived before this process started to connect: (sender, bytes).
+    pub(super) hellos: Vec<(ProcessId, Vec<u8>)>,
     policy: SpinPolicy,
     /// The time since the last work, if the last poll found nothing.
     gap: Option<Gap>,
-}
-
-/// The state of connecting, until a hello of every peer has arrived.
-struct Meeting {
-    config: UcxConfig,
-    reply: Sender<Result<Met, TransportError>>,
-    until: Instant,
-    failed: Option<TransportError>,
 }
 
 /// Starts the engine's thread and waits until UCX is open. Returns the address for peers, and the
@@ -280,9 +272,8 @@ impl Engine {
 
     fn happened(&mut self, event: Event) {
         match event {
-            Event::Message { id: id::HELLO, header: (header, bytes), body } => {
-                self.throw_away(body);
-                self.greeted(&header[..bytes]);
+            Event::Message { id: id::MEET, header: (header, bytes), body } => {
+                self.greeted(&header[..bytes], body);
             }
             Event::Message { id, header: (header, bytes), body } => {
                 self.arrived(id, &header[..bytes], body)
@@ -296,141 +287,12 @@ impl Engine {
         }
     }
 
-    fn connect(&mut self, config: UcxConfig, reply: Sender<Result<Met, TransportError>>) {
-        self.worker.copy_into(config.pool.clone());
-        self.me = config.process;
+    /// Sets how long the engine polls before it sleeps.
+    pub(super) fn set_spin(&mut self, config: &UcxConfig) {
         let budget = CoreBudget::of(config.neighbours, config.neighbours, host_cores());
         let polls = budget.under(config.spin) != CoreBudget::None;
         self.policy = SpinPolicy::new(PACE, if polls { config.spin } else { Spin::Never });
         self.gap = None;
-        let random = RandomState::new();
-        self.peers = (0..config.peers.len())
-            .map(|peer| Peer {
-                endpoint: None,
-                moves_cuda: false,
-                expected: random.hash_one(peer) as u32,
-                pass: None,
-                down: None,
-                sending: 0,
-                fetching: 0,
-                heard_bye: false,
-                answered: false,
-                has_heard: false,
-                in_reach: true,
-            })
-            .collect();
-        let failed = self.greet_all(&config).err();
-        let until = after(if failed.is_some() { LAST_WORDS } else { config.peer_timeout });
-        self.meeting = Some(Meeting { config, reply, until, failed });
-        for hello in std::mem::take(&mut self.hellos) {
-            self.greeted(&hello);
-        }
-    }
-
-    fn greet_all(&mut self, config: &UcxConfig) -> Result<(), TransportError> {
-        let peers =
-            (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
-        // All addresses are parsed before any is used, so that every process reports a peer with
-        // another version.
-        let addresses: Vec<_> = peers
-            .map(|(peer, text)| Address::parse(text, peer).map(|address| (peer, address)))
-            .collect::<Result<_, _>>()?;
-        for (peer, address) in addresses {
-            let endpoint =
-                self.worker.connect(&address.worker).map_err(|error| TransportError::PeerGone {
-                    peer,
-                    why: format!("no way leads there from here; UCX says {error}"),
-                })?;
-            self.processes.insert(endpoint, peer);
-            self.peers[peer.index()].endpoint = Some(endpoint);
-            self.peers[peer.index()].moves_cuda = address.moves_cuda;
-            let hello = Hello {
-                from: config.process,
-                to: peer,
-                pass: self.peers[peer.index()].expected,
-                epoch: config.epoch,
-                token: config.token,
-            };
-            self.send(peer, id::HELLO, &hello.encode());
-        }
-        Ok(())
-    }
-
-    /// Handles a hello: records the sender's pass, keeps the hello until this process connects, or
-    /// refuses it.
-    fn greeted(&mut self, hello: &[u8]) {
-        let Some(meeting) = &mut self.meeting else {
-            // Kept if this process has not started to connect yet.
-            if self.peers.is_empty() && self.hellos.len() < HELLOS_KEPT {
-                self.hellos.push(hello.to_vec());
-            }
-            return;
-        };
-        let config = &meeting.config;
-        match Hello::decode(hello, self.me, self.peers.len(), &config.token, config.epoch) {
-            Ok(hello) => self.peers[hello.from.index()].pass = Some(hello.pass),
-            Err(Refusal::Stranger) => {
-                tracing::warn!("UCX's engine refused a hello of an unknown sender")
-            }
-            Err(Refusal::Misfit(error)) => fail(meeting, error),
-        }
-    }
-
-    /// Ends the connecting if all peers have been heard, if it has failed, or if the time is over.
-    fn meet(&mut self) {
-        let Some(mut meeting) = self.meeting.take() else { return };
-        let others = || self.peers.iter().zip(0..).filter(|(_, id)| ProcessId(*id) != self.me);
-        // A peer that has sent both hello and goodbye counts as met: it was only faster.
-        let lost = |peer: &&Peer| !(peer.heard_bye && peer.pass.is_some());
-        let lost = others().map(|(peer, _)| peer).filter(lost).find_map(|peer| peer.down.clone());
-        let waits = |peer: &Peer| peer.pass.is_none() || (peer.sending > 0 && peer.down.is_none());
-        let silent = others().filter(|(peer, _)| waits(peer)).map(|(_, id)| ProcessId(id));
-        let silent: Vec<_> = silent.collect();
-        let said = others().all(|(peer, _)| peer.sending == 0 || peer.down.is_some());
-        if let Some(error) = lost {
-            fail(&mut meeting, error);
-        }
-        let late = Instant::now() >= meeting.until;
-        let outcome = match meeting.failed.take() {
-            Some(error) if said || late => Err(error),
-            Some(error) => {
-                meeting.failed = Some(error);
-                self.meeting = Some(meeting);
-                return;
-            }
-            None if silent.is_empty() => Ok(self.met()),
-            None if late => {
-                let what = name_missing(&silent, self.peers.len());
-                Err(TransportError::TimedOut {
-                    event: what,
-                    peer_timeout: meeting.config.peer_timeout,
-                })
-            }
-            None => {
-                self.meeting = Some(meeting);
-                return;
-            }
-        };
-        // A caller that no longer waits has dropped the transport.
-        let _ = meeting.reply.send(outcome);
-    }
-
-    fn met(&self) -> Met {
-        let moves_cuda = self.peers.iter().map(|peer| self.moves_cuda && peer.moves_cuda);
-        Met { lanes: self.lanes(), moves_cuda: moves_cuda.collect() }
-    }
-
-    /// Returns UCX's description of the lanes to each peer, by process; empty for this process.
-    fn lanes(&self) -> Vec<String> {
-        let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
-            let lanes =
-                peer.endpoint.map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
-            if peer.endpoint.is_some() {
-                tracing::debug!(peer = id, "UCX's choice of lanes\n{lanes}");
-            }
-            lanes
-        });
-        lanes.collect()
     }
 
     /// Records the purpose of an operation in flight, until the operation ends.
@@ -462,12 +324,5 @@ impl Drop for Engine {
                 then(Err(TransportError::Closed));
             }
         }
-    }
-}
-
-fn fail(meeting: &mut Meeting, error: TransportError) {
-    if meeting.failed.is_none() {
-        meeting.failed = Some(error);
-        meeting.until = meeting.until.min(Instant::now() + LAST_WORDS);
     }
 }

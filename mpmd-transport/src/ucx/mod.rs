@@ -6,8 +6,8 @@
 //! payload wait for it. On slow networks, use a peer timeout longer than the transfer of the
 //! largest payload, or the transport [`tcp`](crate::tcp).
 //!
-//! Peers exchange a secret, which tells their messages from others. UCX itself, below,
-//! authenticates nobody: use it on trusted networks only.
+//! Peers derive a secret from their handshake, which tells their messages from others. UCX itself,
+//! below, authenticates nobody: use it on trusted networks only.
 //!
 //! Needs the cargo feature `ucx`. Without it the same items exist and return
 //! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with a hint how to get it.
@@ -32,8 +32,8 @@
 //!
 //! # Life of a connection
 //!
-//! Each side verifies the other with a hello on every connection, before the first operation
-//! (`meeting.rs`). A leaving process sends a goodbye. Its peers answer it once none of the leaver's
+//! Two processes do a [handshake](crate::handshake) before the first operation (`meeting.rs`). A
+//! leaving process sends a goodbye. Its peers answer it once none of the leaver's
 //! memory is read any more (`leaving.rs`). A process that is killed while it writes into a queue
 //! that all processes of a host share may block that queue, and UCX does not notice. So after a
 //! death all peers are asked for an answer. A peer that does not answer in time counts as lost
@@ -42,7 +42,7 @@
 //! # Device memory
 //!
 //! UCX is told the kind of each memory. Both sides know whether UCX moves device memory
-//! (`meeting.rs`). The core nevertheless sends device memory by way of pinned host memory.
+//! (`address.rs`). The core nevertheless sends device memory by way of pinned host memory.
 //!
 //! There is no UCX outside of this folder. A program built with the feature `ucx` loads the library
 //! only when this transport is asked for, so it also runs on machines without UCX. The cluster's
@@ -51,6 +51,8 @@
 
 #[cfg(not(feature = "ucx"))]
 mod absent;
+#[cfg(feature = "ucx")]
+mod address;
 #[cfg(feature = "ucx")]
 mod engine;
 #[cfg(feature = "ucx")]
@@ -63,7 +65,6 @@ mod meeting;
 mod present;
 #[cfg(feature = "ucx")]
 mod queue;
-#[cfg(feature = "ucx")]
 #[cfg(feature = "ucx")]
 mod result;
 #[cfg(feature = "ucx")]
@@ -103,7 +104,7 @@ pub struct UcxConfig {
     pub process: ProcessId,
     /// The [`Opened::address`] of each process, by process. This process's own entry is ignored.
     pub peers: Vec<String>,
-    /// The job's secret. A message without it is not from a peer.
+    /// The job's secret. A process that does not prove to know it is no peer.
     pub token: [u8; 32],
     /// The incarnation of the job, the same on every process.
     pub epoch: u64,

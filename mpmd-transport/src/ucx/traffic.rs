@@ -138,8 +138,19 @@ impl Engine {
 
     /// Sends a message of the engine's own, without a payload.
     pub(super) fn send(&mut self, to: ProcessId, id: u32, header: &[u8]) {
+        self.send_with(to, id, header, None);
+    }
+
+    /// Sends a message of the engine's own. The payload is small.
+    pub(super) fn send_with(
+        &mut self,
+        to: ProcessId,
+        id: u32,
+        header: &[u8],
+        payload: Option<SharedBuffer>,
+    ) {
         let Some(endpoint) = self.peers[to.index()].endpoint else { return };
-        let op = self.worker.store(endpoint, header, None);
+        let op = self.worker.store(endpoint, header, payload);
         match self.worker.send(op, id, Way::Eager) {
             Sent::UnderWay => self.note_send(to, op, None),
             Sent::Gone | Sent::Closed => drop(self.worker.take_back(op)),
@@ -151,7 +162,7 @@ impl Engine {
         self.note(op, Operation::Send { to, ticket });
     }
 
-    /// Handles a received message with any id but a hello's. A message with a wrong pass is
+    /// Handles a received message that is no part of a handshake. A message with a wrong pass is
     /// dropped.
     pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
         let from = self.sender(header);
@@ -179,7 +190,7 @@ impl Engine {
         let from = u32::from_le_bytes(header.get(..4)?.try_into().ok()?);
         let pass = u32::from_le_bytes(header.get(4..PREFIX_BYTES)?.try_into().ok()?);
         let peer = self.peers.get(from as usize)?;
-        (peer.endpoint.is_some() && peer.expected == pass).then_some(ProcessId(from))
+        (peer.endpoint.is_some() && peer.expected == Some(pass)).then_some(ProcessId(from))
     }
 
     fn deliver(&mut self, from: ProcessId, header: &[u8], body: Body) {
@@ -379,7 +390,7 @@ impl Engine {
     }
 }
 
-/// Returns the sender's id and the pass: the first bytes of every message but a hello.
+/// Returns the sender's id and the pass: the first bytes of every message after the handshake.
 pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
     let mut bytes = [0; PREFIX_BYTES];
     bytes[..4].copy_from_slice(&me.0.to_le_bytes());

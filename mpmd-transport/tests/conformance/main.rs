@@ -2,6 +2,7 @@
 
 mod checks;
 mod cluster;
+mod handshake;
 mod inproc;
 mod recorder;
 mod rendezvous;

@@ -15,9 +15,14 @@ use mpmd_transport::rendezvous::{
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
+use crate::handshake::End;
+
 /// Time limit for a wait. Nothing here takes this long; it ends a test that would hang.
 const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(400);
+
+/// An end of a handshake that a test plays.
+const END: End = End { magic: b"MPMDMEET", version: VERSION, token: [42; 32] };
 
 fn token() -> Token {
     Token::new([42; 32])
@@ -267,8 +272,9 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     // Joins by hand, then answers no ping, like a stopped process.
     let mut stopped = TcpStream::connect(server.address()).unwrap();
     stopped.set_read_timeout(Some(LONG)).unwrap();
-    stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
-    stopped.read_exact(&mut [0; 16]).unwrap();
+    let facts = END.call(&mut stopped, &[], 4).unwrap();
+    // It pings four times within its timeout.
+    assert_eq!(facts, 500u32.to_le_bytes());
     // Join {ask 1, process 1, processes 2, epoch 1, waits false, peer_timeout 30 s, member of empty
     // fields}, in bincode's standard form.
     stopped.write_all(&[14, 0, 0, 0, 0, 1, 1, 2, 1, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
@@ -293,8 +299,7 @@ fn a_silent_server_is_noticed() {
     let (done, wait) = mpsc::channel::<()>();
     let silent = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        stream.read_exact(&mut [0; 42]).unwrap();
-        stream.write_all(b"MPMDMEET\0\0\x01\0\x01\0\0\0").unwrap();
+        END.answer(&mut stream, &1u32.to_le_bytes()).unwrap();
         let mut request = [0; 6];
         while stream.read_exact(&mut request).is_ok() {
             // Answer {ask, Ok(Clock(0))}
@@ -575,21 +580,59 @@ fn strangers_learn_nothing_and_hold_no_place() {
     let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     meet(&server, 1);
     drop(silent);
-    let mut wrong_but_last = [42; 32];
-    wrong_but_last[31] = 0;
-    for said in [
-        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-        preamble(VERSION, [0; 32]),
-        preamble(VERSION, wrong_but_last),
-    ] {
+    for said in [b"GET / HTTP/1.1\r\n\r\n".to_vec(), END.hello(&[])[..41].to_vec()] {
         assert_eq!(answer(&server, &said), b"", "{said:?}");
+    }
+    // A hello gets an answer, but no proof that follows from it lets a stranger in.
+    let heard = answer(&server, &END.hello(&[]));
+    assert_eq!((heard.len(), &heard[..10]), (80, &b"MPMDMEET\0\0"[..]));
+    assert!(!heard.windows(4).any(|part| part == [42; 4]));
+    for shown in [[0; 32], *heard.last_chunk().unwrap(), [42; 32]] {
+        let said = [&END.hello(&[])[..], &shown].concat();
+        assert_eq!(answer(&server, &said).len(), 80, "no welcome");
     }
     // Another version is answered with ours, with any token.
     let mut refusal = b"MPMDMEET\x01\0".to_vec();
     refusal.extend(VERSION.to_le_bytes());
     refusal.extend([0; 4]);
-    assert_eq!(answer(&server, &preamble(VERSION + 1, [0; 32])), refusal);
-    assert_eq!(answer(&server, &preamble(VERSION + 1, [42; 32])), refusal);
+    let other = End { version: VERSION + 1, token: [0; 32], ..END };
+    assert_eq!(answer(&server, &other.hello(&[])), refusal);
+    // The first bytes of clients of the versions that showed the token.
+    let old = [&b"MPMDMEET\x06\0"[..], &[42; 32]].concat();
+    assert_eq!(answer(&server, &old), refusal);
+}
+
+#[test]
+fn squatter_learns_nothing_that_lets_it_in() {
+    let server = server(1, LONG);
+    let earlier = answer(&server, &END.hello(&[]));
+    let reply: [&dyn Fn(&[u8]) -> Vec<u8>; 4] = [
+        &|_| earlier.clone(),
+        &|hello| hello.to_vec(),
+        &|_| [&earlier[..48], &[0; 32]].concat(),
+        &|_| Vec::new(),
+    ];
+    for reply in reply {
+        let squatter = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut config = config(&server, 0, 1);
+        config.server = squatter.local_addr().unwrap().to_string();
+        config.peer_timeout = SHORT;
+        let joining = thread::spawn(move || Rendezvous::connect(config).map(drop));
+        let (mut stream, _) = squatter.accept().unwrap();
+        let mut heard = vec![0; 42];
+        stream.read_exact(&mut heard).unwrap();
+        stream.write_all(&reply(&heard)).unwrap();
+        let _ = stream.read_to_end(&mut heard);
+        drop(squatter);
+        assert!(joining.join().unwrap().is_err());
+        assert_eq!(heard.len(), 42, "it proves nothing to a stranger");
+        assert!(!heard.windows(4).any(|part| part == [42; 4]));
+        // What it has heard does not let it in at the real server.
+        for shown in [&heard[10..42], &earlier[48..]] {
+            assert_eq!(answer(&server, &[&heard[..], shown].concat()).len(), 80, "no welcome");
+        }
+    }
+    meet(&server, 1);
 }
 
 #[test]
@@ -597,16 +640,14 @@ fn senseless_messages_end_the_connection_and_nothing_else() {
     let server = server(2, LONG);
     let all = meet(&server, 2);
     for said in [&[255, 255, 255, 255][..], &[0, 0, 0, 0], &[4, 0, 0, 0, 99, 99, 99, 99]] {
-        let mut bytes = preamble(VERSION, [42; 32]);
-        bytes.extend(said);
-        assert_eq!(answer(&server, &bytes)[..10], *b"MPMDMEET\0\0");
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        END.call(&mut stream, &[], 4).unwrap();
+        stream.write_all(said).unwrap();
+        assert!(matches!(stream.read(&mut [0; 1]), Ok(0)), "it is closed");
     }
     all[0].set("still", vec![1]).unwrap();
     assert_eq!(all[1].get("still", LONG), Ok(vec![1]));
-}
-
-fn preamble(version: u16, token: [u8; 32]) -> Vec<u8> {
-    [&b"MPMDMEET"[..], &version.to_le_bytes(), &token].concat()
 }
 
 /// Sends `bytes` to the server. Returns all bytes that it answers until it closes.

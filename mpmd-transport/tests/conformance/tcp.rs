@@ -1,7 +1,7 @@
 //! Failures that only sockets have: strangers, misfits, garbage, broken connections.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use mpmd_transport::wire::VERSION;
 use mpmd_transport::{Header, Kind as MessageKind, Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, TOKEN, config, id, is_gone, listen};
+use crate::handshake::End;
 use crate::recorder::Manner;
 use crate::within;
 
@@ -22,48 +23,50 @@ fn connecting(listener: Listener, config: TcpConfig) -> Connecting {
     std::thread::spawn(move || listener.connect(config))
 }
 
-/// The first bytes of a connection; a test changes some fields.
+/// A connection of a process that a test plays; a test changes some fields.
 #[derive(Clone, Copy)]
-struct Preamble {
+struct Call {
     version: u16,
     token: [u8; 32],
     epoch: u64,
     from: u32,
     to: u32,
-    channel: u8,
+    channel: u32,
 }
 
-const PREAMBLE: Preamble =
-    Preamble { version: VERSION, token: TOKEN, epoch: EPOCH, from: 1, to: 0, channel: 0 };
+const CALL: Call =
+    Call { version: VERSION, token: TOKEN, epoch: EPOCH, from: 1, to: 0, channel: 0 };
 
-impl Preamble {
-    fn bytes(self) -> Vec<u8> {
-        let mut bytes = b"MPMDTCP\0".to_vec();
-        bytes.extend(self.version.to_le_bytes());
-        bytes.extend([self.channel, 0]);
-        bytes.extend(self.token);
-        bytes.extend(self.epoch.to_le_bytes());
-        bytes.extend(self.from.to_le_bytes());
-        bytes.extend(self.to.to_le_bytes());
-        bytes.extend([0; 4]);
-        assert_eq!(bytes.len(), 64);
-        bytes
+impl Call {
+    fn end(self) -> End {
+        End { magic: b"MPMDTCP\0", version: self.version, token: self.token }
     }
 
-    /// Connects to `address` and sends this preamble. Returns the socket.
+    /// Returns the facts about this process in a job of `processes`.
+    fn facts(self, processes: u32) -> Vec<u8> {
+        let epoch = self.epoch.to_le_bytes();
+        let [from, processes, to, channel] =
+            [self.from, processes, self.to, self.channel].map(u32::to_le_bytes);
+        [&from[..], &processes, &epoch, &to, &channel].concat()
+    }
+
+    /// Connects to `address` and says hello. Returns the socket.
     fn say(self, address: SocketAddr) -> TcpStream {
         let mut stream = dial(address);
-        stream.write_all(&self.bytes()).unwrap();
+        stream.write_all(&self.end().hello(&self.facts(2))).unwrap();
         stream
     }
 
-    /// Sends this preamble to `address` and asserts that it is accepted. Returns the socket.
-    fn meet(self, address: SocketAddr) -> TcpStream {
-        let mut stream = self.say(address);
-        let mut answer = [0; 64];
-        stream.read_exact(&mut answer).unwrap();
-        assert_eq!(answer[52..56], self.to.to_le_bytes(), "the answer has the id of this process");
+    /// Runs the handshake with a process of a job of `processes` at `address`. Returns the socket.
+    fn meet_in(self, processes: u32, address: SocketAddr) -> TcpStream {
+        let mut stream = dial(address);
+        let facts = self.end().call(&mut stream, &self.facts(processes), 16).unwrap();
+        assert_eq!(facts[..4], self.to.to_le_bytes(), "the answer has the id of this process");
         stream
+    }
+
+    fn meet(self, address: SocketAddr) -> TcpStream {
+        self.meet_in(2, address)
     }
 }
 
@@ -84,7 +87,7 @@ fn against_bare_sockets(manner: Manner) -> (Cluster, [TcpStream; 2]) {
     let listener = listen();
     let address = listener.address();
     let zero = connecting(listener, config(0, vec![address; 2]));
-    let sockets = [0, 1].map(|channel| Preamble { channel, ..PREAMBLE }.meet(address));
+    let sockets = [0, 1].map(|channel| Call { channel, ..CALL }.meet(address));
     let zero = zero.join().unwrap().unwrap();
     // There is no recorder for process 1: bare sockets stand for it.
     let cluster = Cluster::of(None, [zero as Arc<dyn Transport>], manner);
@@ -119,7 +122,7 @@ fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
         for (to, address) in (0..).zip(&addresses) {
             bare.push(
                 [0, 1]
-                    .map(|channel| Preamble { from: 2, to, channel, ..PREAMBLE }.meet(*address))
+                    .map(|channel| Call { from: 2, to, channel, ..CALL }.meet_in(3, *address))
                     .into(),
             );
         }
@@ -227,7 +230,7 @@ fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
 }
 
 #[test]
-fn strangers_get_no_answer_and_do_not_delay_peers() {
+fn strangers_are_turned_away_and_do_not_delay_peers() {
     within(LIMIT, || {
         let listeners = [listen(), listen()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
@@ -236,9 +239,13 @@ fn strangers_get_no_answer_and_do_not_delay_peers() {
         let silent: Vec<_> = (0..20).map(|_| dial(peers[0])).collect();
         let mut short = dial(peers[0]);
         short.write_all(b"MPMDTCP\0").unwrap();
-        let wrong = Preamble { token: [1; 32], ..PREAMBLE }.say(peers[0]);
+        let mut wrong = CALL.say(peers[0]);
         let mut garbage = dial(peers[0]);
         garbage.write_all(&[b'G'; 4096]).unwrap();
+        // Any answer but the right proof.
+        let mut answer = [0; 92];
+        wrong.read_exact(&mut answer).unwrap();
+        wrong.write_all(&answer[60..]).unwrap();
         assert!(is_turned_away(wrong));
         assert!(is_turned_away(garbage));
         let one = one.connect(config(1, peers.clone())).unwrap();
@@ -287,10 +294,71 @@ fn another_version_is_reported_on_both_sides() {
     within(LIMIT, || {
         let listener = listen();
         let address = listener.address();
-        let zero = connecting(listener, config(0, vec![address; 2]));
-        let mut other = Preamble { version: 55, ..PREAMBLE }.meet(address);
-        assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "speaks wire version 55");
-        assert!(matches!(other.read(&mut [0; 1]), Ok(0) | Err(_)), "closed after the answer");
+        let peer_timeout = Duration::from_secs(2);
+        let zero = connecting(listener, TcpConfig { peer_timeout, ..config(0, vec![address; 2]) });
+        let mut other = Call { version: 55, ..CALL }.say(address);
+        let mut told = Vec::new();
+        other.read_to_end(&mut told).unwrap();
+        let expected = [&b"MPMDTCP\0\x01\0"[..], &VERSION.to_le_bytes(), &[0; 4]].concat();
+        assert_eq!(told, expected, "without a proof");
+        drop(other);
+        // Anybody can say a version. So it only adds to the error.
+        let error = zero.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("waiting for process 1 of 2"), "{error}");
+        assert!(error.contains("it speaks version 55"), "{error}");
+
+        // The other way round: a process that listens where the peer should.
+        let (listener, peer) = (listen(), TcpListener::bind("127.0.0.1:0").unwrap());
+        let peers = vec![peer.local_addr().unwrap(), listener.address()];
+        let one = connecting(listener, config(1, peers));
+        let (mut stream, _) = peer.accept().unwrap();
+        stream.read_exact(&mut [0; 66]).unwrap();
+        stream.write_all(b"MPMDTCP\0\x01\0\x37\0\0\0\0\0").unwrap();
+        assert_protocol(&one.join().unwrap().unwrap_err(), 0, "it speaks version 55");
+    });
+}
+
+#[test]
+fn squatter_learns_nothing_that_lets_it_in() {
+    within(LIMIT, || {
+        // The answer of process 0 to an earlier hello.
+        let zero = listen();
+        let address = zero.address();
+        let zero = connecting(zero, config(0, vec![address; 2]));
+        let mut earlier = vec![0; 92];
+        CALL.say(address).read_exact(&mut earlier).unwrap();
+        let reply: [&dyn Fn(&[u8]) -> Vec<u8>; 4] = [
+            &|_| earlier.clone(),
+            &|hello| hello.to_vec(),
+            &|_| [&earlier[..60], &[0; 32]].concat(),
+            &|_| Vec::new(),
+        ];
+        for reply in reply {
+            let (listener, squatter) = (listen(), TcpListener::bind("127.0.0.1:0").unwrap());
+            let peers = vec![squatter.local_addr().unwrap(), listener.address()];
+            let of_one = TcpConfig { peer_timeout: Duration::from_secs(1), ..config(1, peers) };
+            let one = connecting(listener, of_one);
+            let (mut stream, _) = squatter.accept().unwrap();
+            let mut heard = vec![0; 66];
+            stream.read_exact(&mut heard).unwrap();
+            stream.write_all(&reply(&heard)).unwrap();
+            let error = one.join().unwrap().unwrap_err().to_string();
+            assert!(error.contains("waiting for process 0"), "{error}");
+            let _ = stream.read_to_end(&mut heard);
+            assert_eq!(heard.len(), 66, "it proves nothing to a stranger");
+            assert!(!heard.windows(4).any(|part| part == &TOKEN[..4]));
+            // What it has heard does not let it in where the real process listens.
+            let mut stream = dial(address);
+            stream.write_all(&heard).unwrap();
+            let mut answer = [0; 92];
+            stream.read_exact(&mut answer).unwrap();
+            stream.write_all(&answer[60..]).unwrap();
+            assert!(is_turned_away(stream));
+        }
+        for channel in [0, 1] {
+            std::mem::forget(Call { channel, ..CALL }.meet(address));
+        }
+        zero.join().unwrap().unwrap();
     });
 }
 
@@ -300,8 +368,10 @@ fn another_list_of_addresses_is_reported() {
         let listener = listen();
         let address = listener.address();
         let zero = connecting(listener, config(0, vec![address; 2]));
-        let _lost = Preamble { from: 2, to: 1, ..PREAMBLE }.say(address);
-        assert_protocol(&zero.join().unwrap().unwrap_err(), 2, "expects process 1 here");
+        let call = Call { from: 1, to: 1, ..CALL };
+        let mut lost = dial(address);
+        call.end().call(&mut lost, &call.facts(2), 16).unwrap();
+        assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "expects process 1 here");
     });
 }
 
@@ -311,8 +381,8 @@ fn two_processes_with_one_id_are_reported() {
         let listener = listen();
         let address = listener.address();
         let zero = connecting(listener, config(0, vec![address; 2]));
-        let _first = PREAMBLE.meet(address);
-        let _second = PREAMBLE.say(address);
+        let _first = CALL.meet(address);
+        let _second = CALL.meet(address);
         assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "two processes claim");
     });
 }
@@ -324,7 +394,7 @@ fn peer_with_a_broken_connection_may_connect_again() {
         let peers = vec![listener.address(), other.address()];
         let zero = connecting(listener, config(0, peers.clone()));
         // Answered and counted, but the answer is lost on its way back.
-        drop(PREAMBLE.meet(peers[0]));
+        drop(CALL.meet(peers[0]));
         let one = connecting(other, config(1, peers));
         zero.join().unwrap().unwrap();
         one.join().unwrap().unwrap();
@@ -340,7 +410,7 @@ fn missing_processes_are_named_after_peer_timeout() {
         let waits = TcpConfig { peer_timeout: Duration::from_secs(1), ..config(1, peers.clone()) };
         let waits = connecting(listener, waits);
         // Process 2 opens only one of its two connections.
-        let _half = Preamble { from: 2, to: 1, ..PREAMBLE }.meet(peers[1]);
+        let _half = Call { from: 2, to: 1, ..CALL }.meet_in(4, peers[1]);
         let error = waits.join().unwrap().unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
         let said = error.to_string();

@@ -9,22 +9,21 @@ use std::time::Instant;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use zerocopy::IntoBytes;
 
 use super::devices::{Site, World};
 use super::ear::{Ear, Heard, TIME_LIMIT, config, later};
+use super::meeting::{file, prove};
 use crate::memory::Pool;
-use crate::shm::address::Address;
 use crate::shm::doorbell::Doorbell;
 use crate::shm::mapped::Mapped;
-use crate::shm::meeting::{CAPACITIES, Hello, OwnDoor, hello};
+use crate::shm::meeting::{CAPACITIES, OwnDoor};
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::record::{
     BROKEN, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
 };
 use crate::shm::ring::{Producer, Ring};
-use crate::shm::socket::{Listener, Socket, something_comes};
+use crate::shm::socket::Socket;
 use crate::shm::{Opened, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
@@ -46,17 +45,12 @@ struct Fake {
 }
 
 impl Fake {
-    /// Connects to the process at address `at`, with the hello of `config`, as the higher of the
-    /// two.
+    /// Connects to process 0 at address `at` as the process of `config`.
     fn knock(at: &str, config: &ShmConfig) -> Self {
-        let address: Address = at.parse().unwrap();
-        let until = Instant::now() + TIME_LIMIT;
-        let socket = Socket::connect(&address.socket_name(), until).unwrap();
         let own = OwnDoor::new().unwrap();
-        let door = own.descriptor();
-        socket.send_until(hello(config).as_bytes(), &[door.as_fd()], until).unwrap();
-        let [door, rings] =
-            <[OwnedFd; 2]>::try_from(socket.receive_until(until).unwrap().descriptors).unwrap();
+        let socket = prove(at, config, &[own.descriptor()]);
+        let welcome = socket.receive_until(Instant::now() + TIME_LIMIT).unwrap();
+        let [door, rings] = <[OwnedFd; 2]>::try_from(welcome.descriptors).unwrap();
         let memory =
             Arc::new(Mapped::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap());
         let mut offset = 0;
@@ -119,16 +113,6 @@ fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
         flags: 0.into(),
         owner: 1.into(),
     }
-}
-
-/// Creates a file in memory of `bytes` bytes, sealed or not.
-fn file(bytes: u64, sealed: bool) -> OwnedFd {
-    let file = memfd_create("nonsense", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-    ftruncate(&file, bytes).unwrap();
-    if sealed {
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).unwrap();
-    }
-    file
 }
 
 /// The real processes 0 and 2 with their handlers; the test plays process 1.
@@ -580,144 +564,5 @@ proptest! {
         trio.fake.socket.close();
         trio.ears[0].down(1);
         trio.finish();
-    }
-}
-
-/// Connects to the process at address `at` and sends these bytes and descriptors. Returns the
-/// socket.
-fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
-    let until = Instant::now() + TIME_LIMIT;
-    let address: Address = at.parse().unwrap();
-    let socket = Socket::connect(&address.socket_name(), until).unwrap();
-    socket.send_until(bytes, give, until).unwrap();
-    socket
-}
-
-#[test]
-fn strangers_do_not_disturb_the_meeting() {
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
-    let addresses = [zero.address(), one.address()];
-    let of = |process| config(process, &[&addresses[0], &addresses[1]]);
-    let own = OwnDoor::new().unwrap();
-    let door = own.descriptor();
-    let bent = |bend: &dyn Fn(&mut Hello)| {
-        let mut hello = hello(&of(1));
-        bend(&mut hello);
-        knock(&addresses[0], hello.as_bytes(), &[door.as_fd()])
-    };
-    let silent: Vec<Socket> = (0..40)
-        .map(|_| {
-            let address: Address = addresses[0].parse().unwrap();
-            Socket::connect(&address.socket_name(), Instant::now()).unwrap()
-        })
-        .collect();
-    let good = hello(&of(1));
-    let wrong = [
-        bent(&|hello| hello.magic[0] = 0),
-        bent(&|hello| hello.version = 1.into()),
-        bent(&|hello| hello.process = 0.into()),
-        bent(&|hello| hello.process = 2.into()),
-        bent(&|hello| hello.process = u32::MAX.into()),
-        bent(&|hello| hello.processes = 3.into()),
-        bent(&|hello| hello.epoch = 2.into()),
-        bent(&|hello| hello.token[31] = 8),
-        knock(&addresses[0], &good.as_bytes()[..20], &[door.as_fd()]),
-        knock(&addresses[0], &[good.as_bytes(), &[0]].concat(), &[door.as_fd()]),
-        knock(&addresses[0], &[7; 500], &[]),
-        knock(&addresses[0], good.as_bytes(), &[]),
-        knock(&addresses[0], good.as_bytes(), &[door.as_fd(), door.as_fd()]),
-    ];
-    let (zero_config, one_config) = (of(0), of(1));
-    let zero = later(move || zero.connect(&zero_config).unwrap());
-    let until = Instant::now() + TIME_LIMIT;
-    for stranger in wrong {
-        assert!(
-            stranger
-                .receive_until(until)
-                .is_err_and(|error| error.kind() != io::ErrorKind::TimedOut)
-        );
-    }
-    let one = one.connect(&one_config).unwrap();
-    let zero = zero.join().unwrap();
-    let fds: Vec<_> = silent.iter().map(AsFd::as_fd).collect();
-    assert!(something_comes(&fds, until).unwrap(), "they are sent away when all have met");
-    one.shutdown(TIME_LIMIT);
-    zero.shutdown(TIME_LIMIT);
-}
-
-#[test]
-fn process_that_gives_invalid_memory_is_named() {
-    for (bytes, sealed) in [(Doorbell::BYTES as u64, false), (1, true), (4096, true)] {
-        let zero = Opened::open().unwrap();
-        let at = zero.address();
-        let zero_config = config(0, &[&at, &at]);
-        let zero = later(move || zero.connect(&zero_config));
-        let _socket =
-            knock(&at, hello(&config(1, &[&at, &at])).as_bytes(), &[file(bytes, sealed).as_fd()]);
-        let error = zero.join().unwrap().map(drop).unwrap_err().to_string();
-        assert!(error.contains("process 1"), "{error}");
-    }
-}
-
-#[test]
-fn process_that_ended_after_its_hello_is_gone() {
-    let (zero, own) = (Opened::open().unwrap(), OwnDoor::new().unwrap());
-    let at = zero.address();
-    let address: Address = at.parse().unwrap();
-    let socket = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
-    let (config, hello) = (config(0, &[&at, &at]), hello(&config(1, &[&at, &at])));
-    socket.send_until(hello.as_bytes(), &[own.descriptor()], Instant::now() + TIME_LIMIT).unwrap();
-    let error = zero.connect(&config).map(drop).unwrap_err();
-    assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
-}
-
-#[test]
-fn token_is_not_sent_to_other_users() {
-    let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
-    let name = lower.socket_name();
-    // Taken by another user before process 0 could.
-    let squatter = std::thread::spawn(move || {
-        let other = rustix::process::Uid::from_raw(12345);
-        // Only this thread changes its user.
-        rustix::thread::set_thread_res_uid(other, other, other).ok()?;
-        Some(Listener::bind(&name).unwrap())
-    });
-    let Some(squatter) = squatter.join().unwrap() else {
-        eprintln!("skipped: only root can act as another user");
-        return;
-    };
-    let of_one = config(1, &[&lower.to_string(), &higher.address()]);
-    let error = higher.connect(&of_one).map(drop).unwrap_err();
-    assert!(error.to_string().contains("it belongs to user 12345"), "{error}");
-    let heard = squatter.accept().unwrap().unwrap().receive().map(|packet| packet.is_some());
-    assert!(heard.is_err(), "nothing was said to it: {heard:?}");
-}
-
-#[test]
-fn process_with_invalid_answer_is_named() {
-    let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
-    let door = Doorbell::BYTES as u64;
-    let good = [(door, true), (rings, true)];
-    let cases = [
-        ("of another job", 20, good),
-        ("process 0", 60, [(door, false), (rings, true)]),
-        ("process 0", 60, [(door, true), (rings, false)]),
-        ("process 0", 60, [(door, true), (64, true)]),
-    ];
-    for (says, cut, memory) in cases {
-        let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
-        let listener = Listener::bind(&lower.socket_name()).unwrap();
-        let of = |process| config(process, &[&lower.to_string(), &higher.address()]);
-        let (zero_config, one_config) = (of(0), of(1));
-        let one = later(move || higher.connect(&one_config));
-        let until = Instant::now() + TIME_LIMIT;
-        assert!(something_comes(&[listener.as_fd()], until).unwrap());
-        let socket = listener.accept().unwrap().unwrap();
-        let hello = hello(&zero_config);
-        let bytes = &hello.as_bytes()[..cut.min(size_of::<Hello>())];
-        let memory = memory.map(|(bytes, sealed)| file(bytes, sealed));
-        socket.send_until(bytes, &[memory[0].as_fd(), memory[1].as_fd()], until).unwrap();
-        let error = one.join().unwrap().map(drop).unwrap_err().to_string();
-        assert!(error.contains(says), "{says}: {error}");
     }
 }

@@ -1,11 +1,11 @@
 //! The secret that the processes of one job share.
 
 use std::fmt::{self, Write as _};
-use std::fs::File;
-use std::io::Read;
+use std::io;
 use std::str::FromStr;
 
 use hmac::{Hmac, KeyInit, Mac};
+use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
@@ -26,11 +26,7 @@ impl Token {
     ///
     /// If the operating system gives no random numbers.
     pub fn random() -> Result<Self, TokenError> {
-        let mut bytes = [0; 32];
-        File::open("/dev/urandom")
-            .and_then(|mut source| source.read_exact(&mut bytes))
-            .map_err(|e| TokenError::NoRandomness { why: e.to_string() })?;
-        Ok(Self(bytes))
+        random_bytes().map(Self).map_err(|e| TokenError::NoRandomness { why: e.to_string() })
     }
 
     /// Derives a token from a text that every process of a job knows, such as a cluster's job
@@ -49,8 +45,7 @@ impl Token {
     /// The token is the HMAC-SHA-256 (RFC 2104) of `known` under the secret. It reveals neither the
     /// secret nor the token of any other job.
     pub fn of_secret(secret: &[u8], known: &str) -> Self {
-        let mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
-        Self(mac.chain_update(known).finalize().into_bytes().into())
+        Self(hmac(secret, &[known.as_bytes()]))
     }
 
     /// Returns the token as 64 hexadecimal digits, which [`str::parse`] reads. This is the secret
@@ -63,16 +58,20 @@ impl Token {
         })
     }
 
-    /// Returns the token's bytes, for the preambles of transports. This is the secret itself.
+    /// Returns the token's bytes, for the configurations of transports. This is the secret itself.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// Returns true if `other` is this token, in a time that does not depend on the differing
-    /// bytes.
-    pub(crate) fn matches(&self, other: &[u8; 32]) -> bool {
-        are_equal(&self.0, other)
+    /// Returns the HMAC-SHA-256 (RFC 2104) of the concatenated `parts` under this token.
+    pub(crate) fn mac(&self, parts: &[&[u8]]) -> [u8; 32] {
+        hmac(&self.0, parts)
     }
+}
+
+fn hmac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
+    let mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
+    parts.iter().fold(mac, |mac, part| mac.chain_update(part)).finalize().into_bytes().into()
 }
 
 /// Returns true if two secrets are equal, in a time that does not depend on the differing bytes.
@@ -80,9 +79,19 @@ pub(crate) fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
     one.ct_eq(other).into()
 }
 
+/// Returns random numbers of the operating system. Needs no file descriptor.
+pub(crate) fn random_bytes() -> io::Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    // Linux gives up to 256 bytes at once, even if a signal comes.
+    match getrandom(&mut bytes, GetRandomFlags::empty())? {
+        32 => Ok(bytes),
+        few => Err(io::Error::other(format!("{few} random bytes instead of 32"))),
+    }
+}
+
 impl PartialEq for Token {
     fn eq(&self, other: &Self) -> bool {
-        self.matches(&other.0)
+        are_equal(&self.0, &other.0)
     }
 }
 
