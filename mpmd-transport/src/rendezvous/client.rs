@@ -5,9 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Request};
-use super::server::clock;
+use super::server::{clock, random};
 use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
 
@@ -47,6 +49,16 @@ pub struct Joined {
     pub members: Vec<Member>,
 }
 
+/// The secret identity of a process in its job, by which the server knows it again in a later epoch.
+/// Its `Debug` output does not show the key.
+#[derive(Clone, Copy, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Identity {
+    /// A number that no other process can guess, the same in all epochs.
+    pub key: u128,
+    /// The identity of the [run](Joined::run) in which this process was before, if it was.
+    pub run: Option<u128>,
+}
+
 /// The server to join, and this process's identity in the job.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
@@ -61,6 +73,23 @@ pub struct JoinConfig {
     /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
     /// of life.
     pub peer_timeout: Duration,
+}
+
+impl Identity {
+    /// Creates the identity of a process that has not joined yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Environment`](RendezvousError::Environment) if the system gives no random numbers.
+    pub fn random() -> Result<Self, RendezvousError> {
+        Ok(Self { key: random()?, run: None })
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Identity(of run {:x?})", self.run)
+    }
 }
 
 /// Time that the server has to take a report, without the slack. Short, as a failing process must
@@ -119,15 +148,16 @@ impl Rendezvous {
         if process.index() >= processes {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
-        match self.ask_to_join(member, 1, None, false)? {
+        match self.ask_to_join(member, 1, Identity::random()?, false)? {
             (_, Some(joined)) => Ok(joined),
             (answer, None) => Err(self.link.senseless(&answer)),
         }
     }
 
-    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. `run`
-    /// is the identity of the run in which this process was before, if it was. Waits for all
-    /// others, as [`join`](Self::join) does.
+    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. There
+    /// the server knows this process by its identity. Waits for all others, as
+    /// [`join`](Self::join) does. It waits longer for a process that is alive and has not left the
+    /// epoch before, see [`on_busy`](Self::on_busy).
     ///
     /// A process that finds no place waits as a spare, for as long as the job runs: one with a
     /// number beyond the job's, one that was started later, or one that was given up meanwhile.
@@ -142,9 +172,9 @@ impl Rendezvous {
         &self,
         member: Member,
         epoch: u64,
-        run: Option<u128>,
+        identity: Identity,
     ) -> Result<Option<Joined>, RendezvousError> {
-        match self.ask_to_join(member, epoch, run, true)? {
+        match self.ask_to_join(member, epoch, identity, true)? {
             (_, Some(joined)) => Ok(Some(joined)),
             (Answer::Done, None) => Ok(None),
             (answer, None) => Err(self.link.senseless(&answer)),
@@ -156,7 +186,7 @@ impl Rendezvous {
         &self,
         member: Member,
         epoch: u64,
-        run: Option<u128>,
+        identity: Identity,
         waits: bool,
     ) -> Result<(Answer, Option<Joined>), RendezvousError> {
         let JoinConfig { process, processes, peer_timeout, .. } = self.config;
@@ -166,7 +196,7 @@ impl Rendezvous {
             process,
             processes,
             epoch,
-            run,
+            identity,
             waits,
             peer_timeout,
             member,
@@ -257,6 +287,16 @@ impl Rendezvous {
         for down in earlier {
             tell(down);
         }
+    }
+
+    /// Sets the function that is called while this process waits in
+    /// [`join_epoch`](Self::join_epoch) for others that are alive but still run code of their own
+    /// in the epoch before: once in each peer timeout of the server, on one of the processes that
+    /// wait. Its arguments are the epoch, the processes, and the time so far.
+    ///
+    /// `tell` runs on the thread that also answers the server's pings, so it must not block.
+    pub fn on_busy(&self, tell: Box<dyn Fn(u64, &[ProcessId], Duration) + Send + Sync>) {
+        self.link.state.lock().tell_busy = Some(Arc::from(tell));
     }
 
     /// Sets the function that returns the status of this process, in any encoding, each time that

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Member, RendezvousError, Report, Token};
+use super::{Identity, Member, RendezvousError, Report, Token};
 use crate::control;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
@@ -99,8 +99,7 @@ pub(super) enum Request {
         processes: u64,
         /// The epoch of the job: 1, or the one after the epoch that has failed.
         epoch: u64,
-        /// The identity of the run that the client was in before; `None` at its first join.
-        run: Option<u128>,
+        identity: Identity,
         /// True if the client waits for the place of another process, should it find none of its
         /// own.
         waits: bool,
@@ -164,6 +163,14 @@ pub(super) enum Reply {
     /// The server drops this client and closes the connection.
     Dropped {
         why: String,
+    },
+    /// The epoch for which this client waits cannot begin: these processes are alive, but still run
+    /// code of their own in the epoch before.
+    Busy {
+        epoch: u64,
+        processes: Vec<ProcessId>,
+        /// Time since the epoch began to gather.
+        waited: Duration,
     },
     /// Asks this process for its status. Its answer repeats the number `look`.
     Look {
@@ -392,7 +399,7 @@ mod tests {
             process,
             processes,
             epoch,
-            run: Some(1 << 100),
+            identity: Identity { key: 3 << 90, run: Some(1 << 100) },
             waits,
             peer_timeout,
             member: joining,
@@ -427,6 +434,7 @@ mod tests {
             answer(Err(missing)),
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
+            Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
             Reply::Look { look: 8 },
             Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
             Reply::Status { ask: 7, process, status: Err(why.clone()) },

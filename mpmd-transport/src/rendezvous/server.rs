@@ -20,7 +20,7 @@ use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{
     self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION,
 };
-use super::{RendezvousError, Report, Token, TokenError};
+use super::{Part, RendezvousError, Report, Token, TokenError};
 use crate::strangers::Strangers;
 use crate::wire::ProcessId;
 
@@ -137,6 +137,18 @@ impl Server {
         self.stage.state.lock().wanted
     }
 
+    /// True if all processes of an epoch have ended or left, and none of them returns.
+    pub fn is_over(&self) -> bool {
+        self.stage.state.lock().is_over
+    }
+
+    /// Returns the part of each process of the job and of each spare, with the process number with
+    /// which it joined first. Processes that have gone are among them if they had a place in an
+    /// epoch that has begun.
+    pub fn parts(&self) -> Vec<(ProcessId, Part)> {
+        self.stage.state.lock().parts.clone()
+    }
+
     /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
     /// left.
     ///
@@ -195,6 +207,8 @@ struct StageState {
     failed: Option<RendezvousError>,
     present: usize,
     wanted: usize,
+    is_over: bool,
+    parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
 }
 
@@ -309,17 +323,20 @@ impl Hub {
             Phase::Failed(error) => Some(error),
         };
         let (present, wanted) = (self.job.present(), self.job.wanted());
+        let (is_over, parts) = (self.job.is_over(), self.job.parts());
         let mut state = self.stage.state.lock();
         let reports = self.job.reports();
-        let known = (state.complete, state.failed.as_ref(), state.reports.len());
-        if known != (complete, failed, reports.len())
-            || (state.present, state.wanted) != (present, wanted)
+        let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
+        if known != (complete, failed, reports.len(), &parts)
+            || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
         {
             *state = StageState {
                 complete,
                 failed: failed.cloned(),
                 present,
                 wanted,
+                is_over,
+                parts,
                 reports: reports.to_vec(),
             };
             self.stage.changed.notify_all();

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Rendezvous, RendezvousError,
-    Report, Server, ServerConfig, Token, VERSION,
+    Down, Identity, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Part, Rendezvous,
+    RendezvousError, Report, Server, ServerConfig, Token, VERSION,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -77,6 +77,22 @@ fn join_all(
 fn meet(server: &Server, processes: usize) -> Vec<Rendezvous> {
     let who: Vec<u32> = (0..processes as u32).collect();
     join_all(server, &who, processes).into_iter().map(|joined| joined.unwrap().0).collect()
+}
+
+/// Lets all processes join the first epoch of a job that recovers.
+fn join_first_epoch(server: &Server, processes: usize) -> Vec<(Rendezvous, Identity)> {
+    let threads = (0..processes).map(|process| {
+        let config = config(server, process as u32, processes);
+        thread::spawn(move || {
+            let identity = Identity::random().unwrap();
+            let rendezvous = Rendezvous::connect(config).unwrap();
+            let joined = rendezvous.join_epoch(member(process as u32), 1, identity).unwrap();
+            let run = Some(joined.expect("there is a place").run);
+            (rendezvous, Identity { run, ..identity })
+        })
+    });
+    let threads: Vec<_> = threads.collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
 fn downs(rendezvous: &Rendezvous) -> Receiver<Down> {
@@ -269,9 +285,9 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     stopped.set_read_timeout(Some(LONG)).unwrap();
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
     stopped.read_exact(&mut [0; 16]).unwrap();
-    // Join {ask 1, process 1, processes 2, epoch 1, waits false, peer_timeout 30 s, member of empty
-    // fields}, in bincode's standard form.
-    stopped.write_all(&[14, 0, 0, 0, 0, 1, 1, 2, 1, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    // Join {ask 1, process 1, processes 2, epoch 1, identity {key 7, run None}, waits false,
+    // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
+    stopped.write_all(&[16, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
@@ -656,23 +672,23 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
 #[test]
 fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let server = server(3, LONG);
-    let all = join_all(&server, &[0, 1, 2], 3).into_iter().map(Result::unwrap);
-    let (mut all, joined): (Vec<_>, Vec<_>) = all.unzip();
-    let run = Some(joined[0].run);
-    let join_epoch = |number: u32, epoch: u64, run: Option<u128>| {
+    let (mut all, identities): (Vec<_>, Vec<_>) = join_first_epoch(&server, 3).into_iter().unzip();
+    let join_epoch = |number: u32, epoch: u64, identity: Identity| {
         let config = config(&server, number, 3);
         thread::spawn(move || {
             let rendezvous = Rendezvous::connect(config).unwrap();
-            rendezvous.join_epoch(member(number), epoch, run).map(|joined| (rendezvous, joined))
+            rendezvous
+                .join_epoch(member(number), epoch, identity)
+                .map(|joined| (rendezvous, joined))
         })
     };
-    let spares = [join_epoch(3, 1, None), join_epoch(4, 1, None)];
+    let spares = [3, 4].map(|number| join_epoch(number, 1, Identity::random().unwrap()));
     let heard = downs(&all[0]);
     drop(all.remove(1));
     assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Process(ProcessId(1), _))));
     assert!(server.wanted() <= 1, "a spare may still be on its way");
     all.iter().for_each(|survivor| survivor.leave_epoch().unwrap());
-    let survivors = [join_epoch(0, 2, run), join_epoch(2, 2, run)];
+    let survivors = [0, 2].map(|number| join_epoch(number, 2, identities[number as usize]));
     let mut joined: Vec<_> = survivors.map(|one| one.join().unwrap().unwrap()).into();
     // Either spare may be the first; the other waits until all have left.
     let (sender, ends) = mpsc::channel();
@@ -685,7 +701,7 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let numbers: Vec<_> = places.iter().map(|joined| (joined.process.0, joined.epoch)).collect();
     assert_eq!(numbers, [(0, 2), (2, 2), (1, 2)]);
     assert!(places.iter().all(|joined| joined.members == places[0].members));
-    assert!(places.iter().all(|joined| Some(joined.run) == run));
+    assert!(places.iter().all(|joined| Some(joined.run) == identities[0].run));
     assert!(places[0].members[1].host.starts_with("host"));
     assert_eq!(server.wanted(), 0);
     joined.iter().for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
@@ -697,13 +713,41 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
 #[test]
 fn survivor_of_a_run_is_refused_by_the_next() {
     let first = server(1, LONG);
-    let (rendezvous, before) = join(config(&first, 0, 1)).unwrap();
+    let (rendezvous, identity) = join_first_epoch(&first, 1).remove(0);
     rendezvous.leave_epoch().unwrap();
     drop(first);
     let second = server(1, LONG);
     let survivor = Rendezvous::connect(config(&second, 0, 1)).unwrap();
-    let error = survivor.join_epoch(member(0), 2, Some(before.run)).unwrap_err();
+    let error = survivor.join_epoch(member(0), 2, identity).unwrap_err();
     assert_eq!(error, RendezvousError::OtherRun { process: ProcessId(0) });
     let (_new, joined) = join(config(&second, 0, 1)).unwrap();
-    assert_ne!(joined.run, before.run);
+    assert_ne!(Some(joined.run), identity.run);
+}
+
+/// It shows the token, but was never in the job.
+#[test]
+fn stranger_with_the_token_does_not_end_the_epoch() {
+    let server = server(2, LONG);
+    let all = join_first_epoch(&server, 2);
+    let heard = downs(&all[0].0);
+    let stranger = Rendezvous::connect(config(&server, 1, 2)).unwrap();
+    let run = all[0].1.run;
+    let identity = Identity { run, ..Identity::random().unwrap() };
+    let stranger = thread::spawn(move || stranger.join_epoch(member(1), 2, identity));
+    let waits = |(_, part): &(ProcessId, Part)| *part == Part::Waits;
+    let until = Instant::now() + LONG;
+    while !server.parts().iter().any(waits) {
+        assert!(Instant::now() < until, "{:?}", server.parts());
+        thread::sleep(Duration::from_millis(2));
+    }
+    // A barrier of an epoch that has ended fails.
+    thread::scope(|scope| {
+        let arrivals = all.iter().map(|(one, _)| scope.spawn(|| one.barrier("end", LONG)));
+        for arrival in arrivals.collect::<Vec<_>>() {
+            assert_eq!(arrival.join().unwrap(), Ok(()));
+        }
+    });
+    all.iter().for_each(|(one, _)| one.leave().unwrap());
+    assert_eq!(heard.try_iter().count(), 0);
+    assert_eq!(stranger.join().unwrap(), Ok(None), "the job has ended without it");
 }

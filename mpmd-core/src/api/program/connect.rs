@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
-use mpmd_transport::rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::rendezvous::{Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig};
 
 use super::builder::{DEFAULT_PEER_TIMEOUT, has_cuda};
 use super::candidate::{Candidate, Start};
@@ -41,17 +41,17 @@ impl Job {
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
     /// first. Blocks until all processes are connected, on a spare until there is a place for it.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
-        let (mut run, mut server) = (None, None);
+        let (mut identity, mut server) = (None, None);
         if let Some(returning) = returning {
             if let Some(env) = &mut self.env {
                 env.process = returning.process;
             }
             self.builder.epoch = returning.epoch + 1;
-            (run, server) = (returning.run, returning.server);
+            (identity, server) = (Some(returning.identity), returning.server);
         }
         match &self.env {
             Some(env) if env.plan.is_none() && (env.processes > 1 || env.hosted) => {
-                join(self.builder.clone(), env, run, server, true)
+                join(self.builder.clone(), env, identity, server, true)
             }
             env => {
                 let program = start(self.builder.clone(), env.as_ref())?;
@@ -138,13 +138,12 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     builder.spectate(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job. `run` is the identity of the run in which this process was
-/// before, if it was. `server` is the service, if this process hosts it already. See [`Candidate`]
-/// for processes that wait.
+/// Joins the builder's epoch of a job. `identity` is that of a process that returns, and `server`
+/// the service, if this process hosts it already. See [`Candidate`] for processes that wait.
 fn join(
     mut builder: Builder,
     env: &JobEnv,
-    run: Option<u128>,
+    identity: Option<Identity>,
     server: Option<Server>,
     waits: bool,
 ) -> Result<Start> {
@@ -193,7 +192,7 @@ fn join(
         server,
         waits,
         process: env.process,
-        run,
+        identity: identity.map_or_else(Identity::random, Ok).map_err(wrong)?,
         member,
         opened,
         token: *env.token.bytes(),

@@ -62,6 +62,7 @@ fn fuzz_rendezvous_replies() {
             let reply = match rng.u8(..16) {
                 0 => Reply::Ping,
                 1 => Reply::Dropped { why },
+                6 => Reply::Busy { epoch: ask, processes: vec![process], waited: Duration::ZERO },
                 2..5 => Reply::Down { process, why },
                 8 => Reply::Look { look: ask },
                 9 => Reply::Status { ask, process, status: Ok(why.into_bytes()) },

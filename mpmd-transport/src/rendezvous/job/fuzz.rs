@@ -4,6 +4,7 @@
 use mpmd_fuzz::{Rng, integer};
 
 use super::super::protocol::{frame, parts};
+use super::super::{Identity, Member};
 use super::*;
 use crate::router::{Failure, FailureKind};
 
@@ -135,8 +136,9 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             }
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
             let run = rng.bool().then(|| u128::from(rng.u8(..8) > 0));
+            let identity = Identity { key: rng.u128(..8), run };
             let process = ProcessId(process);
-            Request::Join { ask, process, processes, epoch, run, waits, peer_timeout, member }
+            Request::Join { ask, process, processes, epoch, identity, waits, peer_timeout, member }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
         4 => Request::Get { ask, key: text(rng), peer_timeout },

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{join_group, note, simulated};
-use mpmd_transport::rendezvous::{LocalServer, Member};
+use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
 use super::super::builder::DEFAULT_PEER_TIMEOUT;
 use super::super::candidate::{Candidate, Start};
@@ -110,7 +110,8 @@ impl SimulatedJob<'_> {
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
         let process = returning.as_ref().map_or(self.process, |returning| returning.process);
         let mut builder = self.simulation.builder.clone();
-        let run = returning.as_ref().and_then(|returning| returning.run);
+        let new = Identity { key: self.process.0.into(), run: None };
+        let identity = returning.as_ref().map_or(new, |returning| returning.identity);
         builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
         let life = self.parts.lives[self.process.index()].clone();
         let (rendezvous, link) = self
@@ -134,8 +135,17 @@ impl SimulatedJob<'_> {
             ..Member::default()
         };
         let (waits, token, links, server) = (true, [0; 32], None, None);
-        let candidate =
-            Candidate { rendezvous, server, waits, process, run, member, opened, token, links };
+        let candidate = Candidate {
+            rendezvous,
+            server,
+            waits,
+            process,
+            identity,
+            member,
+            opened,
+            token,
+            links,
+        };
         note(format_args!("process {} of the simulation joins", self.process));
         let mut start = candidate.join(builder, topology)?;
         note(format_args!("process {} of the simulation: {start:?}", self.process));
