@@ -1,26 +1,24 @@
-//! Decides when lost processes are replaced, in jobs that recover.
+//! Decides what the end of a process means for a job that recovers, and when a new one is started.
+//!
+//! A job is judged by its places in its last epoch, which the rendezvous service knows. A process
+//! that has no place, such as a spare, does not count.
 
 use std::time::{Duration, Instant};
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::rendezvous::{Part, Report, Server};
 
 use super::cause::ExitKind;
 use super::spawn::Launch;
 
 /// Interval at which the launcher looks for places that nobody takes.
-pub(super) const LOOK: Duration = Duration::from_millis(200);
-
-/// Time for a new process to join. A place that is free for longer wants one more.
-const JOIN_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// The processes that a job may lose and start.
 pub(super) struct Replacing {
     recovers: bool,
-    processes: usize,
     /// Number of processes that may still be started.
     left: usize,
-    /// Number of processes that have ended with code 0.
-    done: usize,
-    /// When a place was first seen free.
-    free_since: Option<Instant>,
     chaos: Option<Chaos>,
 }
 
@@ -28,12 +26,14 @@ impl Replacing {
     pub(super) fn new(launch: &Launch) -> Self {
         Self {
             recovers: launch.recovers(),
-            processes: launch.processes,
             left: launch.restarts,
-            done: 0,
-            free_since: None,
             chaos: launch.chaos.map(Chaos::new),
         }
+    }
+
+    /// True if the job may lose processes and go on.
+    pub(super) fn recovers(&self) -> bool {
+        self.recovers
     }
 
     /// True if the launcher must look at the job after each [`LOOK`].
@@ -41,10 +41,25 @@ impl Replacing {
         self.recovers || self.chaos.is_some()
     }
 
-    /// True if the job goes on after a process has ended in this way: it was killed, and the job
-    /// recovers.
-    pub(super) fn bears(&self, how: ExitKind) -> bool {
-        self.recovers && matches!(how, ExitKind::Signal(_))
+    /// Returns the meaning of the end of the process that was started with this number.
+    pub(super) fn judge(&self, number: usize, how: ExitKind, job: &Standing) -> Meaning {
+        if !self.recovers {
+            let place = ProcessId(number as u32);
+            return match how == ExitKind::Exit(0) && !job.has_reported(place) {
+                true => Meaning::Nothing,
+                false => Meaning::Failed(place),
+            };
+        }
+        match (job.place(number), how) {
+            (Some(place), ExitKind::Exit(0)) if !job.has_reported(place) => Meaning::Nothing,
+            (Some(place), ExitKind::Signal(_)) if !job.has_left(number) => Meaning::Lost(place),
+            (Some(place), _) if job.has_left(number) && !job.has_reported(place) => {
+                Meaning::FailedAtExit(place)
+            }
+            (Some(place), _) => Meaning::Failed(place),
+            (None, ExitKind::Exit(0)) => Meaning::Nothing,
+            (None, _) => Meaning::NotNeeded,
+        }
     }
 
     /// Takes one of the processes that may be started. Returns false if none is left.
@@ -54,27 +69,6 @@ impl Replacing {
         has_one
     }
 
-    /// Counts a process that has ended well. Returns true if so many have that the job is over.
-    pub(super) fn is_over(&mut self) -> bool {
-        self.done += 1;
-        self.recovers && self.done >= self.processes
-    }
-
-    /// Returns true if `wanted` places were free for some time: that of a process that is stopped,
-    /// or that has ended well before another was lost.
-    pub(super) fn wants_one(&mut self, wanted: usize) -> bool {
-        let now = Instant::now();
-        if wanted == 0 {
-            self.free_since = None;
-            return false;
-        }
-        let is_long = now.duration_since(*self.free_since.get_or_insert(now)) >= JOIN_WITHIN;
-        if is_long {
-            self.free_since = None;
-        }
-        is_long
-    }
-
     /// Returns the process of `alive` that is to be killed now, if it is time for that and a new
     /// process can take its place.
     pub(super) fn victim(&mut self, alive: &[usize]) -> Option<usize> {
@@ -82,6 +76,105 @@ impl Replacing {
             return None;
         }
         self.chaos.as_mut()?.victim(Instant::now(), alive)
+    }
+}
+
+/// The meaning of the end of a process for its job.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Meaning {
+    /// It has ended well, or was not needed.
+    Nothing,
+    /// It was killed before its program had ended, and the job goes on: another may have its place.
+    Lost(ProcessId),
+    /// It has failed in this place, and the job with it.
+    Failed(ProcessId),
+    /// It has failed after its part of the program, in this place: the program of all has ended.
+    FailedAtExit(ProcessId),
+    /// It has failed, but had no place.
+    NotNeeded,
+}
+
+/// The state of a job by its rendezvous service.
+pub(super) struct Standing {
+    processes: usize,
+    is_complete: bool,
+    is_over: bool,
+    parts: Vec<(ProcessId, Part)>,
+    reports: Vec<(ProcessId, Report)>,
+}
+
+impl Standing {
+    pub(super) fn of(server: &Server, processes: usize) -> Self {
+        Self {
+            processes,
+            is_complete: server.is_complete(),
+            is_over: server.is_over(),
+            parts: server.parts(),
+            reports: server.reports(),
+        }
+    }
+
+    fn parts(&self, number: usize) -> impl Iterator<Item = Part> {
+        self.parts.iter().filter(move |(of, _)| of.index() == number).map(|(_, part)| *part)
+    }
+
+    /// True if the process that was started with this number has joined the job.
+    pub(super) fn is_known(&self, number: usize) -> bool {
+        self.parts(number).next().is_some()
+    }
+
+    /// Returns the place of the process that was started with this number, also if it has died or
+    /// left. Until the job has begun it is the one of that number.
+    pub(super) fn place(&self, number: usize) -> Option<ProcessId> {
+        let held = self.parts(number).find_map(|part| match part {
+            Part::Holds(place) | Part::Left(place) => Some(place),
+            Part::Waits | Part::Out => None,
+        });
+        let is_first = number < self.processes && !self.is_complete && !self.is_known(number);
+        held.or_else(|| is_first.then_some(ProcessId(number as u32)))
+    }
+
+    /// True if the process that was started with this number has left the job in order.
+    pub(super) fn has_left(&self, number: usize) -> bool {
+        self.parts(number).any(|part| matches!(part, Part::Left(_)))
+    }
+
+    /// True if the process that was started with this number is known, and needs nothing more.
+    pub(super) fn is_out(&self, number: usize) -> bool {
+        self.is_known(number) && self.parts(number).all(|part| part == Part::Out)
+    }
+
+    /// True if a process waits for a place.
+    pub(super) fn has_spare(&self) -> bool {
+        self.parts.iter().any(|(_, part)| *part == Part::Waits)
+    }
+
+    /// True if the process in a place has reported a failure, of which it may have ended with code
+    /// 0.
+    fn has_reported(&self, place: ProcessId) -> bool {
+        self.reports.iter().any(|(by, _)| *by == place)
+    }
+
+    /// True if no process of the job goes on, and the launcher need not wait for those that have
+    /// these numbers and are alive.
+    pub(super) fn needs_none_of(&self, mut alive: impl Iterator<Item = usize>) -> bool {
+        let is_over = self.is_over || !self.is_complete;
+        is_over && alive.all(|number| self.place(number).is_none())
+    }
+
+    /// True if these processes, as (number, end), have shown that the program has ended well in
+    /// a place.
+    pub(super) fn is_done(
+        &self,
+        place: ProcessId,
+        mut ends: impl Iterator<Item = (usize, ExitKind)>,
+    ) -> bool {
+        let is_end = |number| self.place(number) == Some(place);
+        let has_left =
+            |number| self.has_left(number) || !self.is_complete && !self.is_known(number);
+        !self.has_reported(place)
+            && ends
+                .any(|(number, how)| how == ExitKind::Exit(0) && is_end(number) && has_left(number))
     }
 }
 
@@ -113,15 +206,78 @@ impl Chaos {
 mod tests {
     use super::*;
 
+    /// A job of two in epoch 2: process 0 has left, 3 has the place of 1. 2 and 4 wait, and 5 was
+    /// given up.
+    fn standing() -> Standing {
+        let [first, second] = [0, 1].map(ProcessId);
+        let parts = [
+            (0, Part::Left(first)),
+            (1, Part::Holds(second)),
+            (2, Part::Waits),
+            (3, Part::Holds(second)),
+            (4, Part::Waits),
+            (5, Part::Out),
+        ];
+        let parts = parts.map(|(number, part)| (ProcessId(number), part)).to_vec();
+        Standing { processes: 2, is_complete: true, is_over: false, parts, reports: Vec::new() }
+    }
+
     #[test]
-    fn killed_processes_are_replaced_as_often_as_allowed() {
+    fn ends_are_judged_by_places() {
+        use ExitKind::{Exit, Signal};
+        let job = standing();
+        let judge = |restarts, number, how| {
+            let replacing = Replacing::new(&Launch::new(2, "true").restarts(restarts));
+            replacing.judge(number, how, &job)
+        };
+        let [first, second] = [0, 1].map(ProcessId);
+        for (number, how, expected) in [
+            (0, Exit(0), Meaning::Nothing),
+            (0, Signal(11), Meaning::FailedAtExit(first)),
+            (0, Exit(3), Meaning::FailedAtExit(first)),
+            (3, Exit(0), Meaning::Nothing),
+            (3, Signal(9), Meaning::Lost(second)),
+            (3, Exit(101), Meaning::Failed(second)),
+            (2, Exit(0), Meaning::Nothing),
+            (4, Exit(1), Meaning::NotNeeded),
+            (5, Signal(9), Meaning::NotNeeded),
+            (6, Exit(1), Meaning::NotNeeded),
+        ] {
+            assert_eq!(judge(1, number, how), expected, "{number}: {how}");
+        }
+        assert_eq!(judge(0, 1, Signal(9)), Meaning::Failed(second), "it does not recover");
+    }
+
+    #[test]
+    fn success_is_shown_by_every_place() {
+        let ended = |ends: &[(usize, i32)], place| {
+            let ends = ends.iter().map(|(number, code)| (*number, ExitKind::Exit(*code)));
+            standing().is_done(ProcessId(place), ends)
+        };
+        assert!(ended(&[(0, 0)], 0));
+        assert!(!ended(&[(0, 1)], 0));
+        assert!(!ended(&[(3, 0)], 1), "it has not left in order");
+        assert!(!ended(&[(2, 0), (5, 0)], 0), "they have no place");
+        let program_without_mpmd = Standing { is_complete: false, parts: Vec::new(), ..standing() };
+        let ends = || [(1, ExitKind::Exit(0)), (2, ExitKind::Exit(0))].into_iter();
+        assert!(program_without_mpmd.is_done(ProcessId(1), ends()));
+        assert!(!program_without_mpmd.is_done(ProcessId(0), ends()));
+    }
+
+    #[test]
+    fn living_processes_with_places_are_waited_for() {
+        let over = Standing { is_over: true, ..standing() };
+        assert!(!over.needs_none_of([0, 2].into_iter()), "it still saves");
+        assert!(over.needs_none_of([2, 4, 5, 6].into_iter()));
+        assert!(!standing().needs_none_of([2, 4].into_iter()), "the job goes on");
+    }
+
+    #[test]
+    fn as_many_are_started_as_allowed() {
         let mut replacing = Replacing::new(&Launch::new(2, "true").restarts(1));
-        assert!(replacing.bears(ExitKind::Signal(9)) && !replacing.bears(ExitKind::Exit(1)));
+        assert!(replacing.must_look());
         assert_eq!([replacing.take_one(), replacing.take_one()], [true, false]);
-        assert_eq!([replacing.is_over(), replacing.is_over()], [false, true]);
-        assert!(!replacing.wants_one(1), "the place has just become free");
-        let usual = Replacing::new(&Launch::new(2, "true"));
-        assert!(!usual.bears(ExitKind::Signal(9)) && !usual.must_look());
+        assert!(!Replacing::new(&Launch::new(2, "true")).must_look());
     }
 
     #[test]

@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 use super::cause::{ExitKind, Failure, Known};
 use super::error::LaunchError;
 use super::output::{self, Stream};
-use super::replace::{LOOK, Replacing};
+use super::replace::{LOOK, Meaning, Replacing, Standing};
 use super::spawn::{Launch, OutputMode};
 
 /// The end of a job.
@@ -60,18 +60,18 @@ impl Launch {
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
         let binding = self.binding();
-        for process in 0..self.processes + self.spares {
-            let mut command = self.command(process, &server, &token);
-            // Spares run on any core.
-            let binding = binding.as_ref().filter(|_| process < self.processes);
-            let bound = binding.map(|binding| binding.enter(process, &mut command));
+        let start = |job: &mut Processes, number: usize, share: Option<usize>| {
+            let mut command = self.command(number, &server, &token);
+            let binding = binding.as_ref().zip(share);
+            let bound = binding.map(|(binding, share)| binding.enter(share, &mut command));
             let _bound = bound.transpose()?;
-            job.start(process, self, command, &events)?;
-        }
-        let restart = |job: &mut Processes, process: usize| {
-            job.start(process, self, self.command(process, &server, &token), &events)
+            job.start(number, share, self, command, &events)
         };
-        Ok(job.watch(&happened, self, &server, restart))
+        for number in 0..self.processes + self.spares {
+            // Spares run on any core.
+            start(&mut job, number, (number < self.processes).then_some(number))?;
+        }
+        Ok(job.watch(&happened, self, &server, start))
     }
 }
 
@@ -113,6 +113,10 @@ struct Processes {
 }
 
 struct Running {
+    /// The process number with which it was started. One that has died before may have had it.
+    number: usize,
+    /// The process of a binding whose cores it has; `None` if it is not bound.
+    share: Option<usize>,
     child: Child,
     /// Also the id of its process group.
     pid: Pid,
@@ -121,10 +125,11 @@ struct Running {
 }
 
 impl Processes {
-    /// Starts a process with this number. A process that has died may have had it.
+    /// Starts a process with this number, which has the cores of this share.
     fn start(
         &mut self,
         process: usize,
+        share: Option<usize>,
         launch: &Launch,
         mut command: Command,
         events: &Sender<Event>,
@@ -143,7 +148,8 @@ impl Processes {
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         // From here on the child is ended also if a later step fails.
         let place = self.running.len();
-        self.running.push(Running { child, pid, how: None, output: Vec::new() });
+        let (number, how, output) = (process, None, Vec::new());
+        self.running.push(Running { number, share, child, pid, how, output });
         let prefix = |stream: Stream| {
             let color = stream.is_coloured();
             if launch.prefix {
@@ -175,25 +181,30 @@ impl Processes {
 
     /// Waits until all processes have ended. After a first failure or a signal, ends the remaining
     /// ones: `grace`, then SIGTERM, then SIGKILL.
-    /// In a job that recovers, `restart` starts new processes in place of lost ones before that.
+    /// In a job that recovers, `start` starts new processes in place of lost ones before that, by
+    /// their number and the share of cores.
     fn watch(
         mut self,
         happened: &Receiver<Event>,
         launch: &Launch,
         server: &Server,
-        mut restart: impl FnMut(&mut Self, usize) -> Result<(), LaunchError>,
+        mut start: impl FnMut(&mut Self, usize, Option<usize>) -> Result<(), LaunchError>,
     ) -> Outcome {
         let (grace, mut replacing) = (launch.grace, Replacing::new(launch));
-        let mut start_one = |job: &mut Self, number: usize, replacing: &mut Replacing| {
-            if replacing.take_one()
-                && let Err(error) = restart(job, number)
-            {
-                eprintln!("mpmd: a lost process cannot be replaced: {error}");
-            }
-        };
+        let first_ones = self.running.len();
+        let mut start_one =
+            |job: &mut Self, number: usize, of: Option<usize>, job_is: &Standing| {
+                // One that waits beside another spare has no place yet.
+                let is_spare = launch.spares > 0 && job_is.has_spare();
+                let share = if is_spare { None } else { job.free_share(of, job_is) };
+                if let Err(error) = start(job, number, share) {
+                    eprintln!("mpmd: a lost process cannot be replaced: {error}");
+                }
+            };
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
         let mut interrupted = false;
+        let mut lost = None;
         while self.running.iter().any(|running| running.how.is_none()) {
             let event = match ending {
                 Ending::Grace(until) | Ending::Asked(until) => {
@@ -206,30 +217,40 @@ impl Processes {
                 }
             };
             match event {
-                Ok(Event::Ended(process)) => {
-                    let how = self.reap(process);
+                Ok(Event::Ended(ended)) => {
+                    let how = self.reap(ended);
                     let is_ending = interrupted || !matches!(ending, Ending::NotYet);
-                    if !is_ending && replacing.bears(how) {
-                        let pid = self.running[process].pid.as_raw_nonzero();
-                        eprintln!("mpmd: lost the process with pid {pid}: {how}");
-                        // Before the job has begun, others wait for this very number.
-                        let next = self.running.len();
-                        let number = if server.is_complete() { next } else { process };
-                        start_one(&mut self, number, &mut replacing);
-                        continue;
-                    }
-                    let process = ProcessId(process as u32);
-                    // A process with exit code 0 has failed too if it reported an unfinished
-                    // program.
-                    if how == ExitKind::Exit(0)
-                        && server.reports().iter().all(|(who, _)| *who != process)
-                    {
-                        if replacing.is_over() && matches!(ending, Ending::NotYet) {
-                            // Stopped processes that were replaced would never end.
-                            ending = Ending::Grace(after(Instant::now(), grace));
+                    let Running { number, share, pid, .. } = self.running[ended];
+                    let job = Standing::of(server, launch.processes);
+                    let process = match replacing.judge(number, how, &job) {
+                        Meaning::Nothing => continue,
+                        Meaning::NotNeeded => {
+                            if !is_ending && server.failure().is_none() {
+                                let pid = pid.as_raw_nonzero();
+                                eprintln!("mpmd: the job goes on without the spare {pid}: {how}");
+                            }
+                            continue;
                         }
-                        continue;
-                    }
+                        Meaning::Lost(_) if !is_ending => {
+                            let pid = pid.as_raw_nonzero();
+                            eprintln!("mpmd: lost the process with pid {pid}: {how}");
+                            lost = Some(how);
+                            if !server.is_over() && replacing.take_one() {
+                                // If it has never joined, others wait for this very number.
+                                let is_new = server.is_complete() || job.is_known(number);
+                                let number = if is_new { self.running.len() } else { number };
+                                start_one(&mut self, number, share, &job);
+                            }
+                            continue;
+                        }
+                        Meaning::Lost(process) => process,
+                        Meaning::FailedAtExit(process) => {
+                            // The others have ended their parts too, and may still save them.
+                            first.get_or_insert((process, how, Instant::now()));
+                            continue;
+                        }
+                        Meaning::Failed(process) => process,
+                    };
                     match (first, ending) {
                         (None, _) => first = Some((process, how, Instant::now())),
                         (Some((_, before, when)), Ending::Grace(_))
@@ -273,15 +294,31 @@ impl Processes {
                 }
                 Err(RecvTimeoutError::Timeout) => match ending {
                     Ending::NotYet => {
-                        if replacing.wants_one(server.wanted()) {
-                            let next = self.running.len();
-                            start_one(&mut self, next, &mut replacing);
+                        let job = Standing::of(server, launch.processes);
+                        let alive = (0..self.running.len())
+                            .filter(|i| self.running[*i].how.is_none())
+                            .map(|i| (i, self.running[i].number));
+                        let alive: Vec<_> = alive.collect();
+                        let is_on_its_way = |(i, number): &&(usize, usize)| {
+                            *i >= first_ones && !job.is_known(*number)
+                        };
+                        let on_their_way = alive.iter().filter(is_on_its_way).count();
+                        let numbers = alive.iter().map(|(_, number)| *number);
+                        if replacing.recovers() && on_their_way == 0 && job.needs_none_of(numbers) {
+                            // A stopped process that was replaced would never end.
+                            ending = Ending::Grace(after(Instant::now(), grace));
+                            continue;
                         }
-                        let alive = 0..self.running.len();
-                        let alive: Vec<usize> =
-                            alive.filter(|i| self.running[*i].how.is_none()).collect();
+                        if server.wanted() > on_their_way && replacing.take_one() {
+                            let next = self.running.len();
+                            start_one(&mut self, next, None, &job);
+                        }
+                        let is_at_work = |(_, number): &&(usize, usize)| !job.has_left(*number);
+                        let alive: Vec<_> =
+                            alive.iter().filter(is_at_work).map(|(i, _)| *i).collect();
                         if let Some(victim) = replacing.victim(&alive) {
-                            eprintln!("mpmd: chaos kills the process that was started as {victim}");
+                            let number = self.running[victim].number;
+                            eprintln!("mpmd: chaos kills the process that was started as {number}");
                             let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
                         }
                     }
@@ -308,20 +345,54 @@ impl Processes {
             // The wait ends by disconnection when the output's thread ends.
             let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
-        let ends: Vec<ExitKind> =
-            self.running.iter().map(|running| running.how.unwrap_or(ExitKind::Exit(1))).collect();
-        let first_failure = first.map(|(process, how, _)| {
-            let (reports, unformed) = (server.reports(), server.failure());
-            let first = (process, how);
-            let own = |how: &ExitKind| match replacing.bears(*how) {
-                // Reports count places, and this one's has another process now.
-                true => ExitKind::Exit(1),
-                false => *how,
+        let ends: Vec<(usize, ExitKind)> = self
+            .running
+            .iter()
+            .map(|running| (running.number, running.how.unwrap_or(ExitKind::Exit(1))))
+            .collect();
+        let codes = ends.iter().map(|(_, how)| how.code()).collect();
+        let job = Standing::of(server, launch.processes);
+        let places = || (0..launch.processes as u32).map(ProcessId);
+        let mut by_place: Vec<Option<ExitKind>> = places().map(|_| None).collect();
+        for (number, how) in &ends {
+            let place = match replacing.recovers() {
+                true => job.place(*number),
+                false => Some(ProcessId(*number as u32)),
             };
-            let ends: Vec<_> = ends.iter().map(own).collect();
-            Known { first, ends: &ends, reports: &reports, unformed: unformed.as_ref() }.cause()
+            if let Some(end) = place.and_then(|place| by_place.get_mut(place.index())) {
+                *end = Some(*how);
+            }
+        }
+        let unknown = lost.unwrap_or(ExitKind::Exit(1));
+        let by_place: Vec<_> = by_place.into_iter().map(|end| end.unwrap_or(unknown)).collect();
+        let is_open = |place: &ProcessId| !job.is_done(*place, ends.iter().copied());
+        let open = places().find(|place| replacing.recovers() && is_open(place));
+        let (first, is_open) = match (first, open) {
+            (Some((process, how, _)), _) => (Some((process, how)), false),
+            (None, Some(place)) => (Some((place, by_place[place.index()])), true),
+            (None, None) => (None, false),
+        };
+        let first_failure = first.map(|first| {
+            let (reports, unformed) = (server.reports(), server.failure());
+            let known =
+                Known { first, ends: &by_place, reports: &reports, unformed: unformed.as_ref() };
+            let mut failure = known.cause();
+            if is_open && failure.why.is_none() {
+                failure.why = Some("no process has ended the program in its place".to_owned());
+            }
+            failure
         });
-        Outcome { first_failure, codes: ends.into_iter().map(ExitKind::code).collect() }
+        Outcome { first_failure, codes }
+    }
+
+    /// Returns a share of the cores that no process needs: that of the process that is replaced, or
+    /// the first one. `None` if there is none.
+    fn free_share(&self, of: Option<usize>, job: &Standing) -> Option<usize> {
+        let all = self.running.iter().filter_map(|running| running.share);
+        let needs = |running: &&Running| running.how.is_none() && !job.is_out(running.number);
+        let taken: Vec<usize> =
+            self.running.iter().filter(needs).filter_map(|running| running.share).collect();
+        of.into_iter().chain(all).find(|share| !taken.contains(share))
     }
 
     /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.

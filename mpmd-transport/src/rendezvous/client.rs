@@ -5,9 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Request};
-use super::server::clock;
+use super::server::{clock, random};
 use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
 
@@ -40,8 +42,21 @@ pub struct Joined {
     pub process: ProcessId,
     /// The epoch.
     pub epoch: u64,
+    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
+    /// that have the same token have different ones.
+    pub run: u128,
     /// The descriptions of all processes, by process number.
     pub members: Vec<Member>,
+}
+
+/// The secret identity of a process in its job, by which the server knows it again in a later epoch.
+/// Its `Debug` output does not show the key.
+#[derive(Clone, Copy, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Identity {
+    /// A number that no other process can guess, the same in all epochs.
+    pub key: u128,
+    /// The identity of the [run](Joined::run) in which this process was before, if it was.
+    pub run: Option<u128>,
 }
 
 /// The server to join, and this process's identity in the job.
@@ -58,6 +73,23 @@ pub struct JoinConfig {
     /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
     /// of life.
     pub peer_timeout: Duration,
+}
+
+impl Identity {
+    /// Creates the identity of a process that has not joined yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Environment`](RendezvousError::Environment) if the system gives no random numbers.
+    pub fn random() -> Result<Self, RendezvousError> {
+        Ok(Self { key: random()?, run: None })
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Identity(of run {:x?})", self.run)
+    }
 }
 
 /// Time that the server has to take a report, without the slack. Short, as a failing process must
@@ -99,8 +131,8 @@ impl Rendezvous {
         self.clock_offset
     }
 
-    /// Joins the job and waits for all others, at most the config's `peer_timeout` plus two
-    /// seconds. Returns the descriptions of all processes, by process number.
+    /// Joins the job's first epoch and waits for all others, at most the config's `peer_timeout`
+    /// plus two seconds.
     ///
     /// # Errors
     ///
@@ -111,19 +143,21 @@ impl Rendezvous {
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
-    pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
+    pub fn join(&self, member: Member) -> Result<Joined, RendezvousError> {
         let JoinConfig { process, processes, .. } = self.config;
         if process.index() >= processes {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
-        match self.ask_to_join(member, 1, false)? {
-            (_, Some(joined)) => Ok(joined.members),
+        match self.ask_to_join(member, 1, Identity::random()?, false)? {
+            (_, Some(joined)) => Ok(joined),
             (answer, None) => Err(self.link.senseless(&answer)),
         }
     }
 
-    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. Waits
-    /// for all others, as [`join`](Self::join) does.
+    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. There
+    /// the server knows this process by its identity. Waits for all others, as
+    /// [`join`](Self::join) does. It waits longer for a process that is alive and has not left the
+    /// epoch before, see [`on_busy`](Self::on_busy).
     ///
     /// A process that finds no place waits as a spare, for as long as the job runs: one with a
     /// number beyond the job's, one that was started later, or one that was given up meanwhile.
@@ -133,12 +167,14 @@ impl Rendezvous {
     /// # Errors
     ///
     /// The errors of [`join`](Self::join), except `NoSuchProcess` and `Complete`.
+    /// [`OtherRun`](RendezvousError::OtherRun) if the server is of another run.
     pub fn join_epoch(
         &self,
         member: Member,
         epoch: u64,
+        identity: Identity,
     ) -> Result<Option<Joined>, RendezvousError> {
-        match self.ask_to_join(member, epoch, true)? {
+        match self.ask_to_join(member, epoch, identity, true)? {
             (_, Some(joined)) => Ok(Some(joined)),
             (Answer::Done, None) => Ok(None),
             (answer, None) => Err(self.link.senseless(&answer)),
@@ -150,20 +186,29 @@ impl Rendezvous {
         &self,
         member: Member,
         epoch: u64,
+        identity: Identity,
         waits: bool,
     ) -> Result<(Answer, Option<Joined>), RendezvousError> {
         let JoinConfig { process, processes, peer_timeout, .. } = self.config;
         let processes = processes as u64;
-        let join =
-            |ask| Request::Join { ask, process, processes, epoch, waits, peer_timeout, member };
+        let join = |ask| Request::Join {
+            ask,
+            process,
+            processes,
+            epoch,
+            identity,
+            waits,
+            peer_timeout,
+            member,
+        };
         // A spare may wait for as long as the job runs.
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
         let answer = self.link.ask(answer_within, join)?.1;
         let joined = match &answer {
-            Answer::Members { process, epoch, members, .. }
+            &Answer::Members { process, epoch, run, ref members, .. }
                 if members.len() as u64 == processes && process.index() < members.len() =>
             {
-                Some(Joined { process: *process, epoch: *epoch, members: members.to_vec() })
+                Some(Joined { process, epoch, run, members: members.to_vec() })
             }
             _ => None,
         };
@@ -242,6 +287,16 @@ impl Rendezvous {
         for down in earlier {
             tell(down);
         }
+    }
+
+    /// Sets the function that is called while this process waits in
+    /// [`join_epoch`](Self::join_epoch) for others that are alive but still run code of their own
+    /// in the epoch before: once in each peer timeout of the server, on one of the processes that
+    /// wait. Its arguments are the epoch, the processes, and the time so far.
+    ///
+    /// `tell` runs on the thread that also answers the server's pings, so it must not block.
+    pub fn on_busy(&self, tell: Box<dyn Fn(u64, &[ProcessId], Duration) + Send + Sync>) {
+        self.link.state.lock().tell_busy = Some(Arc::from(tell));
     }
 
     /// Sets the function that returns the status of this process, in any encoding, each time that

@@ -90,6 +90,7 @@ pub(super) struct State {
     pub(super) leaving: bool,
     pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     pub(super) untold: Vec<Down>,
+    pub(super) tell_busy: Option<Arc<TellBusy>>,
     /// Returns the status of this process; `None` while it starts.
     pub(super) describe: Option<Arc<Describe>>,
     /// The statuses received so far for a look at the job.
@@ -98,6 +99,9 @@ pub(super) struct State {
 
 /// A function that returns the status of this process, in any encoding.
 pub(super) type Describe = dyn Fn() -> Vec<u8> + Send + Sync;
+
+/// The function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
+pub(super) type TellBusy = dyn Fn(u64, &[ProcessId], Duration) + Send + Sync;
 
 /// (Time of the answer in nanoseconds since 1970 by this process's clock, answer).
 type Answered = (i64, Result<Answer, RendezvousError>);
@@ -276,6 +280,10 @@ impl Connection {
                 let describe = self.state.lock().describe.clone();
                 let status = describe.map(|describe| describe()).ok_or("it is starting".to_owned());
                 self.say(Request::Status { look, status })?;
+            }
+            Reply::Busy { epoch, processes, waited } => {
+                let tell = self.state.lock().tell_busy.clone();
+                tell.iter().for_each(|tell| tell(epoch, &processes, waited));
             }
             Reply::Status { ask, process, status } => {
                 let mut state = self.state.lock();

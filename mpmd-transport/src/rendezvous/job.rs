@@ -2,19 +2,18 @@
 //!
 //! Pure: it is given the clients' requests and the time, and answers with [`Action`]s.
 //!
-//! A job begins in epoch 1. After the loss of a process the others may return: the first of them to
-//! join epoch `n + 1` begins it. The places of processes that do not return go to spares, which
-//! wait for one. A process that was given up has no place in a later epoch, unless its old one is
-//! still free.
+//! - `places`: which process has which place, over the epochs of the job.
+//! - `looks`: looks of observers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::block::Instant;
 
-use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, Reply, Request};
-use super::{Member, RendezvousError, Report};
+use self::looks::{LOOK_WITHIN, Look, passed_on};
+use self::places::{Former, HowEnded, Known, Seat, Wish};
+use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
+use super::{RendezvousError, Report};
 pub(super) use crate::deadline::after;
 pub(super) use crate::strangers::Link;
 use crate::wire::ProcessId;
@@ -36,19 +35,27 @@ pub(super) enum Phase {
 }
 
 pub(super) struct Job {
+    /// The identity of this run of the job.
+    run: u128,
     peer_timeout: Duration,
     ping: Duration,
     phase: Phase,
+    /// When the epoch that gathers began to do so.
+    gathers_since: Instant,
     gather_until: Instant,
     /// The time by which processes that have left an epoch return. Set at each loss.
     returns_by: Option<Instant>,
     /// The epoch that gathers, runs or has failed.
     epoch: u64,
     seats: Vec<Option<Seat>>,
-    /// By process, while a later epoch gathers: true if a spare may have the process's place.
+    /// By process, while a later epoch gathers: the holder of the place in the epoch before.
+    before: Vec<Option<Former>>,
+    /// By process, while an epoch gathers: true if a spare may have the process's place.
     vacant: Vec<bool>,
     /// Clients that wait for a place, in order of arrival.
     spares: Vec<Seat>,
+    /// By key: the processes that are here, and those that had a place in an epoch that has begun.
+    known: BTreeMap<u128, Known>,
     links: BTreeMap<Link, Client>,
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
@@ -62,41 +69,8 @@ pub(super) struct Job {
     actions: Vec<Action>,
 }
 
-/// A process that has joined.
-struct Seat {
-    link: Link,
-    member: Member,
-    waits: Wait,
-    /// True if the process was in an earlier epoch, so that it may have copies of its state.
-    has_been: bool,
-    /// `None` while the process is in the job.
-    ended: Option<End>,
-}
-
-/// The end of a process's part in an epoch.
-struct End {
-    why: String,
-    how: HowEnded,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum HowEnded {
-    Died,
-    /// It has left in order.
-    Left,
-    /// It has left, to join the next epoch.
-    Returns,
-}
-
-/// A client's wish to join a job.
-struct Wish {
-    process: ProcessId,
-    processes: usize,
-    epoch: u64,
-    waits: bool,
-}
-
 struct Client {
+    /// Its place in the newest epoch that it has joined.
     process: Option<ProcessId>,
     heard: Instant,
     ping_at: Instant,
@@ -123,30 +97,23 @@ struct Arrival {
     wait: Wait,
 }
 
-/// A look at the job for which the status of some processes is still missing.
-struct Look {
-    number: u64,
-    link: Link,
-    ask: u64,
-    missing: BTreeSet<ProcessId>,
-    until: Instant,
-}
-
-/// The longest time that an observer waits for the status of a process.
-const LOOK_WITHIN: Duration = Duration::from_secs(1);
-
 impl Job {
-    pub(super) fn new(processes: usize, peer_timeout: Duration, now: Instant) -> Self {
+    /// Creates the job of the run with this identity, which differs from that of every other run.
+    pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
         Self {
+            run,
             peer_timeout,
             ping: ping_interval(peer_timeout),
             phase: Phase::Gathering,
+            gathers_since: now,
             gather_until: after(now, peer_timeout),
             returns_by: None,
             epoch: 1,
             seats: (0..processes).map(|_| None).collect(),
+            before: (0..processes).map(|_| None).collect(),
             vacant: vec![false; processes],
             spares: Vec::new(),
+            known: BTreeMap::new(),
             links: BTreeMap::new(),
             values: HashMap::new(),
             gets: Vec::new(),
@@ -166,23 +133,6 @@ impl Job {
 
     pub(super) fn phase(&self) -> &Phase {
         &self.phase
-    }
-
-    /// Number of processes that joined and have neither left nor ended.
-    pub(super) fn present(&self) -> usize {
-        self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
-    }
-
-    /// Returns the number of places that need a new process: places of processes that are gone,
-    /// less the number of waiting spares.
-    pub(super) fn wanted(&self) -> usize {
-        let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
-            (Phase::Gathering, None) => self.vacant[process],
-            (Phase::Running, Some(Seat { ended: Some(end), .. })) => end.how == HowEnded::Died,
-            _ => false,
-        };
-        let free = (0..self.seats.len()).filter(|process| is_free(*process)).count();
-        free.saturating_sub(self.spares.len())
     }
 
     /// The failures that processes of the job have reported in this epoch, as (process, report), in
@@ -216,13 +166,21 @@ impl Job {
     pub(super) fn said(&mut self, link: Link, request: Request, now: Instant) {
         let Some(client) = self.links.get_mut(&link) else { return };
         client.heard = now;
-        let process = client.process;
         match request {
             // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => {}
-            Request::Join { ask, process, processes, epoch, waits, peer_timeout, member } => {
+            Request::Join {
+                ask,
+                process,
+                processes,
+                epoch,
+                identity,
+                waits,
+                peer_timeout,
+                member,
+            } => {
                 let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
-                let wish = Wish { process, processes: processes as usize, epoch, waits };
+                let wish = Wish { process, processes: processes as usize, epoch, identity, waits };
                 if let Err(refusal) = self.join(link, &wish, member, wait, now) {
                     self.answer(link, ask, Err(refusal));
                 }
@@ -241,7 +199,7 @@ impl Job {
                         let value = value.clone();
                         self.answer(link, ask, Ok(Answer::Value(value)));
                     }
-                    (Ok(()), None) => match self.lost().filter(|_| process.is_some()) {
+                    (Ok(()), None) => match self.lost_for(link) {
                         Some((process, why)) => {
                             let error = RendezvousError::NeverSet { key, process, why };
                             self.answer(link, ask, Err(error));
@@ -252,12 +210,12 @@ impl Job {
             }
             Request::Barrier { ask, name, peer_timeout } => {
                 let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
-                if let Err(refusal) = self.barrier(link, process, name, wait) {
+                if let Err(refusal) = self.barrier(link, name, wait) {
                     self.answer(link, ask, Err(refusal));
                 }
             }
             Request::Report { ask, report } => {
-                let result = self.report(process, report);
+                let result = self.report(link, report);
                 self.answer(link, ask, result);
             }
             Request::Look { ask } => {
@@ -266,16 +224,15 @@ impl Job {
                 }
             }
             Request::Status { look, status } => {
-                if let Some(process) = process {
+                if let Some(process) = self.place_of(link) {
                     let status = passed_on(status);
                     self.seen(process, &status, |one| one.number == look);
                 }
             }
             Request::Leave { ask, returns } => {
                 self.answer(link, ask, Ok(Answer::Done));
-                self.forget(link);
                 self.actions.push(Action::Close(link));
-                if let Some(process) = process {
+                if let Some(process) = self.forget(link) {
                     let how = if returns { HowEnded::Returns } else { HowEnded::Left };
                     self.end(link, process, "it has left the job", how);
                 }
@@ -328,6 +285,7 @@ impl Job {
         for (link, why) in silent {
             self.actions.push(Action::Say(link, Reply::Dropped { why: why.clone() }));
             self.actions.push(Action::Close(link));
+            self.gives_up(link);
             self.closed(link, &why);
         }
     }
@@ -337,6 +295,7 @@ impl Job {
     /// late.
     fn put_off(&mut self, stopped: Duration, now: Instant) {
         self.gather_until = after(self.gather_until, stopped);
+        self.returns_by = self.returns_by.map(|until| after(until, stopped));
         for client in self.links.values_mut() {
             client.heard = now;
             client.join_by = after(client.join_by, stopped);
@@ -349,22 +308,6 @@ impl Job {
         }
         for look in &mut self.looks {
             look.until = after(look.until, stopped);
-        }
-    }
-
-    /// Handles the end of the time in which an epoch should have gathered. Processes that have not
-    /// come to a later epoch, or to the first if there are spares, lose their places. New processes
-    /// get the time once more.
-    fn is_late(&mut self, now: Instant) {
-        let goes_on = self.epoch > 1 || !self.spares.is_empty();
-        let is_awaited = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && !vacant;
-        if goes_on && self.seats.iter().zip(&self.vacant).any(is_awaited) {
-            self.gather_until = after(now, self.peer_timeout);
-            self.vacant.fill(true);
-            self.place_spares();
-        } else {
-            let error = self.missing(self.peer_timeout);
-            self.fail(error);
         }
     }
 
@@ -385,8 +328,9 @@ impl Job {
                 self.answer(link, wait.ask, Err(error));
                 if let Some(process) =
                     self.links.get_mut(&link).and_then(|client| client.process.take())
+                    && let Some(seat) = self.seats[process.index()].take()
                 {
-                    self.seats[process.index()] = None;
+                    self.is_away(seat.key);
                 }
             }
         }
@@ -434,182 +378,6 @@ impl Job {
         }
     }
 
-    fn join(
-        &mut self,
-        link: Link,
-        wish: &Wish,
-        member: Member,
-        waits: Wait,
-        now: Instant,
-    ) -> Result<(), RendezvousError> {
-        let Wish { process, processes: believes, epoch, .. } = *wish;
-        // Error messages contain these texts, up to two of them.
-        check_name("the name of a host", &member.host)?;
-        check_name("the fingerprint of a program", &member.program)?;
-        let processes = self.seats.len();
-        if believes != processes {
-            return Err(RendezvousError::Count { process, believes, job: processes });
-        }
-        if self.phase == Phase::Running && epoch == self.epoch + 1 && process.index() < processes {
-            self.begin_next_epoch(now);
-        }
-        let is_place =
-            self.phase == Phase::Gathering && epoch == self.epoch && process.index() < processes;
-        if let Phase::Failed(error) = &self.phase
-            && wish.waits
-        {
-            return Err(error.clone());
-        }
-        // While it could not be heard, another process may have got its place.
-        let is_taken = self.seats.get(process.index()).is_some_and(|seat| {
-            let held = seat.as_ref().filter(|held| held.ended.is_none());
-            held.is_some_and(|held| !is_same(held, &member))
-        });
-        if wish.waits && (!is_place || is_taken) {
-            return self.wait_for_place(link, wish, member, waits, now);
-        }
-        let Some(seat) = self.seats.get(process.index()) else {
-            return Err(RendezvousError::NoSuchProcess { process, processes });
-        };
-        let mut before = None;
-        if let Some(held) = seat
-            && held.ended.is_none()
-        {
-            if !is_same(held, &member) || held.link == link || !is_place {
-                let Member { host, pid, .. } = held.member.clone();
-                return Err(RendezvousError::Duplicate { process, host, pid });
-            }
-            // Its connection was cut and it tries again. The end of its first connection has not
-            // been seen yet.
-            before = Some(held.link);
-        }
-        match &self.phase {
-            Phase::Failed(error) => return Err(error.clone()),
-            _ if !is_place => return Err(RendezvousError::Complete { process, processes }),
-            _ => {}
-        }
-        let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
-        if client.process.is_some() || self.spares.iter().any(|spare| spare.link == link) {
-            return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
-        }
-        client.process = Some(process);
-        if let Some(before) = before {
-            self.forget(before);
-            self.actions.push(Action::Close(before));
-        }
-        let differs = self.differs(process, &member);
-        // One that waits for a place has no time limit of its own.
-        let until = if wish.waits { after(now, Duration::MAX) } else { waits.until };
-        let waits = Wait { until, ..waits };
-        self.seats[process.index()] =
-            Some(Seat { link, member, waits, has_been: epoch > 1, ended: None });
-        match differs {
-            // Waiting cannot help. All processes had better hear of it now than of a missing
-            // process later.
-            Some(error) => self.fail(error),
-            None => self.place_spares(),
-        }
-        Ok(())
-    }
-
-    /// Begins the next epoch, in which every place is free again.
-    fn begin_next_epoch(&mut self, now: Instant) {
-        self.epoch += 1;
-        self.phase = Phase::Gathering;
-        self.returns_by = None;
-        self.gather_until = after(now, self.peer_timeout);
-        self.vacant = self.seats.iter().map(is_gone).collect();
-        self.seats.fill_with(|| None);
-        self.reports.clear();
-        for (name, arrivals) in std::mem::take(&mut self.barriers) {
-            for Arrival { link, wait, .. } in arrivals {
-                let what = format!("barrier {name:?}");
-                let when = "in an epoch that goes on".into();
-                self.answer(link, wait.ask, Err(RendezvousError::OutOfTurn { what, when }));
-            }
-        }
-    }
-
-    /// Keeps a client until there is a place for it, or until the job has ended.
-    fn wait_for_place(
-        &mut self,
-        link: Link,
-        wish: &Wish,
-        member: Member,
-        waits: Wait,
-        now: Instant,
-    ) -> Result<(), RendezvousError> {
-        let has_been = wish.epoch > 1;
-        if let Some(error) = self.differs(wish.process, &member) {
-            return Err(error);
-        }
-        let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
-        if client.process.is_some() || self.spares.iter().any(|spare| spare.link == link) {
-            return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
-        }
-        client.join_by = after(now, Duration::MAX);
-        let waits = Wait { until: after(now, Duration::MAX), ..waits };
-        self.spares.push(Seat { link, member, waits, has_been, ended: None });
-        self.place_spares();
-        self.dismiss_spares();
-        Ok(())
-    }
-
-    /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
-    /// complete.
-    fn place_spares(&mut self) {
-        if self.phase != Phase::Gathering {
-            return;
-        }
-        for process in processes(self.seats.len()) {
-            while self.seats[process.index()].is_none()
-                && self.vacant[process.index()]
-                && !self.spares.is_empty()
-            {
-                // One that was stopped and woke in time has copies that a new process lacks.
-                let has_been = self.spares.iter().position(|spare| spare.has_been);
-                let spare = self.spares.remove(has_been.unwrap_or(0));
-                if let Some(error) = self.differs(process, &spare.member) {
-                    self.answer(spare.link, spare.waits.ask, Err(error));
-                    continue;
-                }
-                if let Some(client) = self.links.get_mut(&spare.link) {
-                    client.process = Some(process);
-                }
-                self.seats[process.index()] = Some(spare);
-            }
-        }
-        if self.seats.iter().any(Option::is_none) {
-            return;
-        }
-        self.phase = Phase::Running;
-        let members: Arc<[Member]> =
-            self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
-        let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
-        let told: Vec<_> =
-            seats.map(|(process, seat)| (process, seat.link, seat.waits.ask)).collect();
-        for (process, link, ask) in told {
-            let (members, epoch) = (members.clone(), self.epoch);
-            let answer = Answer::Members { process, epoch, members, more: false };
-            self.answer(link, ask, Ok(answer));
-        }
-    }
-
-    /// Returns an error if the program of a new member differs from that of one that has joined.
-    fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
-        self.seats.iter().enumerate().find_map(|(other, seat)| {
-            let other_member = &seat.as_ref()?.member;
-            (other_member.program != member.program).then(|| RendezvousError::Program {
-                process,
-                host: member.host.clone(),
-                program: member.program.clone(),
-                other: ProcessId(other as u32),
-                other_host: other_member.host.clone(),
-                other_program: other_member.program.clone(),
-            })
-        })
-    }
-
     fn set(&mut self, key: String, value: Vec<u8>) -> Result<Answer, RendezvousError> {
         check_name("a key", &key)?;
         if value.len() > MAX_VALUE_BYTES {
@@ -629,15 +397,9 @@ impl Job {
         Ok(Answer::Done)
     }
 
-    fn barrier(
-        &mut self,
-        link: Link,
-        process: Option<ProcessId>,
-        name: String,
-        wait: Wait,
-    ) -> Result<(), RendezvousError> {
+    fn barrier(&mut self, link: Link, name: String, wait: Wait) -> Result<(), RendezvousError> {
         check_name("the name of a barrier", &name)?;
-        let (Some(process), Phase::Running) = (process, &self.phase) else {
+        let (Some(process), Phase::Running) = (self.place_of(link), &self.phase) else {
             let what = format!("barrier {name:?}");
             return Err(RendezvousError::OutOfTurn {
                 what,
@@ -664,71 +426,11 @@ impl Job {
         Ok(())
     }
 
-    /// Asks every process of a running job for its status, for the client of `link`. Of others it
-    /// says at once why they have none.
-    fn look(&mut self, link: Link, ask: u64, now: Instant) -> Result<(), RendezvousError> {
-        if let Phase::Failed(error) = &self.phase {
-            return Err(error.clone());
-        }
-        if self.looks.iter().any(|look| look.link == link) {
-            let (what, when) = ("looking at the job".into(), "once at a time".into());
-            return Err(RendezvousError::OutOfTurn { what, when });
-        }
-        if let Some(client) = self.links.get_mut(&link) {
-            // It may look for as long as the job runs and need not join.
-            client.join_by = after(now, Duration::MAX);
-        }
-        self.looked += 1;
-        let mut missing = BTreeSet::new();
-        for (process, seat) in processes(self.seats.len()).zip(&self.seats) {
-            let why = match seat {
-                None => "it has not joined yet".to_owned(),
-                Some(Seat { ended: Some(end), .. }) => end.why.clone(),
-                Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
-                Some(seat) => {
-                    missing.insert(process);
-                    self.actions.push(Action::Say(seat.link, Reply::Look { look: self.looked }));
-                    continue;
-                }
-            };
-            self.actions.push(Action::Say(link, Reply::Status { ask, process, status: Err(why) }));
-        }
-        match missing.is_empty() {
-            true => self.answer(link, ask, Ok(Answer::Done)),
-            false => {
-                let until = after(now, LOOK_WITHIN);
-                self.looks.push(Look { number: self.looked, link, ask, missing, until });
-            }
-        }
-        Ok(())
-    }
-
-    /// Passes on the status of `process` to the looks that miss it and for which `is_for` returns
-    /// true, and ends those that miss no other.
-    fn seen(&mut self, process: ProcessId, status: &ProcessStatus, is_for: impl Fn(&Look) -> bool) {
-        for look in &mut self.looks {
-            if is_for(look) && look.missing.remove(&process) {
-                let (ask, status) = (look.ask, status.clone());
-                self.actions.push(Action::Say(look.link, Reply::Status { ask, process, status }));
-            }
-        }
-        let (complete, open) =
-            self.looks.drain(..).partition(|look: &Look| look.missing.is_empty());
-        self.looks = open;
-        for Look { link, ask, .. } in complete {
-            self.answer(link, ask, Ok(Answer::Done));
-        }
-    }
-
-    fn report(
-        &mut self,
-        process: Option<ProcessId>,
-        report: Report,
-    ) -> Result<Answer, RendezvousError> {
-        let Some(process) = process else {
+    fn report(&mut self, link: Link, report: Report) -> Result<Answer, RendezvousError> {
+        let Some(process) = self.place_of(link) else {
             return Err(RendezvousError::OutOfTurn {
                 what: "reporting".into(),
-                when: "after joining".into(),
+                when: "after joining, in an epoch that goes on".into(),
             });
         };
         if self.reports.iter().all(|(before, _)| *before != process) {
@@ -745,57 +447,11 @@ impl Job {
         }
         self.barriers.retain(|_, arrivals| !arrivals.is_empty());
         self.looks.retain(|look| look.link != link);
-        self.spares.retain(|spare| spare.link != link);
+        if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
+            let spare = self.spares.remove(at);
+            self.is_away(spare.key);
+        }
         self.links.remove(&link)?.process
-    }
-
-    /// Marks a process as ended and fails all pending barriers. If it died, tells the others.
-    /// Before the job is complete, only frees the process's number. `link` is the process's
-    /// connection: it may be of an earlier epoch.
-    fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
-        let seat = &mut self.seats[process.index()];
-        if seat.as_ref().is_some_and(|seat| seat.link != link) {
-            return;
-        }
-        if self.phase != Phase::Running {
-            // The others do not know it yet: another process may take its number.
-            *seat = None;
-            if how != HowEnded::Returns {
-                self.vacant[process.index()] = true;
-                self.place_spares();
-            }
-            return;
-        }
-        if let Some(seat) = seat {
-            seat.ended = Some(End { why: why.to_owned(), how });
-        }
-        self.seen(process, &Err(why.to_owned()), |_| true);
-        if how == HowEnded::Died {
-            let others: Vec<Link> = self
-                .links
-                .iter()
-                .filter(|(_, c)| c.process.is_some())
-                .map(|(&link, _)| link)
-                .collect();
-            for link in others {
-                self.actions.push(Action::Say(link, Reply::Down { process, why: why.to_owned() }));
-            }
-        }
-        if how != HowEnded::Left {
-            self.returns_by = Some(after(self.ticked, self.peer_timeout));
-            self.fail_gets(process, why);
-        }
-        for (name, arrivals) in std::mem::take(&mut self.barriers) {
-            for Arrival { link, wait, .. } in arrivals {
-                let error = RendezvousError::BarrierBroken {
-                    name: name.clone(),
-                    process,
-                    why: why.to_owned(),
-                };
-                self.answer(link, wait.ask, Err(error));
-            }
-        }
-        self.dismiss_spares();
     }
 
     /// Fails the requests of this epoch's processes for values that nobody may set any more.
@@ -823,84 +479,19 @@ impl Job {
         })
     }
 
-    /// Tells the spares that the job has ended, if it has: no process is left, and none returns.
-    fn dismiss_spares(&mut self) {
-        if self.phase == Phase::Running && self.seats.iter().all(is_gone) {
-            let has_left =
-                |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
-            let result = match self.seats.iter().flatten().any(has_left) {
-                true => Ok(Answer::Done),
-                false => Err(RendezvousError::AllLost { processes: self.seats.len() }),
-            };
-            for Seat { link, waits, .. } in std::mem::take(&mut self.spares) {
-                self.answer(link, waits.ask, result.clone());
-            }
-        }
-    }
-
-    /// Counts processes as died that should have returned by now, if no other one can begin the
-    /// next epoch.
-    fn stop_waiting_for_returns(&mut self, now: Instant) {
-        let is_due = self.returns_by.is_some_and(|until| now >= until);
-        if !is_due {
-            return;
-        }
-        self.returns_by = None;
-        if self.phase != Phase::Running || self.present() > 0 {
-            return;
-        }
-        for end in self.seats.iter_mut().flatten().filter_map(|seat| seat.ended.as_mut()) {
-            if end.how == HowEnded::Returns {
-                end.how = HowEnded::Died;
-            }
-        }
-        self.dismiss_spares();
-    }
-
-    /// Fails a job that can never be complete, and answers all processes that joined with `error`.
-    fn fail(&mut self, error: RendezvousError) {
-        let spares = std::mem::take(&mut self.spares);
-        let told: Vec<_> = self
-            .seats
-            .iter()
-            .flatten()
-            .chain(&spares)
-            .map(|seat| (seat.link, seat.waits.ask))
-            .collect();
-        for (link, ask) in told {
-            self.answer(link, ask, Err(error.clone()));
-        }
-        for client in self.links.values_mut() {
-            client.process = None;
-        }
-        self.seats.fill_with(|| None);
-        self.phase = Phase::Failed(error);
-    }
-
-    fn missing(&self, peer_timeout: Duration) -> RendezvousError {
-        let missing =
-            processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
-        RendezvousError::Missing {
-            missing: missing.map(|(process, _)| process).collect(),
-            processes: self.seats.len(),
-            peer_timeout,
+    /// Returns the process because of which a value will never come for the client of `link`, and
+    /// the reason: one of its epoch is lost, or its epoch has ended.
+    fn lost_for(&self, link: Link) -> Option<(ProcessId, String)> {
+        let process = self.links.get(&link)?.process?;
+        match self.place_of(link) {
+            Some(_) => self.lost(),
+            None => Some((process, "its epoch of the job has ended".to_owned())),
         }
     }
 
     fn answer(&mut self, link: Link, ask: u64, result: Result<Answer, RendezvousError>) {
         self.actions.push(Action::Say(link, Reply::Answer { ask, result }));
     }
-}
-
-/// True if this is the process that has the place, by another connection.
-fn is_same(held: &Seat, member: &Member) -> bool {
-    (&held.member.host, held.member.pid) == (&member.host, member.pid)
-}
-
-/// True if the process of a place is gone and does not return.
-fn is_gone(seat: &Option<Seat>) -> bool {
-    let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
-    end.is_some_and(|end| end.how != HowEnded::Returns)
 }
 
 /// Interval of pings to clients: several within `peer_timeout`, and at least one a second.
@@ -912,21 +503,15 @@ fn processes(count: usize) -> impl Iterator<Item = ProcessId> {
     (0..count).map(|process| ProcessId(process as u32))
 }
 
-/// Returns a status that fits a message.
-fn passed_on(status: ProcessStatus) -> ProcessStatus {
-    let (bytes, most) = match &status {
-        Ok(status) => (status.len(), MAX_VALUE_BYTES),
-        Err(why) => (why.len(), MAX_KEY_BYTES),
-    };
-    if bytes <= most { status } else { Err(format!("its status has {bytes} bytes")) }
-}
-
 fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {
     if name.len() <= MAX_KEY_BYTES {
         return Ok(());
     }
     Err(RendezvousError::TooLong { what: what.to_owned(), bytes: name.len(), limit: MAX_KEY_BYTES })
 }
+
+mod looks;
+mod places;
 
 #[cfg(test)]
 mod epochs;

@@ -18,7 +18,7 @@
 //!
 //! - `protocol`: these bytes.
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
-//!   does no I/O.
+//!   does no I/O. `job/places` decides which process has which place in which epoch.
 //! - `server`: runs `job` over sockets, and `local` without them, for simulated processes.
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 use crate::router::Failure;
 use crate::wire::ProcessId;
 
-pub use client::{ClockOffset, JoinConfig, Joined, Rendezvous};
+pub use client::{ClockOffset, Identity, JoinConfig, Joined, Rendezvous};
 pub use error::RendezvousError;
 pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;
@@ -66,6 +66,19 @@ pub struct Member {
     /// The reason why the process cannot take part, if there is one: the others then hear it
     /// instead of missing the process.
     pub trouble: Option<String>,
+}
+
+/// The part of a process in its job, as the server's owner sees it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Part {
+    /// It waits for a place.
+    Waits,
+    /// It has this place, or has died with it.
+    Holds(ProcessId),
+    /// It had this place in the last epoch, and has left in order.
+    Left(ProcessId),
+    /// It has no place any more: it was given up, or had left before others began a new epoch.
+    Out,
 }
 
 /// The failure that a process ends with, as reported to the server's owner.

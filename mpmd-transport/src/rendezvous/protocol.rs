@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Member, RendezvousError, Report};
+use super::{Identity, Member, RendezvousError, Report};
 use crate::control;
 use crate::handshake::Protocol;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
@@ -50,6 +50,7 @@ pub(super) enum Request {
         processes: u64,
         /// The epoch of the job: 1, or the one after the epoch that has failed.
         epoch: u64,
+        identity: Identity,
         /// True if the client waits for the place of another process, should it find none of its
         /// own.
         waits: bool,
@@ -114,6 +115,14 @@ pub(super) enum Reply {
     Dropped {
         why: String,
     },
+    /// The epoch for which this client waits cannot begin: these processes are alive, but still run
+    /// code of their own in the epoch before.
+    Busy {
+        epoch: u64,
+        processes: Vec<ProcessId>,
+        /// Time since the epoch began to gather.
+        waited: Duration,
+    },
     /// Asks this process for its status. Its answer repeats the number `look`.
     Look {
         look: u64,
@@ -136,6 +145,7 @@ pub(super) enum Answer {
         /// The number of the client's process.
         process: ProcessId,
         epoch: u64,
+        run: u128,
         members: Arc<[Member]>,
         more: bool,
     },
@@ -149,7 +159,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     let Reply::Answer { ask, result: Ok(answer) } = reply else {
         return Box::new(iter::once(reply));
     };
-    let Answer::Members { process, epoch, members, more: false } = answer else {
+    let Answer::Members { process, epoch, run, members, more: false } = answer else {
         return Box::new(iter::once(Reply::Answer { ask, result: Ok(answer) }));
     };
     let mut next = Some(0);
@@ -165,7 +175,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let more = end < members.len();
         next = more.then_some(end);
         let members = members[first..end].into();
-        let result = Ok(Answer::Members { process, epoch, members, more });
+        let result = Ok(Answer::Members { process, epoch, run, members, more });
         Some(Reply::Answer { ask, result })
     }))
 }
@@ -255,8 +265,9 @@ mod tests {
         };
         for processes in [0, 1, 600, 4000] {
             let members: Arc<[Member]> = (0..processes).map(member).collect();
-            let (process, epoch) = (ProcessId(1), 2);
-            let answer = Answer::Members { process, epoch, members: members.clone(), more: false };
+            let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
+            let all = members.clone();
+            let answer = Answer::Members { process, epoch, run, members: all, more: false };
             let mut heard = Vec::new();
             let mut last = false;
             for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
@@ -264,11 +275,19 @@ mod tests {
                 assert!(frame(&part).is_ok());
                 let Reply::Answer {
                     ask: 3,
-                    result: Ok(Answer::Members { process: ProcessId(1), epoch: 2, members, more }),
+                    result:
+                        Ok(Answer::Members {
+                            process: ProcessId(1),
+                            epoch: 2,
+                            run: told,
+                            members,
+                            more,
+                        }),
                 } = part
                 else {
                     panic!("{part:?}");
                 };
+                assert_eq!(told, run);
                 assert!(!members.is_empty() || processes == 0);
                 heard.extend_from_slice(&members);
                 last = !more;
@@ -313,6 +332,7 @@ mod tests {
             process,
             processes,
             epoch,
+            identity: Identity { key: 3 << 90, run: Some(1 << 100) },
             waits,
             peer_timeout,
             member: joining,
@@ -338,6 +358,7 @@ mod tests {
             answer(Ok(Answer::Members {
                 process,
                 epoch: 3,
+                run: 5,
                 members: vec![member; 2].into(),
                 more: true,
             })),
@@ -346,6 +367,7 @@ mod tests {
             answer(Err(missing)),
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
+            Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
             Reply::Look { look: 8 },
             Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
             Reply::Status { ask: 7, process, status: Err(why.clone()) },

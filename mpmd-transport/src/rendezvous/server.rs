@@ -18,7 +18,7 @@ use tokio::time::{sleep_until, timeout};
 
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
-use super::{RendezvousError, Report, Token};
+use super::{Part, RendezvousError, Report, Token};
 use crate::handshake::Handshake;
 use crate::handshake::stream::shake_hands;
 use crate::strangers::Strangers;
@@ -56,7 +56,8 @@ impl Server {
     /// # Errors
     ///
     /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
-    /// [`RendezvousError::Environment`] if the thread cannot be started.
+    /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
+    /// random numbers.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
             address: address.to_string(),
@@ -73,9 +74,10 @@ impl Server {
         // Tokio's listener allows reuse of an address in TIME_WAIT, so that a job can follow a job.
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
+        let run = random()?;
         let stage = Arc::new(Stage::default());
         let (stop, stopped) = oneshot::channel();
-        let hub = Hub::new(config, stage.clone());
+        let hub = Hub::new(config, run, stage.clone());
         let thread = std::thread::Builder::new()
             .name("mpmd-rendezvous-server".into())
             .spawn(move || runtime.block_on(hub.run(listener, stopped)))
@@ -136,6 +138,18 @@ impl Server {
         self.stage.state.lock().wanted
     }
 
+    /// True if all processes of an epoch have ended or left, and none of them returns.
+    pub fn is_over(&self) -> bool {
+        self.stage.state.lock().is_over
+    }
+
+    /// Returns the part of each process of the job and of each spare, with the process number with
+    /// which it joined first. Processes that have gone are among them if they had a place in an
+    /// epoch that has begun.
+    pub fn parts(&self) -> Vec<(ProcessId, Part)> {
+        self.stage.state.lock().parts.clone()
+    }
+
     /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
     /// left.
     ///
@@ -170,6 +184,15 @@ pub(super) fn clock() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
+/// Returns a random number of the system, which nobody can guess.
+pub(super) fn random() -> Result<u128, RendezvousError> {
+    let bytes = random_bytes().map_err(|e| RendezvousError::Environment {
+        doing: "making a random identity".into(),
+        why: e.to_string(),
+    })?;
+    Ok(u128::from_le_bytes(std::array::from_fn(|i| bytes[i])))
+}
+
 /// The job's state as the server's owner sees it.
 #[derive(Debug, Default)]
 struct Stage {
@@ -183,6 +206,8 @@ struct StageState {
     failed: Option<RendezvousError>,
     present: usize,
     wanted: usize,
+    is_over: bool,
+    parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
 }
 
@@ -208,8 +233,8 @@ struct Hub {
 }
 
 impl Hub {
-    fn new(config: ServerConfig, stage: Arc<Stage>) -> Self {
-        let job = Job::new(config.processes, config.peer_timeout, Instant::now());
+    fn new(config: ServerConfig, run: u128, stage: Arc<Stage>) -> Self {
+        let job = Job::new(config.processes, config.peer_timeout, run, Instant::now());
         Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
     }
 
@@ -297,17 +322,20 @@ impl Hub {
             Phase::Failed(error) => Some(error),
         };
         let (present, wanted) = (self.job.present(), self.job.wanted());
+        let (is_over, parts) = (self.job.is_over(), self.job.parts());
         let mut state = self.stage.state.lock();
         let reports = self.job.reports();
-        let known = (state.complete, state.failed.as_ref(), state.reports.len());
-        if known != (complete, failed, reports.len())
-            || (state.present, state.wanted) != (present, wanted)
+        let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
+        if known != (complete, failed, reports.len(), &parts)
+            || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
         {
             *state = StageState {
                 complete,
                 failed: failed.cloned(),
                 present,
                 wanted,
+                is_over,
+                parts,
                 reports: reports.to_vec(),
             };
             self.stage.changed.notify_all();

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, MAX_VALUE_BYTES, Member, Observer, Rendezvous, RendezvousError, Report,
-    Server, ServerConfig, Token, VERSION,
+    Down, Identity, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Part, Rendezvous,
+    RendezvousError, Report, Server, ServerConfig, Token, VERSION,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -55,11 +55,11 @@ fn member(process: u32) -> Member {
     }
 }
 
-fn join(config: JoinConfig) -> Result<(Rendezvous, Vec<Member>), RendezvousError> {
+fn join(config: JoinConfig) -> Result<(Rendezvous, Joined), RendezvousError> {
     let process = config.process.0;
     let rendezvous = Rendezvous::connect(config)?;
-    let members = rendezvous.join(member(process))?;
-    Ok((rendezvous, members))
+    let joined = rendezvous.join(member(process))?;
+    Ok((rendezvous, joined))
 }
 
 /// Lets the given processes join at once, each on its own thread. Returns their results in the
@@ -68,7 +68,7 @@ fn join_all(
     server: &Server,
     who: &[u32],
     processes: usize,
-) -> Vec<Result<(Rendezvous, Vec<Member>), RendezvousError>> {
+) -> Vec<Result<(Rendezvous, Joined), RendezvousError>> {
     let threads: Vec<_> = who
         .iter()
         .map(|&process| {
@@ -84,6 +84,22 @@ fn meet(server: &Server, processes: usize) -> Vec<Rendezvous> {
     join_all(server, &who, processes).into_iter().map(|joined| joined.unwrap().0).collect()
 }
 
+/// Lets all processes join the first epoch of a job that recovers.
+fn join_first_epoch(server: &Server, processes: usize) -> Vec<(Rendezvous, Identity)> {
+    let threads = (0..processes).map(|process| {
+        let config = config(server, process as u32, processes);
+        thread::spawn(move || {
+            let identity = Identity::random().unwrap();
+            let rendezvous = Rendezvous::connect(config).unwrap();
+            let joined = rendezvous.join_epoch(member(process as u32), 1, identity).unwrap();
+            let run = Some(joined.expect("there is a place").run);
+            (rendezvous, Identity { run, ..identity })
+        })
+    });
+    let threads: Vec<_> = threads.collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
 fn downs(rendezvous: &Rendezvous) -> Receiver<Down> {
     let (sender, downs) = mpsc::channel();
     rendezvous.on_down(Box::new(move |down| drop(sender.send(down))));
@@ -96,8 +112,8 @@ fn all_processes_get_the_same_list_of_members() {
     let expected: Vec<Member> = (0..4).map(member).collect();
     let joined = join_all(&server, &[2, 0, 3, 1], 4);
     for result in &joined {
-        let (rendezvous, members) = result.as_ref().unwrap();
-        assert_eq!(members, &expected);
+        let (rendezvous, joined) = result.as_ref().unwrap();
+        assert_eq!(joined.members, expected);
         assert_eq!(rendezvous.local_ip(), IpAddr::V4(Ipv4Addr::LOCALHOST));
         let offset = Duration::from_nanos(rendezvous.clock_offset().unsigned_abs());
         assert!(offset < LONG, "one host has one clock; it is off by {offset:?}");
@@ -125,7 +141,7 @@ fn addresses_longer_than_one_message_reach_all() {
             let told = told(process);
             thread::spawn(move || {
                 let rendezvous = Rendezvous::connect(config).unwrap();
-                let members = rendezvous.join(told).unwrap();
+                let members = rendezvous.join(told).unwrap().members;
                 rendezvous.leave().unwrap();
                 members
             })
@@ -275,9 +291,9 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     let facts = END.call(&mut stopped, &[], 4).unwrap();
     // It pings four times within its timeout.
     assert_eq!(facts, 500u32.to_le_bytes());
-    // Join {ask 1, process 1, processes 2, epoch 1, waits false, peer_timeout 30 s, member of empty
-    // fields}, in bincode's standard form.
-    stopped.write_all(&[14, 0, 0, 0, 0, 1, 1, 2, 1, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    // Join {ask 1, process 1, processes 2, epoch 1, identity {key 7, run None}, waits false,
+    // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
+    stopped.write_all(&[16, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
@@ -473,8 +489,9 @@ fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
         let held =
             RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
         assert_eq!(error, held);
-        let (_other, members) = join(config(&server, 0, 2)).unwrap();
-        assert_eq!(waiting.join().unwrap().unwrap(), members);
+        let (_other, joined) = join(config(&server, 0, 2)).unwrap();
+        let expected = Joined { process: ProcessId(1), ..joined };
+        assert_eq!(waiting.join().unwrap().unwrap(), expected);
     });
     let after = join(config(&server, 1, 2)).unwrap_err();
     assert!(
@@ -696,21 +713,23 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
 #[test]
 fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let server = server(3, LONG);
-    let mut all = meet(&server, 3);
-    let join_epoch = |number: u32, epoch: u64| {
+    let (mut all, identities): (Vec<_>, Vec<_>) = join_first_epoch(&server, 3).into_iter().unzip();
+    let join_epoch = |number: u32, epoch: u64, identity: Identity| {
         let config = config(&server, number, 3);
         thread::spawn(move || {
             let rendezvous = Rendezvous::connect(config).unwrap();
-            rendezvous.join_epoch(member(number), epoch).map(|joined| (rendezvous, joined))
+            rendezvous
+                .join_epoch(member(number), epoch, identity)
+                .map(|joined| (rendezvous, joined))
         })
     };
-    let spares = [join_epoch(3, 1), join_epoch(4, 1)];
+    let spares = [3, 4].map(|number| join_epoch(number, 1, Identity::random().unwrap()));
     let heard = downs(&all[0]);
     drop(all.remove(1));
     assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Process(ProcessId(1), _))));
     assert!(server.wanted() <= 1, "a spare may still be on its way");
     all.iter().for_each(|survivor| survivor.leave_epoch().unwrap());
-    let survivors = [join_epoch(0, 2), join_epoch(2, 2)];
+    let survivors = [0, 2].map(|number| join_epoch(number, 2, identities[number as usize]));
     let mut joined: Vec<_> = survivors.map(|one| one.join().unwrap().unwrap()).into();
     // Either spare may be the first; the other waits until all have left.
     let (sender, ends) = mpsc::channel();
@@ -723,9 +742,53 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let numbers: Vec<_> = places.iter().map(|joined| (joined.process.0, joined.epoch)).collect();
     assert_eq!(numbers, [(0, 2), (2, 2), (1, 2)]);
     assert!(places.iter().all(|joined| joined.members == places[0].members));
+    assert!(places.iter().all(|joined| Some(joined.run) == identities[0].run));
     assert!(places[0].members[1].host.starts_with("host"));
     assert_eq!(server.wanted(), 0);
     joined.iter().for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
     assert_eq!(ends.recv_timeout(LONG).unwrap().1, None, "the job ends without the other spare");
     assert!(server.wait_empty(LONG));
+}
+
+/// As when process 0 hosts the service, and a launcher starts it again with the same token.
+#[test]
+fn survivor_of_a_run_is_refused_by_the_next() {
+    let first = server(1, LONG);
+    let (rendezvous, identity) = join_first_epoch(&first, 1).remove(0);
+    rendezvous.leave_epoch().unwrap();
+    drop(first);
+    let second = server(1, LONG);
+    let survivor = Rendezvous::connect(config(&second, 0, 1)).unwrap();
+    let error = survivor.join_epoch(member(0), 2, identity).unwrap_err();
+    assert_eq!(error, RendezvousError::OtherRun { process: ProcessId(0) });
+    let (_new, joined) = join(config(&second, 0, 1)).unwrap();
+    assert_ne!(Some(joined.run), identity.run);
+}
+
+/// It shows the token, but was never in the job.
+#[test]
+fn stranger_with_the_token_does_not_end_the_epoch() {
+    let server = server(2, LONG);
+    let all = join_first_epoch(&server, 2);
+    let heard = downs(&all[0].0);
+    let stranger = Rendezvous::connect(config(&server, 1, 2)).unwrap();
+    let run = all[0].1.run;
+    let identity = Identity { run, ..Identity::random().unwrap() };
+    let stranger = thread::spawn(move || stranger.join_epoch(member(1), 2, identity));
+    let waits = |(_, part): &(ProcessId, Part)| *part == Part::Waits;
+    let until = Instant::now() + LONG;
+    while !server.parts().iter().any(waits) {
+        assert!(Instant::now() < until, "{:?}", server.parts());
+        thread::sleep(Duration::from_millis(2));
+    }
+    // A barrier of an epoch that has ended fails.
+    thread::scope(|scope| {
+        let arrivals = all.iter().map(|(one, _)| scope.spawn(|| one.barrier("end", LONG)));
+        for arrival in arrivals.collect::<Vec<_>>() {
+            assert_eq!(arrival.join().unwrap(), Ok(()));
+        }
+    });
+    all.iter().for_each(|(one, _)| one.leave().unwrap());
+    assert_eq!(heard.try_iter().count(), 0);
+    assert_eq!(stranger.join().unwrap(), Ok(None), "the job has ended without it");
 }

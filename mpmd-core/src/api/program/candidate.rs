@@ -9,7 +9,9 @@ use mpmd_ids::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use mpmd_transport::TransportError;
-use mpmd_transport::rendezvous::{Joined, Member, Rendezvous, RendezvousError, Report, Server};
+use mpmd_transport::rendezvous::{
+    Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server,
+};
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::{DEFAULT_PEER_TIMEOUT, gpus_of};
@@ -18,6 +20,7 @@ use super::neighbours::Neighbours;
 use super::transports::{self, Opened};
 use super::{Builder, Program, costs};
 use crate::error::{Error, Result};
+use crate::warning::warn_user;
 
 /// A process that has connected to the rendezvous and joins its job next.
 pub(super) struct Candidate {
@@ -28,6 +31,7 @@ pub(super) struct Candidate {
     /// returns after the loss of a process.
     pub(super) waits: bool,
     pub(super) process: ProcessId,
+    pub(super) identity: Identity,
     pub(super) member: Member,
     pub(super) opened: Result<Opened>,
     /// The job's secret.
@@ -52,14 +56,14 @@ impl Candidate {
     /// are connected; one that [waits](Self::waits), until there is a place for it.
     pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
         let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-        let (process, epoch, member) =
-            (self.process, builder.epoch, std::mem::take(&mut self.member));
+        let (process, epoch, identity, member) =
+            (self.process, builder.epoch, self.identity, std::mem::take(&mut self.member));
+        self.rendezvous.on_busy(Box::new(move |epoch, busy, waited| {
+            warn_user(&waits_for(process, epoch, busy, waited));
+        }));
         let joined = match self.waits {
-            true => self.rendezvous.join_epoch(member, epoch),
-            false => self.rendezvous.join(member).map(|members| {
-                let joined = Joined { process, epoch, members };
-                Some(joined)
-            }),
+            true => self.rendezvous.join_epoch(member, epoch, identity),
+            false => self.rendezvous.join(member).map(Some),
         };
         let joined = match joined {
             Ok(Some(joined)) => joined,
@@ -68,19 +72,21 @@ impl Candidate {
             Err(error) if self.waits && is_cut(&error) => {
                 let message = format!("process {process} could not join: {error}");
                 let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
-                let returning = Returning { process, epoch: epoch - 1, server: self.server };
+                let returning =
+                    Returning { process, epoch: epoch - 1, identity, server: self.server };
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
             }
             // A difference between the programs is reported before a missing transport or device.
             Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
-        let Joined { process, epoch, ref members } = joined;
+        let Joined { process, epoch, run, ref members } = joined;
         builder.epoch = epoch;
         let neighbours = Arc::new(Neighbours::find(process, members));
         let Self { rendezvous, server, waits, opened, token, links, .. } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-        let membership = Membership { rendezvous, server, neighbours, peer_timeout };
+        let identity = Identity { run: Some(run), ..identity };
+        let membership = Membership { rendezvous, server, identity, neighbours, peer_timeout };
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {
             let rendezvous = &membership.rendezvous;
@@ -125,6 +131,18 @@ impl Membership {
         let failure = Arc::new(blame(process, error));
         Start::Lost { failure, returning: self.return_later(process, epoch) }
     }
+}
+
+/// Describes the wait of a process for others whose programs have not left the epoch before.
+fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) -> String {
+    let busy: Vec<_> = busy.iter().map(ToString::to_string).collect();
+    format!(
+        "process {me} has waited {:.0} s for epoch {epoch} of the job: each of these processes is \
+         alive, but runs code of its own in the epoch that has failed, and keeps its place until \
+         that returns: {}",
+        waited.as_secs_f32(),
+        busy.join(", ")
+    )
 }
 
 /// True if another process was lost while it joined, or if this one was given up.

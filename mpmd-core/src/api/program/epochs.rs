@@ -27,6 +27,12 @@ impl Program {
         self.runtime.config.epoch
     }
 
+    /// Returns the random identity of the job's run, the same in all its epochs and on all
+    /// processes. 0 for a job without a rendezvous.
+    pub(crate) fn run_id(&self) -> u128 {
+        self.membership.as_ref().and_then(|membership| membership.identity.run).unwrap_or(0)
+    }
+
     /// Lets [`Program::commit`] keep its copies in `kept`.
     pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
         self.kept = Some(kept.clone());

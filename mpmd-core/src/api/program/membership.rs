@@ -6,7 +6,7 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_transport::TransportError;
-use mpmd_transport::rendezvous::{Down, Rendezvous, RendezvousError, Report, Server};
+use mpmd_transport::rendezvous::{Down, Identity, Rendezvous, RendezvousError, Report, Server};
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::neighbours::Neighbours;
@@ -22,6 +22,7 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) struct Membership {
     pub(super) rendezvous: Rendezvous,
     pub(super) server: Option<Server>,
+    pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
     pub(super) peer_timeout: Duration,
 }
@@ -31,6 +32,7 @@ pub(crate) struct Membership {
 pub(crate) struct Returning {
     pub(super) process: ProcessId,
     pub(super) epoch: u64,
+    pub(super) identity: Identity,
     pub(super) server: Option<Server>,
 }
 
@@ -122,7 +124,7 @@ impl Membership {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
         }
-        Returning { process, epoch, server: self.server }
+        Returning { process, epoch, identity: self.identity, server: self.server }
     }
 
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process

@@ -1,5 +1,7 @@
 //! Jobs of simulated clients: each test checks the replies and their times.
 
+use super::super::protocol::ProcessStatus;
+use super::super::{Identity, Member};
 use super::*;
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -13,7 +15,7 @@ struct Table {
 impl Table {
     fn new(processes: usize) -> Self {
         let now = Instant::now();
-        Self { job: Job::new(processes, TIME_LIMIT, now), now }
+        Self { job: Job::new(processes, TIME_LIMIT, 1, now), now }
     }
 
     fn running(processes: usize) -> Self {
@@ -35,8 +37,18 @@ impl Table {
         let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
         let processes = self.job.seats.len() as u64;
         let peer_timeout = Duration::from_secs(3600);
-        let (process, epoch, waits) = (ProcessId(process), 1, false);
-        let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+        let identity = Identity { key: process.into(), run: None };
+        let process = ProcessId(process);
+        let join = Request::Join {
+            ask: 1,
+            process,
+            processes,
+            epoch: 1,
+            identity,
+            waits: false,
+            peer_timeout,
+            member,
+        };
         self.job.said(link, join, self.now);
     }
 
@@ -120,8 +132,16 @@ fn duplicate_is_refused_and_the_job_goes_on() {
     table.job.opened(50, table.now);
     let peer_timeout = Duration::from_secs(3600);
     let member = Member { pid: 7, ..Member::default() };
-    let (process, processes, epoch, waits) = (ProcessId(1), 2, 1, false);
-    let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+    let join = Request::Join {
+        ask: 1,
+        process: ProcessId(1),
+        processes: 2,
+        epoch: 1,
+        identity: Identity { key: 7, run: None },
+        waits: false,
+        peer_timeout,
+        member,
+    };
     table.job.said(50, join, table.now);
     let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
     assert_eq!(errors(table.said()), [(50, held)]);
@@ -300,9 +320,16 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
-        let (peer_timeout, epoch, waits) = (TIME_LIMIT, 1, false);
-        let join =
-            Request::Join { ask: 1, process, processes: 2, epoch, waits, peer_timeout, member };
+        let join = Request::Join {
+            ask: 1,
+            process,
+            processes: 2,
+            epoch: 1,
+            identity: Identity { key: link.into(), run: None },
+            waits: false,
+            peer_timeout: TIME_LIMIT,
+            member,
+        };
         table.job.said(link, join, table.now);
         let said = errors(table.said());
         assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");
