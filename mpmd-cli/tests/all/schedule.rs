@@ -217,3 +217,15 @@ fn arguments_that_are_wrong_are_refused() {
     assert_eq!(ask(&["gpipe", "-p", "two", "-m", "2"]).status, Some(2));
     assert_eq!(ask(&["gpipe", "-p", "2", "-m", "2", "--format", "poem"]).status, Some(2));
 }
+
+#[test]
+fn texts_of_files_command_no_terminal() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "0F0,\u{1b}]0;title\u{7}F1\n").unwrap();
+    let told = call(&["schedule", file.path().to_str().unwrap()], "");
+    assert_eq!(told.status, Some(2), "{told:?}");
+    assert!(told.stderr.contains("title"), "{told:?}");
+    for said in [&told.stdout, &told.stderr] {
+        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{said:?}");
+    }
+}
