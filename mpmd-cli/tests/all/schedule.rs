@@ -220,12 +220,11 @@ fn arguments_that_are_wrong_are_refused() {
 
 #[test]
 fn texts_of_files_command_no_terminal() {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), "0F0,\u{1b}]0;title\u{7}F1\n").unwrap();
-    let told = call(&["schedule", file.path().to_str().unwrap()], "");
-    assert_eq!(told.status, Some(2), "{told:?}");
-    assert!(told.stderr.contains("title"), "{told:?}");
-    for said in [&told.stdout, &told.stderr] {
-        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{said:?}");
-    }
+    let folder = tempfile::tempdir().unwrap();
+    let costs = path(&folder, "costs.toml");
+    // The error shows this line.
+    fs::write(&costs, "unit = \"\u{1b}]0;title\u{7}\"\n").unwrap();
+    let error = ask(&["1F1B", "-p", "2", "-m", "2", "--costs", &costs]).stderr;
+    assert!(error.contains("\\u001b]0;title\\u0007"), "{error:?}");
+    assert!(!error.contains(|c: char| c.is_control() && c != '\n'), "{error:?}");
 }
