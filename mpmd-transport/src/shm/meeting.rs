@@ -258,8 +258,8 @@ impl Meeting<'_> {
         Ok(Heard::Met(peer, Box::new(met)))
     }
 
-    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies to
-    /// its answer with this process's proof, and takes the descriptors of its welcome.
+    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies
+    /// to its answer with this process's proof, and takes the descriptors of its welcome.
     fn hear_answerer(&self, peer: ProcessId, mut end: End) -> Result<Heard, TransportError> {
         let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
         let packet = match end.socket.receive() {
