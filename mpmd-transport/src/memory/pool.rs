@@ -123,9 +123,9 @@ impl Pool {
     /// Creates an empty pool. Buffers and reservations together are limited to `limit` bytes at any
     /// time; `None` is no limit. `name` is for messages.
     ///
-    /// Each counts with its size class, [`Pool::rounded`], not with its block: the blocks of earlier
-    /// buffers do not decide what fits. Unused blocks do not count, so the pool can map more than
-    /// its limit.
+    /// Each counts with its size class, [`Pool::rounded`], not with its block, so the blocks of
+    /// earlier buffers do not decide what fits. Unused blocks do not count: the pool can map more
+    /// than its limit.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
         Self::in_arena(name, limit, &Arena::private())
     }
