@@ -5,6 +5,7 @@ use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use mpmd_launch::printable;
 
 /// Reads a file as text.
 pub(crate) fn read(path: &Path) -> Result<String> {
@@ -33,15 +34,23 @@ pub(crate) fn write_output(file: Option<&PathBuf>, content: &str) -> Result<()> 
     file.map_or_else(|| say(content), |path| write(path, content))
 }
 
-/// Writes to standard output. A closed pipe is not an error: the reader may have seen enough.
+/// Writes to standard output, with control characters escaped. A closed pipe is not an error: the
+/// reader may have seen enough.
 pub(crate) fn say(text: &str) -> Result<()> {
-    say_to_reader(text).map(drop)
+    say_to_reader("", text).map(drop)
 }
 
-/// Writes to standard output. Returns false if it is a closed pipe: nobody reads any more.
-pub(crate) fn say_to_reader(text: &str) -> Result<bool> {
+/// Writes an error to standard error, with control characters escaped.
+pub(crate) fn complain(error: &dyn std::fmt::Display) {
+    eprintln!("mpmd: {}", printable(&format!("{error:#}")));
+}
+
+/// Writes to standard output: `commands` for a terminal as they are, and a text with control
+/// characters escaped. Returns false if it is a closed pipe: nobody reads any more.
+pub(crate) fn say_to_reader(commands: &str, text: &str) -> Result<bool> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    let all = format!("{commands}{}", printable(text));
+    match out.write_all(all.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
         done => done.map(|()| true).context("cannot write to standard output"),
     }

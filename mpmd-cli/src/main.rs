@@ -78,7 +78,7 @@ fn main() -> ExitCode {
         }
     };
     done.unwrap_or_else(|error| {
-        eprintln!("mpmd: {error:#}");
+        files::complain(&error);
         ExitCode::FAILURE
     })
 }

@@ -88,7 +88,7 @@ impl Run {
         };
         // Looked up here, so that the error is printed once and not by every process.
         let Some(found) = find(program) else {
-            eprintln!("mpmd: there is no program {}", program.display());
+            crate::files::complain(&format!("there is no program {}", program.display()));
             return Ok(ExitCode::from(NO_SUCH_PROGRAM));
         };
         if self.transport.is_none()
@@ -129,7 +129,7 @@ impl Run {
             .bind(self.bind)
             .run()?;
         if let Some(failure) = &outcome.first_failure {
-            eprintln!("mpmd: {failure}");
+            crate::files::complain(failure);
         }
         // Exit codes are one byte.
         Ok(ExitCode::from(outcome.code().to_le_bytes()[0]))

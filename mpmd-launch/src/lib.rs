@@ -45,6 +45,7 @@ pub use dump::dump;
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use log::log_to_stderr;
+pub use output::printable;
 #[doc(hidden)]
 pub use spawn::EXEC;
 pub use spawn::{Launch, OutputMode, adopt, guard};

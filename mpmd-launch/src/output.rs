@@ -1,7 +1,22 @@
 //! Forwarding of the job's output, line by line, with the process number as a prefix.
 
+use std::borrow::Cow;
 use std::io::{self, IsTerminal, Read, Write};
 use std::time::{Duration, Instant};
+
+/// Returns a text of another process or of a file without control characters, which could command
+/// a terminal. Line ends and tabs stay. Others become `\\u001b` and the like, as in JSON.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let commands = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(commands) {
+        return Cow::Borrowed(text);
+    }
+    let escaped = |c: char| match commands(c) {
+        true => format!("\\u{:04x}", u32::from(c)),
+        false => c.to_string(),
+    };
+    Cow::Owned(text.chars().map(escaped).collect())
+}
 
 /// One of the launcher's own output streams.
 #[derive(Clone, Copy, Debug)]
@@ -137,6 +152,15 @@ impl Lines {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        assert_eq!(printable("a\tb\n\u{e9}"), "a\tb\n\u{e9}");
+        assert_eq!(
+            printable("\u{1b}[2J\u{9b}2J\r\u{7f}\0x"),
+            "\\u001b[2J\\u009b2J\\u000d\\u007f\\u0000x"
+        );
+    }
 
     fn all(chunks: &[&[u8]]) -> String {
         let mut lines = Lines::new("[0] ");

@@ -287,7 +287,7 @@ impl Processes {
                     self.signal(Signal::CONT);
                     // Deadlines restart: no process could act while stopped.
                     ending = match ending {
-                        Ending::Grace(_) => Ending::Grace(Instant::now() + grace),
+                        Ending::Grace(_) => Ending::Grace(after(Instant::now(), grace)),
                         Ending::Asked(_) => Ending::Asked(Instant::now() + AFTER_TERM),
                         other => other,
                     };

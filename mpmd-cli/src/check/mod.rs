@@ -40,7 +40,7 @@ pub(crate) struct CheckArgs {
 /// it is refuted. An error is printed, and gives 2.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     checked(args).or_else(|error| {
-        eprintln!("mpmd: {error:#}");
+        crate::files::complain(&error);
         Ok(ExitCode::from(NOTHING))
     })
 }

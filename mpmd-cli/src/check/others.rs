@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mpmd_record::dry_run::{Parting, Plan};
+use mpmd_transport::deadline::after;
 
 /// The maximum number of listed places at which processes differ from process 0.
 const MOST_PARTINGS: usize = 8;
@@ -41,7 +42,7 @@ impl Others {
         let order: Vec<u32> =
             (count.saturating_sub(1).max(1)..count).chain(1..count.saturating_sub(1)).collect();
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let deadline = Instant::now() + within;
+        let deadline = after(Instant::now(), within);
         let work = || {
             let mut done = Vec::new();
             while Instant::now() < deadline && !has_failed.load(Ordering::Relaxed) {

@@ -142,7 +142,7 @@ fn json_text<T: Serialize>(value: &T) -> String {
 }
 
 fn malformed(error: &anyhow::Error) -> ExitCode {
-    eprintln!("mpmd: {error:#}");
+    files::complain(error);
     ExitCode::from(MALFORMED)
 }
 

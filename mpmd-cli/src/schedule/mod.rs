@@ -102,7 +102,7 @@ pub(crate) fn schedule(args: &ScheduleArgs) -> Result<ExitCode> {
     match show(args) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) => {
-            eprintln!("mpmd: {error:#}");
+            crate::files::complain(&error);
             Ok(ExitCode::from(WRONG))
         }
     }

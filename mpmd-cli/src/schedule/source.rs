@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use mpmd_launch::printable;
 use mpmd_schedule::{
     Builtin, Costs, Dialect, Schedule, ScheduleMetadata, Text, by_cost, is_by_cost,
 };
@@ -61,7 +62,7 @@ impl Source {
         };
         ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
-        let unit = costs.map_or("units", |costs| &costs.unit);
+        let unit = printable(costs.map_or("units", |costs| &costs.unit));
         eprintln!("{}: {:.6} {unit}", found.schedule.name(), found.makespan);
         for (name, makespan) in &found.fixed {
             match makespan {

@@ -1,8 +1,7 @@
 //! Finds the address and the token of a running job.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 
 use anyhow::{Context as _, Result, bail};
 use mpmd_launch::{JobEnv, variables};
@@ -13,7 +12,8 @@ use mpmd_transport::rendezvous::Token;
 pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
     let Some(words) = words else { return only_job() };
     if let Ok(pid) = words.parse() {
-        let Some(env) = job_of(pid)? else {
+        let env = JobEnv::of_process(pid);
+        let Some((_, env)) = env.with_context(|| format!("looking at process {pid}"))? else {
             bail!("process {pid} belongs to no job: a job has a launcher, such as mpmd run");
         };
         return Ok((env.coordinator, env.token));
@@ -30,18 +30,6 @@ pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
     })?;
     let token = token.trim().parse().with_context(|| format!("in {}", variables::JOB_TOKEN))?;
     Ok((words.to_owned(), token))
-}
-
-/// Returns the environment of the job of a process. `None` if no launcher has started the process.
-fn job_of(pid: u32) -> Result<Option<JobEnv>> {
-    let file = format!("/proc/{pid}/environ");
-    let bytes =
-        fs::read(&file).with_context(|| format!("reading the variables of process {pid}"))?;
-    let text = String::from_utf8_lossy(&bytes);
-    let variables: HashMap<&str, &str> =
-        text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
-    let look = |name: &str| variables.get(name).map(|value| (*value).to_owned());
-    JobEnv::from_vars(&look).with_context(|| format!("in the variables of process {pid}"))
 }
 
 fn only_job() -> Result<(String, Token)> {
@@ -64,13 +52,13 @@ fn jobs() -> BTreeMap<String, (u32, Token)> {
     let folders = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = folders.filter_map(|folder| {
         let pid: u32 = folder.file_name().to_str()?.parse().ok()?;
-        (folder.metadata().ok()?.uid() == user && pid != std::process::id()).then_some(pid)
+        (pid != std::process::id()).then_some(pid)
     });
     let mut jobs = BTreeMap::new();
     for pid in pids {
         // A process that ends meanwhile, or has variables of its own, is none of a job.
-        let Ok(Some(env)) = job_of(pid) else { continue };
-        if env.plan.is_some() || (env.processes == 1 && !env.hosted) {
+        let Ok(Some((owner, env))) = JobEnv::of_process(pid) else { continue };
+        if owner != user || env.plan.is_some() || (env.processes == 1 && !env.hosted) {
             continue;
         }
         let (first, _) = jobs.entry(env.coordinator).or_insert((pid, env.token));

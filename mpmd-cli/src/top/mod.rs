@@ -91,7 +91,7 @@ pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
             true => format!("{}\n", serde_json::to_string(&seen)?),
             false => show::text(&seen),
         };
-        let is_read = say_to_reader(&format!("{}{text}", if clears { CLEAR } else { "" }))?;
+        let is_read = say_to_reader(if clears { CLEAR } else { "" }, &text)?;
         if args.once || !is_read {
             return Ok(ExitCode::SUCCESS);
         }

@@ -217,3 +217,14 @@ fn arguments_that_are_wrong_are_refused() {
     assert_eq!(ask(&["gpipe", "-p", "two", "-m", "2"]).status, Some(2));
     assert_eq!(ask(&["gpipe", "-p", "2", "-m", "2", "--format", "poem"]).status, Some(2));
 }
+
+#[test]
+fn texts_of_files_command_no_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let costs = path(&folder, "costs.toml");
+    // The error shows this line.
+    fs::write(&costs, "unit = \"\u{1b}]0;title\u{7}\"\n").unwrap();
+    let error = ask(&["1F1B", "-p", "2", "-m", "2", "--costs", &costs]).stderr;
+    assert!(error.contains("\\u001b]0;title\\u0007"), "{error:?}");
+    assert!(!error.contains(|c: char| c.is_control() && c != '\n'), "{error:?}");
+}

@@ -1,11 +1,14 @@
 //! `mpmd top` beside jobs of two processes, which are this test program again.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::*;
+use mpmd_record::activity::Activity;
+use mpmd_transport::rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig, Token};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -171,6 +174,37 @@ fn top_ends_with_its_reader() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(top.wait().unwrap().success());
+}
+
+#[test]
+fn texts_of_processes_command_no_terminal() {
+    let (token, peer_timeout) = (Token::new([3; 32]), LONG);
+    let any = SocketAddr::from(([127, 0, 0, 1], 0));
+    let config = ServerConfig { processes: 1, token: token.clone(), peer_timeout };
+    let server = Server::bind(any, config).unwrap();
+    let (process, hex) = (mpmd_ids::ProcessId(0), token.to_hex());
+    let server = server.address().to_string();
+    let config = JoinConfig { server: server.clone(), process, processes: 1, token, peer_timeout };
+    let process = Rendezvous::connect(config).unwrap();
+    process.join(Member::default()).unwrap();
+    process.on_look(Box::new(|| {
+        let program = "\u{1b}]0;title\u{7} \u{9b}2J".to_owned();
+        serde_json::to_vec(&Activity { program, ..Activity::default() }).unwrap()
+    }));
+    for args in [&["--json"][..], &[]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+        command.args(["top", &server, "--once", "--interval", "0.05"]).args(args);
+        command.env("MPMD_JOB_TOKEN", &hex).stdin(Stdio::null());
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(said.contains("\\u001b]0;title\\u0007 \\u009b2J"), "{said:?}");
+        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{said:?}");
+        if !args.is_empty() {
+            let look: Value = serde_json::from_str(&said).unwrap();
+            let program = look["processes"][0]["activity"]["program"].as_str().unwrap();
+            assert_eq!(program, "\u{1b}]0;title\u{7} \u{9b}2J", "JSON has the same meaning");
+        }
+    }
 }
 
 #[test]

@@ -195,6 +195,8 @@ impl Runtime {
     /// Writes to the log and to stderr that something has waited longer than the peer timeout.
     pub(crate) fn report_hang(&self, text: &str) {
         tracing::warn!(target: "mpmd::hang", "{text}");
+        // Other processes have described their operations.
+        let text = mpmd_launch::printable(text);
         let message =
             format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.peer_timeout);
         // In one write: other processes of the job may write to the same terminal.

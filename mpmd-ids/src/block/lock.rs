@@ -162,7 +162,7 @@ impl Condvar {
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) -> WaitTimeoutResult {
         match world::me() {
             None => WaitTimeoutResult(self.0.wait_for(&mut guard.held, time).timed_out()),
-            Some(me) => WaitTimeoutResult(!self.simulate(&me, guard, Some(me.now() + time))),
+            Some(me) => WaitTimeoutResult(!self.simulate(&me, guard, me.after(time))),
         }
     }
 

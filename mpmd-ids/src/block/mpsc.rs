@@ -96,14 +96,14 @@ impl<T> Receiver<T> {
     /// After `time`, or if there is no value and no sender any more.
     pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
         let Some(me) = world::me() else { return self.receiver.recv_timeout(time) };
-        let deadline = me.now() + time;
+        let deadline = me.after(time);
         let mut is_late = false;
         loop {
             match self.receiver.try_recv() {
                 Ok(value) => return Ok(value),
                 Err(TryRecvError::Disconnected) => return Err(RecvTimeoutError::Disconnected),
                 Err(TryRecvError::Empty) if is_late => return Err(RecvTimeoutError::Timeout),
-                Err(TryRecvError::Empty) => is_late = !me.wait(self.channel.key(), Some(deadline)),
+                Err(TryRecvError::Empty) => is_late = !me.wait(self.channel.key(), deadline),
             }
         }
     }

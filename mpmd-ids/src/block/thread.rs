@@ -6,7 +6,6 @@ use std::time::Duration;
 
 pub use std::thread::{ThreadId, current, panicking};
 
-use super::now;
 use super::world::{self, Me};
 
 /// Starts threads with a name.
@@ -182,9 +181,9 @@ pub fn sleep(time: Duration) {
         None => std::thread::sleep(time),
         Some(me) => {
             // Nothing has the address of a value on this stack.
-            let until = now() + time;
+            let until = me.after(time);
             let key = std::ptr::from_ref(&until).addr();
-            while me.wait(key, Some(until)) {}
+            while me.wait(key, until) {}
         }
     }
 }

@@ -187,6 +187,11 @@ impl Me {
         self.world.epoch + self.world.state.lock().now
     }
 
+    /// The simulated time after `time` more. `None` if that is too far away to be told: never.
+    pub(super) fn after(&self, time: Duration) -> Option<Instant> {
+        self.now().checked_add(time)
+    }
+
     /// Lets another thread run, if the world draws one. Some time may pass.
     #[track_caller]
     pub(super) fn pause(&self) {
@@ -229,7 +234,7 @@ impl Me {
     /// released them.
     fn stop_group(&self, group: u32, time: Duration) {
         let mut state = self.world.state.lock();
-        let until = state.now + time;
+        let until = state.now.saturating_add(time);
         state.note(format_args!("group {group} stops for {time:?}"), &self.world);
         state.stops.push((group, until));
         self.world.switch(&mut state, self.thread);
@@ -455,5 +460,42 @@ impl fmt::Display for State {
             write!(f, "\n  {}: {state}", thread.name)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{mpsc, now, thread};
+    use super::*;
+
+    #[test]
+    fn endless_waits_overflow_nothing() {
+        let settings = WorldSettings { seed: 1, longest: Duration::from_secs(60), log: false };
+        simulated(settings, || {
+            let (sender, receiver) = mpsc::channel();
+            let pair = Arc::new((super::super::Mutex::new(false), super::super::Condvar::new()));
+            let other = pair.clone();
+            thread::Builder::new()
+                .name("other".to_owned())
+                .spawn(move || {
+                    thread::sleep(Duration::from_secs(1));
+                    let _ = sender.send(7);
+                    thread::sleep(Duration::from_secs(1));
+                    *other.0.lock() = true;
+                    other.1.notify_all();
+                })
+                .unwrap();
+            assert_eq!(receiver.recv_timeout(Duration::MAX), Ok(7));
+            let mut is_done = pair.0.lock();
+            while !*is_done {
+                assert!(!pair.1.wait_for(&mut is_done, Duration::MAX).timed_out());
+            }
+            drop(is_done);
+            // No thread is in this group.
+            stop_group(77, Duration::MAX);
+            let before = now();
+            thread::sleep(Duration::from_secs(1));
+            assert!(now() >= before + Duration::from_secs(1));
+        });
     }
 }

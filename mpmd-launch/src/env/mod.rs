@@ -10,6 +10,7 @@ mod secret;
 mod tests;
 mod vars;
 
+use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -121,17 +122,43 @@ impl JobEnv {
                 expected: "a file name in Unicode, without blanks at its ends".to_owned(),
             });
         }
-        Self::from_vars(&|name| std::env::var(name).ok())
+        Self::from_vars(&|name| std::env::var(name).ok(), &secret::owners())
     }
 
-    /// Reads this process's environment as [`from_env`](Self::from_env) does, with the variables
-    /// that `look` finds instead of the real ones. `None` if they come from no launcher.
+    /// Reads the environment that the process `pid` was started with, as
+    /// [`from_env`](Self::from_env) does. Returns (the user of the process, its environment), or
+    /// `None` if no launcher has started it.
+    ///
+    /// Another user may have chosen these variables. So the file of `MPMD_JOB_TOKEN_FILE` is read
+    /// only if it belongs to the user of that process.
     ///
     /// # Errors
     ///
-    /// If a launcher's variables are incomplete, or a value is invalid.
-    pub fn from_vars(look: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
-        let vars = Vars::new(look);
+    /// If the variables cannot be read, or the process changes its user, as `sudo` does. Else as
+    /// [`from_env`](Self::from_env).
+    pub fn of_process(pid: u32) -> Result<Option<(u32, Self)>, LaunchError> {
+        let failed = |error: std::io::Error| {
+            LaunchError::environment(format!("reading the variables of process {pid}"), error)
+        };
+        let user = user_of(pid).map_err(failed)?;
+        let bytes = std::fs::read(format!("/proc/{pid}/environ")).map_err(failed)?;
+        // The number may belong to a new process by now.
+        if user_of(pid).map_err(failed)? != user {
+            return Err(failed(std::io::Error::other("the process has ended")));
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        let variables: HashMap<&str, &str> =
+            text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
+        let look = |name: &str| variables.get(name).map(|value| (*value).to_owned());
+        Ok(Self::from_vars(&look, &[user])?.map(|env| (user, env)))
+    }
+
+    /// Reads the variables that `look` finds. A file with a secret must belong to one of `owners`.
+    fn from_vars(
+        look: &dyn Fn(&str) -> Option<String>,
+        owners: &[u32],
+    ) -> Result<Option<Self>, LaunchError> {
+        let vars = Vars::new(look, owners);
         if let Some(file) = vars.get(ours::PLAN) {
             return planning(&vars, file).map(Some);
         }
@@ -183,6 +210,18 @@ impl JobEnv {
             Ok(IpAddr::V4(_)) | Err(_) => Ipv4Addr::UNSPECIFIED.into(),
         };
         Ok(SocketAddr::new(ip, port))
+    }
+}
+
+/// Returns the user of the process `pid`. Fails if it does not run as one user alone. The owner of
+/// its folder in `/proc` will not do: that is root for a process that nobody may trace.
+fn user_of(pid: u32) -> std::io::Result<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    let mut users = users.split_whitespace().map(str::parse);
+    match users.next() {
+        Some(Ok(user)) if users.all(|other| other == Ok(user)) => Ok(user),
+        _ => Err(std::io::Error::other("it does not run as one user alone")),
     }
 }
 
@@ -267,7 +306,9 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
                     .map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
                 (token, false)
             }
-            (None, Some(file)) => (Token::of_secret(&secret::read(&file)?, &known), false),
+            (None, Some(file)) => {
+                (Token::of_secret(&secret::read(&file, vars.owners())?, &known), false)
+            }
             (None, None) => (Token::derived(&known), true),
         };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;

@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags, open};
 use rustix::process::geteuid;
 
 use crate::{LaunchError, variables as ours};
@@ -17,33 +18,38 @@ const MOST: usize = 4096;
 /// Permissions of the group and of others.
 const OF_OTHERS: u32 = 0o077;
 
-/// Reads the secret from a file that no other user can read or write. Returns it without white
-/// space at its ends. Fails for any other file, and if the secret is too short or too long.
-pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
+/// Returns the users whose files this process trusts: its own, and root.
+pub(super) fn owners() -> [u32; 2] {
+    [geteuid().as_raw(), 0]
+}
+
+/// Reads the secret from a file of one of `owners` that no other user can read or write. Returns it
+/// without white space at its ends. Fails for any other file, and if the secret is too short or too
+/// long.
+pub(super) fn read(path: &str, owners: &[u32]) -> Result<Vec<u8>, LaunchError> {
     let wrong = |why: String| LaunchError::TokenFile {
         variable: ours::JOB_TOKEN_FILE,
         path: path.to_owned(),
         why,
     };
     let failed = |error: std::io::Error| wrong(error.to_string());
-    // Opening a pipe without this flag would wait for its writer.
-    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
-    let file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
-    // From the open file: the path may name another file by now.
-    let data = file.metadata().map_err(failed)?;
+    // Names the file without opening it: that could wait for the writer of a pipe, or start a
+    // device.
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let place = open(path, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
+    let data = File::from(place.try_clone().map_err(failed)?).metadata().map_err(failed)?;
     if !data.is_file() {
         return Err(wrong("it is no regular file".to_owned()));
     }
-    if data.uid() != 0 && data.uid() != geteuid().as_raw() {
-        return Err(wrong(format!(
-            "it belongs to user {}, neither to this one nor to root",
-            data.uid()
-        )));
+    if !owners.contains(&data.uid()) {
+        return Err(wrong(format!("it belongs to user {}, who is not trusted here", data.uid())));
     }
     if data.mode() & OF_OTHERS != 0 {
         let mode = data.mode() & 0o7777;
         return Err(wrong(format!("others can use it, its mode is {mode:04o}; make that 0600")));
     }
+    // The same file, even if the path names another one by now.
+    let file = File::open(format!("/proc/self/fd/{}", place.as_raw_fd())).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(MOST as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
     let secret = bytes.trim_ascii();

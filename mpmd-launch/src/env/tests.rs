@@ -4,9 +4,14 @@ use super::*;
 use mpmd_layout::topology::DeviceKind::{Cpu, Cuda};
 
 fn read(vars: &[(&str, &str)]) -> Result<Option<JobEnv>, LaunchError> {
-    JobEnv::from_vars(&|name| {
+    read_for(&secret::owners(), vars)
+}
+
+fn read_for(owners: &[u32], vars: &[(&str, &str)]) -> Result<Option<JobEnv>, LaunchError> {
+    let look = |name: &str| {
         vars.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
-    })
+    };
+    JobEnv::from_vars(&look, owners)
 }
 
 fn job(vars: &[(&str, &str)]) -> JobEnv {
@@ -325,6 +330,58 @@ fn unsafe_secret_files_are_refused() {
 }
 
 #[test]
+fn secret_of_another_user_than_the_process_is_not_read() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, [b'a'; 40]).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())]].concat();
+    let own = rustix::process::geteuid().as_raw();
+    assert!(read_for(&[own], &vars).is_ok());
+    // As root would read it for a process of that user.
+    let error = read_for(&[own + 12345], &vars).unwrap_err().to_string();
+    assert!(error.contains(&format!("it belongs to user {own}, who is not trusted")), "{error}");
+}
+
+#[test]
+fn environment_of_another_process_is_read_for_its_user() {
+    use std::os::unix::process::CommandExt;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, [b'a'; 40]).unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let of_user = |user: Option<u32>| {
+        let mut sleeper = std::process::Command::new("sleep");
+        sleeper.arg("60").envs(JOB_17).env("MPMD_JOB_TOKEN_FILE", &file);
+        if let Some(user) = user {
+            sleeper.uid(user);
+        }
+        let mut sleeper = sleeper.spawn().unwrap();
+        // The environment is that of `sleep` once it has begun.
+        let exe = format!("/proc/{}/exe", sleeper.id());
+        let own = std::env::current_exe().unwrap();
+        while std::fs::read_link(&exe).is_ok_and(|exe| exe == own) {
+            std::thread::yield_now();
+        }
+        let read = JobEnv::of_process(sleeper.id());
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
+        read
+    };
+    let token = Token::of_secret(&[b'a'; 40], "mpmd  h:17");
+    let own = rustix::process::geteuid();
+    let (user, env) = of_user(None).unwrap().unwrap();
+    assert_eq!((user, env.token), (own.as_raw(), token));
+    if !own.is_root() {
+        println!("skipped: only root can be another user");
+        return;
+    }
+    let error = of_user(Some(12345)).unwrap_err().to_string();
+    assert!(error.contains("it belongs to user 0, who is not trusted here"), "{error}");
+}
+
+#[test]
 fn timeout_may_be_endless_but_not_negative() {
     let peer_timeout = |text: &str| {
         read(&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "1"), ("MPMD_PEER_TIMEOUT", text)])
@@ -448,7 +505,7 @@ fn fuzz_environment() {
         let look = |name: &str| {
             vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone())
         };
-        match JobEnv::from_vars(&look) {
+        match JobEnv::from_vars(&look, &secret::owners()) {
             Ok(Some(env)) => {
                 assert!(env.plan.is_some() || env.process.index() < env.processes);
                 assert!(env.device_kinds.is_none_or(|kinds| kinds.len() == env.processes));
@@ -456,7 +513,7 @@ fn fuzz_environment() {
             Ok(None) => {}
             Err(error) => drop(error.to_string()),
         }
-        if let Ok(Some(env)) = JobEnv::from_vars(&look) {
+        if let Ok(Some(env)) = JobEnv::from_vars(&look, &secret::owners()) {
             assert!(env.listen_address().is_ok());
         }
     });

@@ -10,13 +10,20 @@ use crate::{LaunchError, variables as ours};
 /// Environment variables. Records every lookup, so that errors can list them.
 pub(super) struct Vars<'a> {
     look: &'a dyn Fn(&str) -> Option<String>,
+    owners: &'a [u32],
     looked: RefCell<BTreeMap<String, Option<String>>>,
 }
 
 impl<'a> Vars<'a> {
-    /// Creates an accessor to the variables that `look` finds.
-    pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>) -> Self {
-        Self { look, looked: RefCell::new(BTreeMap::new()) }
+    /// Creates an accessor to the variables that `look` finds. Files that they name must belong to
+    /// one of the users `owners`.
+    pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>, owners: &'a [u32]) -> Self {
+        Self { look, owners, looked: RefCell::new(BTreeMap::new()) }
+    }
+
+    /// Returns the users that a file may belong to.
+    pub(super) fn owners(&self) -> &'a [u32] {
+        self.owners
     }
 
     /// Returns the trimmed value of a variable. An empty one counts as unset.

@@ -34,13 +34,13 @@
 //! Magic and versions have these places in every version. A caller of another version needs no
 //! token to be told: it gets the first 12 bytes of an answer, with a 1, and 4 zeros.
 //!
-//! The handshake keeps out whoever does not know the token. It encrypts nothing: whoever can change
-//! packets between the two ends can take over a connection after the handshake.
+//! The handshake keeps out whoever does not know the token. It encrypts nothing: whoever passes the
+//! bytes on between two ends can take over their connection after the handshake.
 //!
-//! | protocol | magic | facts about the caller, about the answerer |
-//! |---|---|---|
-//! | [`rendezvous`](crate::rendezvous) | `MPMDMEET` | none; 4 bytes: milliseconds between its pings |
-//! | [`tcp`](crate::tcp), [`shm`](crate::shm), [`ucx`](crate::ucx) | `MPMDTCP`, `MPMDSHM`, `MPMDUCX`, each with a zero | [`party`] |
+//! The magic of [`rendezvous`](crate::rendezvous) is `MPMDMEET`. The facts about its answerer are 4
+//! bytes, the milliseconds between its pings. [`tcp`](crate::tcp), [`shm`](crate::shm) and
+//! [`ucx`](crate::ucx) have `MPMDTCP`, `MPMDSHM` and `MPMDUCX`, each with a zero, and the facts of
+//! [`party`].
 
 pub(crate) mod party;
 pub(crate) mod stream;

@@ -252,7 +252,7 @@ impl Core {
     }
 
     pub(super) fn hold(&self, from: ProcessId, to: ProcessId, time: Duration) {
-        self.state.lock().node(from).held[to.index()] = Some(now() + time);
+        self.state.lock().node(from).held[to.index()] = Some(after(now(), time));
     }
 
     pub(super) fn under_way(&self) -> usize {

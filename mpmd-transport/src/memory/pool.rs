@@ -122,6 +122,10 @@ pub struct Sizes {
 impl Pool {
     /// Creates an empty pool. Buffers and reservations together are limited to `limit` bytes at any
     /// time; `None` is no limit. `name` is for messages.
+    ///
+    /// Each counts with its size class, [`Pool::rounded`], not with its block, so the blocks of
+    /// earlier buffers do not decide what fits. Unused blocks do not count: the pool can map more
+    /// than its limit.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
         Self::in_arena(name, limit, &Arena::private())
     }
@@ -743,6 +747,22 @@ mod tests {
         assert_eq!(pool.stats().cached, cached, "larger blocks come back with their whole size");
         drop(round(100 << 10));
         assert!(pool.stats().mapped > mapped, "blocks above twice the size stay free");
+    }
+
+    #[test]
+    fn blocks_used_before_do_not_decide_what_fits() {
+        let pool = Pool::new("test", Some(16 << 20));
+        let round = |bytes: usize| -> Vec<_> {
+            let count = (16 << 20) / Pool::rounded(bytes);
+            let buffers = (0..count).map(|_| pool.allocate(bytes).unwrap()).collect();
+            assert!(pool.reserve(bytes).is_err(), "no more than the limit");
+            buffers
+        };
+        // The smaller buffers get larger blocks.
+        for bytes in [512 << 10, 256 << 10, 320 << 10, 512 << 10] {
+            drop(round(bytes));
+        }
+        assert_eq!(pool.stats().peak, 16 << 20);
     }
 
     #[test]

@@ -30,8 +30,8 @@ pub enum RendezvousError {
         /// The error of the last attempt.
         why: String,
     },
-    /// The server does not know the token of this process, or closed the connection unanswered. Most
-    /// likely the caller's fault.
+    /// The server does not know the token of this process, or closed the connection unanswered.
+    /// Most likely the caller's fault.
     #[error("no rendezvous of this job answers at {server}: the job token is probably wrong")]
     Token {
         /// The server's address, as `host:port`.

@@ -7,12 +7,12 @@
 //! owner ([`Rendezvous::report`]). An [`Observer`] asks all of them for their status. Large or
 //! frequent data goes over the transports instead.
 //!
-//! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they know
-//! the job's [`Token`]. The fact about the server is the number of milliseconds between its pings, 4
-//! bytes. Then both sides send frames: a 4-byte length, at most
-//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control)
-//! payload, all little-endian. The list of members is split over several frames if it must be. The
-//! description of one process must fit a frame; the whole list has no limit.
+//! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they
+//! know the job's [`Token`]. In it the server tells the interval of its pings. Then both sides send
+//! frames: a 4-byte length, at most [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a
+//! [`control`](crate::control) payload, all little-endian. The list of members is split over
+//! several frames if it must be. The description of one process must fit a frame; the whole list
+//! has no limit.
 //!
 //! The parts:
 //!

@@ -97,14 +97,14 @@ pub(super) fn meet(
         for end in std::mem::take(&mut strangers) {
             match meeting.hear_caller(end, &peers)? {
                 Heard::Nothing(end) => strangers.push(end),
-                Heard::Met(peer, met) => peers[peer.index()] = Some(met),
+                Heard::Met(peer, met) => peers[peer.index()] = Some(*met),
                 Heard::End => {}
             }
         }
         for (peer, end) in std::mem::take(&mut called) {
             match meeting.hear_answerer(peer, end)? {
                 Heard::Nothing(end) => called.push((peer, end)),
-                Heard::Met(peer, met) => peers[peer.index()] = Some(met),
+                Heard::Met(peer, met) => peers[peer.index()] = Some(*met),
                 Heard::End => {}
             }
         }
@@ -153,7 +153,7 @@ struct End {
 enum Heard {
     /// The handshake goes on.
     Nothing(End),
-    Met(ProcessId, Met),
+    Met(ProcessId, Box<Met>),
     /// The connection is closed: it was a stranger's, or of no use.
     End,
 }
@@ -255,11 +255,11 @@ impl Meeting<'_> {
         let give = [self.own.memory.as_fd(), memory.as_fd()];
         end.socket.send_until(&reply, &give, self.deadline).map_err(with)?;
         let met = pair(self.config.process, end.socket, door, &memory, true).map_err(with)?;
-        Ok(Heard::Met(peer, met))
+        Ok(Heard::Met(peer, Box::new(met)))
     }
 
-    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies to
-    /// its answer with this process's proof, and takes the descriptors of its welcome.
+    /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies
+    /// to its answer with this process's proof, and takes the descriptors of its welcome.
     fn hear_answerer(&self, peer: ProcessId, mut end: End) -> Result<Heard, TransportError> {
         let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
         let packet = match end.socket.receive() {
@@ -282,7 +282,7 @@ impl Meeting<'_> {
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
         let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
         let met = pair(self.config.process, end.socket, door, &memory, false).map_err(with)?;
-        Ok(Heard::Met(peer, met))
+        Ok(Heard::Met(peer, Box::new(met)))
     }
 }
 

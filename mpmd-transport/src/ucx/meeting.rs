@@ -2,9 +2,9 @@
 //!
 //! The higher process of each pair calls. A message belongs to no connection, and anybody may send
 //! one in the name of a peer. So a message only changes this process's end of a handshake if it is
-//! proved. Every hello is answered, each by a copy of the same end. A caller repeats its hello before
-//! its proof, and the answerer remembers no hello. Both derive the passes of their messages from
-//! the handshake.
+//! proved. Every hello is answered, each by a copy of the same end. A caller repeats its hello
+//! before its proof, and the answerer remembers no hello. Both derive the passes of their messages
+//! from the handshake.
 
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -150,8 +150,8 @@ impl Engine {
         self.meeting = Some(meeting);
     }
 
-    /// Takes a message of a handshake, and replies. Fails if the peer has proved itself, but does not
-    /// fit this process. The inner error is a refusal of the message, which then has no effect.
+    /// Takes a message of a handshake, and replies. Fails if the peer has proved itself, but does
+    /// not fit this process. The inner error is a refusal of the message, which then has no effect.
     fn shake_hands(
         &mut self,
         party: &Party,

@@ -32,7 +32,7 @@
 //!
 //! # Life of a connection
 //!
-//! Two processes do a [handshake](crate::handshake) before the first operation (`meeting.rs`). A
+//! Two processes do a handshake (`handshake`) before the first operation (`meeting.rs`). A
 //! leaving process sends a goodbye. Its peers answer it once none of the leaver's
 //! memory is read any more (`leaving.rs`). A process that is killed while it writes into a queue
 //! that all processes of a host share may block that queue, and UCX does not notice. So after a

@@ -14,6 +14,9 @@ pub(crate) struct End {
     pub(crate) token: [u8; 32],
 }
 
+/// Returns a squatter's reply to a hello.
+pub(crate) type Reply<'a> = &'a dyn Fn(&[u8]) -> Vec<u8>;
+
 impl End {
     /// Returns the caller's hello. Its nonce is always the same.
     pub(crate) fn hello(self, facts: &[u8]) -> Vec<u8> {

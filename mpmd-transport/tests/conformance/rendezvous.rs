@@ -15,7 +15,7 @@ use mpmd_transport::rendezvous::{
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
-use crate::handshake::End;
+use crate::handshake::{End, Reply};
 
 /// Time limit for a wait. Nothing here takes this long; it ends a test that would hang.
 const LONG: Duration = Duration::from_secs(30);
@@ -623,7 +623,7 @@ fn strangers_learn_nothing_and_hold_no_place() {
 fn squatter_learns_nothing_that_lets_it_in() {
     let server = server(1, LONG);
     let earlier = answer(&server, &END.hello(&[]));
-    let reply: [&dyn Fn(&[u8]) -> Vec<u8>; 4] = [
+    let reply: [Reply<'_>; 4] = [
         &|_| earlier.clone(),
         &|hello| hello.to_vec(),
         &|_| [&earlier[..48], &[0; 32]].concat(),

@@ -11,7 +11,7 @@ use mpmd_transport::wire::VERSION;
 use mpmd_transport::{Header, Kind as MessageKind, Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, TOKEN, config, id, is_gone, listen};
-use crate::handshake::End;
+use crate::handshake::{End, Reply};
 use crate::recorder::Manner;
 use crate::within;
 
@@ -327,7 +327,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
         let zero = connecting(zero, config(0, vec![address; 2]));
         let mut earlier = vec![0; 92];
         CALL.say(address).read_exact(&mut earlier).unwrap();
-        let reply: [&dyn Fn(&[u8]) -> Vec<u8>; 4] = [
+        let reply: [Reply<'_>; 4] = [
             &|_| earlier.clone(),
             &|hello| hello.to_vec(),
             &|_| [&earlier[..60], &[0; 32]].concat(),

@@ -117,6 +117,9 @@ fn strangers_get_no_descriptor_and_do_not_disturb() {
     zero.shutdown(TIME_LIMIT);
 }
 
+/// Returns a squatter's reply to a hello.
+type Reply<'a> = &'a dyn Fn(&[u8]) -> Vec<u8>;
+
 #[test]
 fn squatter_learns_nothing_that_lets_it_in() {
     // The answer of process 0 to an earlier hello.
@@ -133,7 +136,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
         drop(met);
         answer
     };
-    let reply: [&dyn Fn(&[u8]) -> Vec<u8>; 4] = [
+    let reply: [Reply<'_>; 4] = [
         &|_| earlier.clone(),
         &|hello| hello.to_vec(),
         &|hello| [hello, &[0; 34]].concat(),

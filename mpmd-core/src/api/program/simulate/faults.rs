@@ -6,6 +6,7 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Mutex, note, now, stop_group};
 use mpmd_transport::Pool;
+use mpmd_transport::deadline::after;
 
 use super::super::Program;
 use super::life::{Life, Network};
@@ -48,7 +49,7 @@ impl Over {
 
     /// Calls `then` after this time, unless the job is over before.
     pub(super) fn unless_within(&self, time: Duration, then: impl FnOnce()) {
-        let until = now() + time;
+        let until = after(now(), time);
         let mut is_over = self.0.0.lock();
         while !*is_over {
             if self.0.1.wait_until(&mut is_over, until).timed_out() {
