@@ -100,7 +100,7 @@ pub(crate) fn weight_gradient(
     let Some(add) = rest.transpose()? else { return Ok(None) };
     let mut gradient = vec![0.0f32; weight.elem_count()];
     add(&mut gradient)?;
-    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu).map(Some)
+    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?.to_dtype(weight.dtype()).map(Some)
 }
 
 /// Returns the random key of the next call of a layer. The calls of a pass are counted, so a second

@@ -5,7 +5,7 @@
 //!
 //! candle itself divides operations on 65536 or more elements over a pool of its own: one for the
 //! process, which one device uses at a time, and whose idle threads spin. It is off unless the user
-//! sets `CANDLE_NUM_THREADS`.
+//! sets `CANDLE_NUM_THREADS`, or loads this code as a library into a process with several threads.
 
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,22 +23,29 @@ static DEVICES: AtomicUsize = AtomicUsize::new(0);
 /// The variable by which candle learns the number of threads of its own pool.
 const CANDLE_VARIABLE: &str = "CANDLE_NUM_THREADS";
 
-/// Runs [`turn_off_candles_pool`] before `main`.
+/// Runs [`turn_off_candles_pool`] before `main`, or when this code is loaded as a library.
 #[cfg(target_os = "linux")]
 #[used]
-// SAFETY: the section has pointers to functions that the C library calls before `main`, with
-// arguments that a function without parameters ignores.
+// SAFETY: the section has pointers to functions that the C library calls before `main`, or while it
+// loads a library, with arguments that a function without parameters ignores.
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = turn_off_candles_pool;
 
 /// Sets the variable that turns candle's pool off, unless the user has set it. candle has no call
-/// for that.
+/// for that. Does nothing if the process has other threads.
 #[cfg(target_os = "linux")]
 extern "C" fn turn_off_candles_pool() {
-    if std::env::var_os(CANDLE_VARIABLE).is_none() {
-        // SAFETY: no other thread reads the environment, since `main` has not begun.
+    if std::env::var_os(CANDLE_VARIABLE).is_none() && is_alone() {
+        // SAFETY: no other thread reads the environment, since there is none.
         unsafe { std::env::set_var(CANDLE_VARIABLE, "1") };
     }
+}
+
+/// Returns true if the calling thread is the only one of this process. Returns false if the system
+/// does not tell.
+#[cfg(target_os = "linux")]
+fn is_alone() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1)
 }
 
 thread_local! {
@@ -73,8 +80,32 @@ fn count() -> usize {
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
+    use std::process::Command;
+
+    use super::*;
+
     #[test]
     fn candles_pool_has_no_threads() {
         assert_eq!(candle_core::utils::barrier_pool().n_workers(), 0);
+    }
+
+    /// Calls the constructor as a loaded library does, in a process with two threads.
+    #[test]
+    fn other_threads_keep_the_environment() {
+        const CHILD: &str = "MPMD_THREADS_CHILD";
+        if std::env::var_os(CHILD).is_none() {
+            let path = "threads::tests::other_threads_keep_the_environment";
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", path, "--nocapture"]).env(CHILD, "");
+            let output = child.output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        assert!(!is_alone());
+        // SAFETY: the other thread waits for the end of this test.
+        unsafe { std::env::remove_var(CANDLE_VARIABLE) };
+        turn_off_candles_pool();
+        assert_eq!(std::env::var_os(CANDLE_VARIABLE), None);
     }
 }

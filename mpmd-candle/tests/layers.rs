@@ -259,10 +259,19 @@ fn attention_equals_the_composition() {
         case("causal attention", Mask::Causal, &causal);
         case("masked attention", Mask::Additive(causal.clone()), &causal);
         case("biased attention", Mask::Additive(bias.clone()), &bias);
-        let ours = |a: &[Tensor]| nn::ops::sdpa(&a[0], &a[1], &a[2], None, true, 0.25, 1.0);
-        check("sdpa", &arguments, &ours, &|a| plain_attention(a, &causal, 0.25, 1.0));
-        let ours = |a: &[Tensor]| nn::ops::sdpa(&a[0], &a[1], &a[2], None, false, 0.25, 2.0);
-        check("capped sdpa", &arguments, &ours, &|a| plain_attention(a, &none, 0.25, 2.0));
+        for (is_masked, is_causal, cap) in
+            (0..8).map(|case| (case & 1 > 0, case & 2 > 0, if case & 4 > 0 { 2.0 } else { 1.0 }))
+        {
+            let ours = |a: &[Tensor]| {
+                let mask = is_masked.then(|| bias.to_dtype(a[0].dtype())).transpose()?;
+                nn::ops::sdpa(&a[0], &a[1], &a[2], mask.as_ref(), is_causal, 0.25, cap)
+            };
+            let mask = if is_masked { &bias } else { &none };
+            let mask = if is_causal { mask.broadcast_add(&causal).unwrap() } else { mask.clone() };
+            let what = format!("sdpa, mask {is_masked}, causal {is_causal}, cap {cap}");
+            let plain = |a: &[Tensor]| plain_attention(a, &mask, 0.25, f64::from(cap));
+            check(&what, &arguments, &ours, &plain);
+        }
     }
 }
 

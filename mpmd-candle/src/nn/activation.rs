@@ -7,7 +7,10 @@ use candle_nn::Module;
 pub use candle_nn::activation::{PReLU, prelu};
 
 use super::lanes::exp;
-use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
+
+/// The kernels' functions and slopes beyond this number are those of infinity.
+const BOUND: f32 = 1e4;
 
 /// An activation function by its name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Deserialize, serde::Serialize)]
@@ -51,6 +54,8 @@ pub enum Activation {
 
 impl Module for Activation {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let in_single =
+            |f: &dyn Fn(&Tensor) -> Result<Tensor>| f(&single(xs)?)?.to_dtype(xs.dtype());
         match *self {
             Self::Gelu => gelu_erf(xs),
             Self::NewGelu | Self::GeluPytorchTanh => gelu(xs),
@@ -59,11 +64,11 @@ impl Module for Activation {
             Self::Relu => xs.relu(),
             Self::Relu2 => xs.relu()?.sqr(),
             Self::Relu6 => xs.clamp(0f32, 6f32),
-            Self::Sigmoid => candle_nn::ops::sigmoid(xs),
-            Self::HardSigmoid => candle_nn::ops::hard_sigmoid(xs),
-            Self::HardSwish => xs * candle_nn::ops::hard_sigmoid(xs)?,
-            Self::Mish => candle_nn::ops::mish(xs),
-            Self::Elu(alpha) => xs.elu(alpha),
+            Self::Sigmoid => in_single(&candle_nn::ops::sigmoid),
+            Self::HardSigmoid => in_single(&candle_nn::ops::hard_sigmoid),
+            Self::HardSwish => in_single(&|xs| xs * candle_nn::ops::hard_sigmoid(xs)?),
+            Self::Mish => mish(xs),
+            Self::Elu(alpha) => in_single(&|xs| xs.elu(alpha)),
             Self::LeakyRelu(slope) => candle_nn::ops::leaky_relu(xs, slope),
         }
     }
@@ -75,7 +80,10 @@ impl Module for Activation {
 ///
 /// If candle fails.
 pub fn gelu(xs: &Tensor) -> Result<Tensor> {
-    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::Gelu) } else { xs.gelu() }
+    match are_fast(&[xs]) {
+        true => xs.contiguous()?.apply_op1(Curve::Gelu),
+        false => bounded(xs, 1e3, Tensor::gelu),
+    }
 }
 
 /// Computes GELU in the form with the error function.
@@ -84,7 +92,10 @@ pub fn gelu(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
-    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::GeluErf) } else { xs.gelu_erf() }
+    match are_fast(&[xs]) {
+        true => xs.contiguous()?.apply_op1(Curve::GeluErf),
+        false => bounded(xs, 1e3, Tensor::gelu_erf),
+    }
 }
 
 /// Computes `x sigmoid(x)`.
@@ -93,7 +104,10 @@ pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn silu(xs: &Tensor) -> Result<Tensor> {
-    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Curve::Silu) } else { xs.silu() }
+    match are_fast(&[xs]) {
+        true => xs.contiguous()?.apply_op1(Curve::Silu),
+        false => bounded(xs, 1e3, Tensor::silu),
+    }
 }
 
 /// Computes `silu(a) b` for each row `[a, b]` of two halves.
@@ -106,7 +120,30 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     if !width.is_multiple_of(2) {
         bail!("swiglu: the input is {:?}: expected rows of two halves", xs.dims());
     }
-    if are_fast(&[xs]) { xs.contiguous()?.apply_op1(Swiglu) } else { candle_nn::ops::swiglu(xs) }
+    if are_fast(&[xs]) {
+        return xs.contiguous()?.apply_op1(Swiglu);
+    }
+    let halves = xs.chunk(2, D::Minus1)?;
+    silu(&halves[0])? * &halves[1]
+}
+
+/// Computes `x tanh(ln(1 + exp(x)))`.
+///
+/// # Errors
+///
+/// If candle fails.
+pub fn mish(xs: &Tensor) -> Result<Tensor> {
+    // The slope of candle's form is a product of zero and infinity above 88.
+    bounded(xs, 80.0, candle_nn::ops::mish)
+}
+
+/// Computes a function of one number by `f`, which gets no numbers outside of `[-bound, bound]`.
+/// The function is the identity above `bound`, and constant below `-bound`.
+fn bounded(xs: &Tensor, bound: f64, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let single = single(xs)?;
+    let y = f(&single.clamp(-bound, bound)?)?;
+    // A NaN is not below the bound.
+    single.lt(bound)?.where_cond(&y, &single)?.to_dtype(xs.dtype())
 }
 
 impl Activation {
@@ -132,9 +169,9 @@ pub(super) enum Curve {
 impl Curve {
     pub(super) fn forward(self, x: &[f32]) -> Vec<f32> {
         match self {
-            Self::Gelu => map(x, |x| x * gelu_weight(x).0),
-            Self::GeluErf => map(x, |x| x * normal(x).0),
-            Self::Silu => map(x, |x| x * sigmoid(x)),
+            Self::Gelu => map(x, |x| x.max(-BOUND) * gelu_weight(x).0),
+            Self::GeluErf => map(x, |x| x.max(-BOUND) * normal(x).0),
+            Self::Silu => map(x, |x| x.max(-BOUND) * sigmoid(x)),
         }
     }
 
@@ -142,10 +179,12 @@ impl Curve {
     pub(super) fn backward(self, x: &[f32], d: &[f32]) -> Vec<f32> {
         match self {
             Self::Gelu => map_both(x, d, |x, d| {
+                let x = x.clamp(-BOUND, BOUND);
                 let (weight, slope) = gelu_weight(x);
                 d * (weight + x * weight * (1.0 - weight) * slope)
             }),
             Self::GeluErf => map_both(x, d, |x, d| {
+                let x = x.clamp(-BOUND, BOUND);
                 let (share, density) = normal(x);
                 d * (share + x * density)
             }),
@@ -160,7 +199,7 @@ impl CustomOp1 for Curve {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        result(self.forward(slice(x, layout)?), layout.shape())
+        result(self.forward(&slice(x, layout)?), layout.shape(), x)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -179,7 +218,8 @@ impl CustomOp1 for Swiglu {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let x = slice(x, layout)?;
+        let (like, x) = (x, slice(x, layout)?);
+        let x: &[f32] = &x;
         let mut dims = layout.dims().to_vec();
         let width = dims.last().unwrap_or(&0) / 2;
         if let Some(last) = dims.last_mut() {
@@ -191,11 +231,11 @@ impl CustomOp1 for Swiglu {
             for (out, row) in out.chunks_exact_mut(width).zip(rows) {
                 let (a, b) = row.split_at(width);
                 for (out, (a, b)) in out.iter_mut().zip(a.iter().zip(b)) {
-                    *out = *a * sigmoid(*a) * *b;
+                    *out = a.max(-BOUND) * sigmoid(*a) * *b;
                 }
             }
         });
-        result(out, dims)
+        result(out, dims, like)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -213,7 +253,7 @@ impl CustomOp1 for Swiglu {
                         *d_a = *d * *b * silu_slope(*a);
                     }
                     for ((d_b, a), d) in d_b.iter_mut().zip(a).zip(d) {
-                        *d_b = *d * *a * sigmoid(*a);
+                        *d_b = *d * a.max(-BOUND) * sigmoid(*a);
                     }
                 }
             });
@@ -243,12 +283,14 @@ fn map_both(x: &[f32], d: &[f32], f: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32
 
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+    // `exp` ends at 80.
+    let share = 1.0 / (1.0 + exp(-x));
+    if x < -80.0 { 0.0 } else { share }
 }
 
 #[inline(always)]
 fn silu_slope(x: f32) -> f32 {
-    let share = sigmoid(x);
+    let (x, share) = (x.clamp(-BOUND, BOUND), sigmoid(x));
     share + x * share * (1.0 - share)
 }
 
@@ -261,8 +303,7 @@ fn gelu_weight(x: f32) -> (f32, f32) {
     const TWICE: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
     const TWICE_CUBE: f32 = TWICE * 0.044_715;
     let square = x * x;
-    let weight = 1.0 / (1.0 + exp(-(x * (TWICE + TWICE_CUBE * square))));
-    (weight, TWICE + 3.0 * TWICE_CUBE * square)
+    (sigmoid(x * (TWICE + TWICE_CUBE * square)), TWICE + 3.0 * TWICE_CUBE * square)
 }
 
 /// Returns the distribution function of the normal distribution and its density.

@@ -1,8 +1,8 @@
 //! Attention in memory that does not grow with the square of the sequence's length.
 //!
-//! The kernel computes the scores of a block of queries at a time and drops them. It keeps one
-//! number for each query, the logarithm of the sum of exponentials, from which the backward pass
-//! computes the probabilities again. With a causal mask a block ignores later keys.
+//! The kernel computes the scores of a block of queries at a time and drops them. It keeps two
+//! numbers for each query, its [`Normalizer`], from which the backward pass computes the probabilities
+//! again. With a causal mask a block ignores later keys.
 
 use std::sync::OnceLock;
 
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::lanes;
 use super::softmax::softmax;
-use super::values::{Values, are_fast, result, slice, tensor_like, values};
+use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::keeps;
 
@@ -45,43 +45,44 @@ pub enum Mask {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
-    attend(q, k, v, mask, scale, 1.0)
+    let (mask, is_causal) = match mask {
+        Mask::None => (None, false),
+        Mask::Causal => (None, true),
+        Mask::Additive(mask) => (Some(mask), false),
+    };
+    attend(q, k, v, (mask.as_ref(), is_causal), scale, 1.0)
 }
 
-/// Does the same as [`attention`], with scores `cap tanh(score / cap)` unless `cap` is 1.
+/// Does the same as [`attention`], with an additive mask, a causal mask or both. Scores are `cap
+/// tanh(score / cap)` unless `cap` is 1.
 pub(super) fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    mask: Mask,
+    (mask, is_causal): (Option<&Tensor>, bool),
     scale: f64,
     cap: f64,
 ) -> Result<Tensor> {
     let sizes = Sizes::of(q, k, v)?;
+    if is_causal && sizes.queries > sizes.keys {
+        bail!("causal attention of {} queries to {} keys", sizes.queries, sizes.keys);
+    }
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
-    let mask = match mask {
-        Mask::Causal if sizes.queries > sizes.keys => {
-            bail!("causal attention of {} queries to {} keys", sizes.queries, sizes.keys)
-        }
-        Mask::Additive(mask) => Mask::Additive(mask.broadcast_as(scores)?),
-        mask => mask,
-    };
-    let is_plain = match &mask {
-        Mask::Additive(mask) => are_fast(&[mask]) && !mask.track_op(),
-        _ => true,
-    };
+    let mask = mask.map(|mask| single(mask)?.broadcast_as(scores)).transpose()?;
+    let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
     if !is_plain || cap != 1.0 || !are_fast(&[q, k, v]) {
-        return compose(q, k, v, &mask, scale, cap, sizes);
+        return compose(q, k, v, (mask, is_causal), scale, cap, sizes);
     }
     // Only the last dimension must be dense: a mask without heads is not copied for each head.
     let mask = match mask {
-        Mask::Additive(mask) if mask.stride()[3] != 1 => Mask::Additive(mask.contiguous()?),
+        Some(mask) if mask.stride()[3] != 1 => Some(mask.contiguous()?),
         mask => mask,
     };
     if q.track_op() || k.track_op() || v.track_op() {
-        keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<f32>()) as u64);
+        keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
     }
-    let operation = Attention { sizes, mask, scale: scale as f32, log_sums: OnceLock::new() };
+    let scale = scale as f32;
+    let operation = Attention { sizes, mask, is_causal, scale, normalizers: OnceLock::new() };
     q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
 }
 
@@ -90,12 +91,14 @@ fn compose(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    mask: &Mask,
+    (mask, is_causal): (Option<Tensor>, bool),
     scale: f64,
     cap: f64,
     sizes: Sizes,
 ) -> Result<Tensor> {
     let Sizes { batch, heads, groups, queries, keys, .. } = sizes;
+    let dtype = q.dtype();
+    let (q, k, v) = (single(q)?, single(k)?, single(v)?);
     // Gives each head its own keys or values.
     let spread = |x: &Tensor| {
         let (_, _, keys, dim) = x.dims4()?;
@@ -107,23 +110,22 @@ fn compose(
             .contiguous()?
             .reshape((batch, heads, keys, dim))
     };
-    let mut scores = (q.contiguous()?.matmul(&spread(k)?.t()?)? * scale)?;
+    let mut scores = (q.contiguous()?.matmul(&spread(&k)?.t()?)? * scale)?;
     if cap != 1.0 {
         scores = ((scores / cap)?.tanh()? * cap)?;
     }
-    let scores = match mask {
-        Mask::None => scores,
-        Mask::Additive(mask) => (scores + mask.to_dtype(q.dtype())?)?,
-        Mask::Causal => {
-            let hidden = (0..queries * keys).map(|at| {
-                let sees = at % keys <= at / keys + keys - queries;
-                if sees { 0.0 } else { f32::NEG_INFINITY }
-            });
-            let hidden = Tensor::from_vec(hidden.collect(), (queries, keys), q.device())?;
-            scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?
-        }
-    };
-    softmax(&scores, D::Minus1)?.matmul(&spread(v)?)
+    if let Some(mask) = mask {
+        scores = (scores + mask.to_dtype(q.dtype())?)?;
+    }
+    if is_causal {
+        let hidden = (0..queries * keys).map(|at| {
+            let sees = at % keys <= at / keys + keys - queries;
+            if sees { 0.0 } else { f32::NEG_INFINITY }
+        });
+        let hidden = Tensor::from_vec(hidden.collect(), (queries, keys), q.device())?;
+        scores = scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?;
+    }
+    softmax(&scores, D::Minus1)?.matmul(&spread(&v)?)?.to_dtype(dtype)
 }
 
 /// The sizes of the arguments.
@@ -166,11 +168,22 @@ impl Sizes {
 /// The operation of [`attention`].
 struct Attention {
     sizes: Sizes,
-    mask: Mask,
+    /// An additive mask: `[batch, heads, queries, keys]` with dense rows.
+    mask: Option<Tensor>,
+    is_causal: bool,
     scale: f32,
-    /// The logarithm of the sum of the exponentials of each query's scores, for the backward pass:
-    /// `[batch, heads, queries]`.
-    log_sums: OnceLock<Vec<f32>>,
+    /// One for each query, for the backward pass: `[batch, heads, queries]`.
+    normalizers: OnceLock<Vec<Normalizer>>,
+}
+
+/// The numbers that make scores `x` the probabilities `share * e^(x - largest)`.
+///
+/// They are apart, since `largest` may be so large that a sum with the logarithm of `share` loses
+/// the latter.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Normalizer {
+    pub(super) largest: f32,
+    pub(super) share: f32,
 }
 
 /// A block of queries of one head.
@@ -188,10 +201,7 @@ struct Block {
 impl Attention {
     fn block(&self, head: usize, first: usize, rows: usize) -> Block {
         let Sizes { queries, keys, .. } = self.sizes;
-        let keys = match self.mask {
-            Mask::Causal => keys - queries + first + rows,
-            _ => keys,
-        };
+        let keys = if self.is_causal { keys - queries + first + rows } else { keys };
         Block { head, first, rows, keys }
     }
 
@@ -215,52 +225,45 @@ impl Attention {
 
     /// Returns the number of keys that a block's query sees. The others of its row follow.
     fn seen(&self, block: Block, row: usize) -> usize {
-        match self.mask {
-            Mask::Causal => block.keys - (block.rows - 1 - row),
-            _ => block.keys,
-        }
+        if self.is_causal { block.keys - (block.rows - 1 - row) } else { block.keys }
     }
 
     fn mask(&self) -> Result<Option<MaskValues<'_>>> {
-        match &self.mask {
-            Mask::Additive(mask) => MaskValues::of(mask).map(Some),
-            _ => Ok(None),
-        }
+        self.mask.as_ref().map(MaskValues::of).transpose()
     }
 
-    fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<Normalizer>)> {
         let Sizes { batch, heads, queries, keys, dim, out_dim, .. } = self.sizes;
         let mask = self.mask()?;
         let mask = mask.as_ref();
         let mut out = vec![0.0; batch * heads * queries * out_dim];
-        let mut log_sums = vec![0.0; batch * heads * queries];
+        let mut normalizers = vec![Normalizer::default(); batch * heads * queries];
         if out.is_empty() || keys == 0 {
-            return Ok((out, log_sums));
+            return Ok((out, normalizers));
         }
-        let all = out.par_chunks_mut(queries * out_dim).zip(log_sums.par_chunks_mut(queries));
-        all.enumerate().for_each(|(head, (out, log_sums))| {
+        let all = out.par_chunks_mut(queries * out_dim).zip(normalizers.par_chunks_mut(queries));
+        all.enumerate().for_each(|(head, (out, normalizers))| {
             let group = self.group(head);
             let (k, v) = (&k[group * keys * dim..], &v[group * keys * out_dim..]);
-            let blocks = out.par_chunks_mut(BLOCK * out_dim).zip(log_sums.par_chunks_mut(BLOCK));
+            let blocks = out.par_chunks_mut(BLOCK * out_dim).zip(normalizers.par_chunks_mut(BLOCK));
             blocks.enumerate().for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
-                let (out, log_sums) = place;
-                let block = self.block(head, at * BLOCK, log_sums.len());
+                let (out, normalizers) = place;
+                let block = self.block(head, at * BLOCK, normalizers.len());
                 let (rows, keys) = (block.rows, block.keys);
                 scores.resize(rows * keys, 0.0);
                 let q = &q[(head * queries + block.first) * dim..][..rows * dim];
                 let k = Matrix::new(&k[..keys * dim], keys, dim);
                 multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
                 self.finish_scores(block, scores, mask);
-                for (i, (row, log_sum)) in
-                    scores.chunks_exact_mut(keys).zip(&mut *log_sums).enumerate()
-                {
-                    *log_sum = probabilities(row, self.seen(block, i));
+                let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
+                for (i, (row, normalizer)) in all.enumerate() {
+                    *normalizer = probabilities(row, self.seen(block, i));
                 }
                 let v = Matrix::new(&v[..keys * out_dim], keys, out_dim);
                 multiply_here(out, Matrix::new(scores, rows, keys), v, false);
             });
         });
-        Ok((out, log_sums))
+        Ok((out, normalizers))
     }
 
     /// Returns the gradients of queries, keys and values.
@@ -310,7 +313,7 @@ impl Attention {
         let v = &from.v[group * all_keys * out_dim..][..keys * out_dim];
         let v = Matrix::new(v, keys, out_dim);
         let q = Matrix::new(&from.q[at * dim..][..rows * dim], rows, dim);
-        let out = &from.out[at * out_dim..][..rows * out_dim];
+        let out = from.out.map(|out| &out[at * out_dim..][..rows * out_dim]);
         let d_out = &from.d_out[at * out_dim..][..rows * out_dim];
         scores.resize(rows * keys, 0.0);
         d_scores.resize(rows * keys, 0.0);
@@ -321,8 +324,8 @@ impl Attention {
         let rows_of = scores.chunks_exact_mut(keys).zip(d_scores.chunks_exact_mut(keys));
         for (i, (row, d_row)) in rows_of.enumerate() {
             let columns = i * out_dim..(i + 1) * out_dim;
-            let mean = lanes::dot(&out[columns.clone()], &d_out[columns]);
-            let factors = (self.scale, from.log_sums[at + i], mean);
+            let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
+            let factors = (self.scale, from.normalizers[at + i], mean);
             score_gradients(row, d_row, self.seen(block, i), factors);
         }
         let probabilities = Matrix::new(scores, rows, keys);
@@ -333,9 +336,8 @@ impl Attention {
     }
 }
 
-/// Replaces the first `seen` scores of a query by their softmax and the others by zeros. Returns
-/// the logarithm of the sum of exponentials.
-pub(super) fn probabilities(row: &mut [f32], seen: usize) -> f32 {
+/// Replaces the first `seen` scores of a query by their softmax and the others by zeros.
+pub(super) fn probabilities(row: &mut [f32], seen: usize) -> Normalizer {
     let (seen, hidden) = row.split_at_mut(seen);
     let largest = lanes::max(seen);
     seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
@@ -343,24 +345,30 @@ pub(super) fn probabilities(row: &mut [f32], seen: usize) -> f32 {
     let share = 1.0 / total;
     seen.iter_mut().for_each(|x| *x *= share);
     hidden.fill(0.0);
-    largest + total.ln()
+    Normalizer { largest, share }
 }
 
 /// Replaces the scores of a query by its probabilities, and the gradients `d_row` of the latter by
 /// those of the products of query and keys. Only the first `seen` are not zero.
 ///
-/// The factors are (scale of the products, logarithm of the sum of exponentials, mean of the
-/// probabilities' gradients).
+/// The factors are (scale of the products, normalizer of the scores, mean of the probabilities'
+/// gradients). The mean is the product of the result and its gradient, and computed here if it is
+/// `None`.
 pub(super) fn score_gradients(
     row: &mut [f32],
     d_row: &mut [f32],
     seen: usize,
-    (scale, log_sum, mean): (f32, f32, f32),
+    (scale, Normalizer { largest, share }, mean): (f32, Normalizer, Option<f32>),
 ) {
     let (seen, hidden) = row.split_at_mut(seen);
     let (d_seen, d_hidden) = d_row.split_at_mut(seen.len());
+    let probability = |x: f32| share * lanes::exp(x - largest);
+    let mean = match mean {
+        Some(mean) => mean,
+        None => lanes::sum_of_both(seen, d_seen, |x, d| probability(x) * d),
+    };
     for (x, d) in seen.iter_mut().zip(d_seen) {
-        *x = lanes::exp(*x - log_sum);
+        *x = probability(*x);
         *d = scale * *x * (*d - mean);
     }
     hidden.fill(0.0);
@@ -372,9 +380,10 @@ struct Given<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
-    out: &'a [f32],
+    /// The result, unless it is rounded to half precision.
+    out: Option<&'a [f32]>,
     d_out: &'a [f32],
-    log_sums: &'a [f32],
+    normalizers: &'a [Normalizer],
 }
 
 /// The elements of a mask `[batch, heads, queries, keys]` with dense rows.
@@ -412,10 +421,10 @@ impl CustomOp3 for Attention {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let Sizes { batch, heads, queries, out_dim, .. } = self.sizes;
-        let (q, k, v) = (slice(q, q_layout)?, slice(k, k_layout)?, slice(v, v_layout)?);
-        let (out, log_sums) = self.forward(q, k, v)?;
-        self.log_sums.get_or_init(|| log_sums);
-        result(out, (batch, heads, queries, out_dim))
+        let [keys, values] = [slice(k, k_layout)?, slice(v, v_layout)?];
+        let (out, normalizers) = self.forward(&slice(q, q_layout)?, &keys, &values)?;
+        self.normalizers.get_or_init(|| normalizers);
+        result(out, (batch, heads, queries, out_dim), q)
     }
 
     fn bwd(
@@ -426,14 +435,15 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(log_sums) = self.log_sums.get() else {
+        let Some(normalizers) = self.normalizers.get() else {
             bail!("attention's backward pass before its forward pass");
         };
         let gradient = gradient.contiguous()?;
         let [d_q, d_k, d_v] = {
-            let [q, k, v, out, d_out] =
-                [values(q)?, values(k)?, values(v)?, values(out)?, values(&gradient)?];
-            self.backward(&Given { q: &q, k: &k, v: &v, out: &out, d_out: &d_out, log_sums })?
+            let [q, k, v, d_out] = [values(q)?, values(k)?, values(v)?, values(&gradient)?];
+            let out = exact(out)?;
+            let out = out.as_deref();
+            self.backward(&Given { q: &q, k: &k, v: &v, out, d_out: &d_out, normalizers })?
         };
         let needed = |gradient: Vec<f32>, like: &Tensor| {
             like.track_op().then(|| tensor_like(gradient, like)).transpose()

@@ -11,7 +11,7 @@ pub use candle_nn::conv::{
 };
 use candle_nn::{BatchNorm, Init, Module, VarBuilder};
 
-use super::values::{are_fast, in_layer, name_of, result, slice, tensor_like, values};
+use super::values::{are_fast, in_layer, name_of, result, single, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply};
 use crate::pass::weight_gradient;
 
@@ -222,7 +222,7 @@ fn add_bias(y: Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let Some(bias) = bias else { return Ok(y) };
     let mut shape = vec![1; y.rank()];
     shape[1] = bias.dims1()?;
-    y.broadcast_add(&bias.reshape(shape)?)
+    single(&y)?.broadcast_add(&single(bias)?.reshape(shape)?)?.to_dtype(y.dtype())
 }
 
 /// The operation of a convolution over two dimensions.
@@ -345,17 +345,17 @@ impl CustomOp2 for Convolution {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
+        let weight = slice(weight, weight_layout)?;
         let ([_, depth, out_length], [height, width]) = (self.lengths(), self.output());
         let rows = self.outputs / self.groups;
         let batch = x_layout.dims()[0];
         let mut out = vec![0.0; batch * self.outputs * height * width];
-        self.for_groups(x, |at, group, windows| {
+        self.for_groups(&slice(x, x_layout)?, |at, group, windows| {
             let weight = Matrix::new(&weight[group * rows * depth..][..rows * depth], rows, depth);
             let windows = Matrix::new(windows, depth, height * width);
             multiply(&mut out[at * out_length..][..out_length], weight, windows, false);
         });
-        result(out, (batch, self.outputs, height, width))
+        result(out, (batch, self.outputs, height, width), x)
     }
 
     fn bwd(

@@ -9,6 +9,9 @@ use crate::pass::random_key;
 /// The elements that share one block of 64 random bits.
 const SHARED: usize = 4;
 
+/// The number of values of an element's 16 random bits.
+const DRAWS: f64 = 65536.0;
+
 /// A layer that sets a random share of the elements to zero and scales the others.
 #[derive(Clone, Debug)]
 pub struct Dropout {
@@ -37,8 +40,8 @@ impl ModuleT for Dropout {
     }
 }
 
-/// Sets each element to zero with the probability `drop_p`, a multiple of 2^-16, and multiplies the
-/// others by `1 / (1 - drop_p)`.
+/// Sets each element to zero with the probability `p`, and multiplies the others by `1 / (1 - p)`.
+/// `p` is the multiple of 2^-16 below 1 that is next to `drop_p`.
 ///
 /// The mask depends only on the key of the stage's microbatch, the number of this call in the pass,
 /// and the index of the element.
@@ -54,7 +57,8 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     if drop_p == 0.0 {
         return Ok(xs.clone());
     }
-    let drop = Drop { key: random_key()?, drop_p };
+    let limit = ((f64::from(drop_p) * DRAWS).round() as u64).min(DRAWS as u64 - 1);
+    let drop = Drop { key: random_key()?, limit };
     if are_fast(&[xs]) {
         return xs.contiguous()?.apply_op1(drop);
     }
@@ -65,22 +69,21 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
 /// The operation of one call.
 struct Drop {
     key: Key,
-    drop_p: f32,
+    /// An element is kept if its 16 random bits are not below this number.
+    limit: u64,
 }
 
 impl Drop {
     /// Returns `x` with dropped and scaled elements.
     fn apply(&self, x: &[f32]) -> Vec<f32> {
-        // An element is kept if its 16 bits are not below this number.
-        let limit = (f64::from(self.drop_p) * 65536.0).round() as u64;
-        let scale = 1.0 / (1.0 - self.drop_p);
+        let scale = (DRAWS / (DRAWS - self.limit as f64)) as f32;
         let mut out = vec![0.0; x.len()];
         for_rows(&mut out, SHARED, |first, out| {
             let chunks = out.chunks_mut(SHARED).zip(x[first * SHARED..].chunks(SHARED));
             for (at, (out, x)) in chunks.enumerate() {
                 let mut random = bits(self.key, (first + at) as u64);
                 for (out, x) in out.iter_mut().zip(x) {
-                    *out = if random & 0xffff < limit { 0.0 } else { *x * scale };
+                    *out = if random & 0xffff < self.limit { 0.0 } else { *x * scale };
                     random >>= 16;
                 }
             }
@@ -95,7 +98,7 @@ impl CustomOp1 for Drop {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        result(self.apply(slice(x, layout)?), layout.shape())
+        result(self.apply(&slice(x, layout)?), layout.shape(), x)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

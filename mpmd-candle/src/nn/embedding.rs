@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder};
 
-use super::values::{are_fast, in_layer, name_of, result, slice, values};
+use super::values::{are_fast, in_layer, name_of, offsets, values};
 use crate::pass::{keeps, weight_gradient};
 
 /// A table with a row for each index.
@@ -93,18 +93,30 @@ struct Lookup {
     shape: Vec<usize>,
 }
 
+impl Lookup {
+    fn rows<T: Copy>(&self, table: &[T], width: usize) -> Vec<T> {
+        let mut out = Vec::with_capacity(self.indices.len() * width);
+        for index in &self.indices {
+            out.extend_from_slice(&table[*index as usize * width..][..width]);
+        }
+        out
+    }
+}
+
 impl CustomOp1 for Lookup {
     fn name(&self) -> &'static str {
         "embedding"
     }
 
     fn cpu_fwd(&self, table: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (table, width) = (slice(table, layout)?, layout.dims()[1]);
-        let mut out = Vec::with_capacity(self.indices.len() * width);
-        for index in &self.indices {
-            out.extend_from_slice(&table[*index as usize * width..][..width]);
-        }
-        result(out, self.shape.clone())
+        let ((from, to), width) = (offsets(layout)?, layout.dims()[1]);
+        let rows = match table {
+            CpuStorage::F32(table) => CpuStorage::F32(self.rows(&table[from..to], width)),
+            CpuStorage::F16(table) => CpuStorage::F16(self.rows(&table[from..to], width)),
+            CpuStorage::BF16(table) => CpuStorage::BF16(self.rows(&table[from..to], width)),
+            _ => bail!("the table is not of f32, f16 or bf16"),
+        };
+        Ok((rows, self.shape.clone().into()))
     }
 
     fn bwd(&self, table: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

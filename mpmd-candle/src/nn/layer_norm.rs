@@ -2,16 +2,14 @@
 
 use std::sync::Arc;
 
-use candle_core::{
-    CpuStorage, CustomOp2, CustomOp3, D, DType, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, bail};
 pub use candle_nn::LayerNormConfig;
 use candle_nn::{Init, Module, VarBuilder};
 
 use super::lanes;
 use super::values::{
-    add_columns, are_fast, bias_gradient, for_rows, in_layer, name_of, result, slice, tensor_like,
-    values,
+    add_columns, are_fast, bias_gradient, for_rows, in_layer, name_of, result, single, slice,
+    tensor_like, values,
 };
 use crate::pass::weight_gradient;
 
@@ -190,24 +188,21 @@ impl Norm {
         self.compose(x, weight, bias)
     }
 
-    /// Does the same with operations of candle. Half precision is normalised in single precision.
+    /// Does the same with operations of candle.
     fn compose(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let dtype = x.dtype();
-        let x = match dtype {
-            DType::F16 | DType::BF16 => x.to_dtype(DType::F32)?,
-            _ => x.clone(),
-        };
+        let x = single(x)?;
         let x = match self.remove_mean {
             true => x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?,
             false => x,
         };
         let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
         let x = x.broadcast_div(&(variance + self.eps)?.sqrt()?)?;
-        let x = x.to_dtype(dtype)?.broadcast_mul(weight)?;
-        match bias {
-            None => Ok(x),
-            Some(bias) => x.broadcast_add(bias),
+        let mut x = x.broadcast_mul(&single(weight)?)?;
+        if let Some(bias) = bias {
+            x = x.broadcast_add(&single(bias)?)?;
         }
+        x.to_dtype(dtype)
     }
 
     fn statistics(&self, row: &[f32]) -> Statistics {
@@ -314,8 +309,8 @@ impl CustomOp2 for Norm {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
-        result(self.forward(x, weight, None), x_layout.shape())
+        let y = self.forward(&slice(x, x_layout)?, &slice(weight, weight_layout)?, None);
+        result(y, x_layout.shape(), x)
     }
 
     fn bwd(
@@ -343,9 +338,9 @@ impl CustomOp3 for Norm {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
-        let bias = slice(bias, bias_layout)?;
-        result(self.forward(x, weight, Some(bias)), x_layout.shape())
+        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let y = self.forward(&slice(x, x_layout)?, &weight, Some(&bias));
+        result(y, x_layout.shape(), x)
     }
 
     fn bwd(

@@ -7,7 +7,7 @@ use candle_nn::{Init, Module, VarBuilder};
 
 use super::activation::{Activation, Curve};
 use super::values::{
-    are_fast, bias_gradient, in_layer, name_of, result, slice, tensor_like, values,
+    are_fast, bias_gradient, in_layer, name_of, result, single, slice, tensor_like, values,
 };
 use crate::collectives;
 use crate::cx::Cx;
@@ -56,7 +56,7 @@ impl Linear {
         match &self.bias {
             None => Ok(y),
             Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
-            Some(bias) => y.broadcast_add(bias),
+            Some(bias) => single(&y)?.broadcast_add(&single(bias)?)?.to_dtype(y.dtype()),
         }
     }
 
@@ -114,7 +114,7 @@ impl Linear {
         let y = x.reshape((rows, inputs))?.matmul(&weight.t()?)?.reshape(shape)?;
         match bias {
             None => Ok(y),
-            Some(bias) => y.broadcast_add(&bias),
+            Some(bias) => single(&y)?.broadcast_add(&single(&bias)?)?.to_dtype(y.dtype()),
         }
     }
 }
@@ -215,8 +215,8 @@ impl CustomOp2 for Product {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
-        result(self.forward(x, weight, None), self.0.clone())
+        let y = self.forward(&slice(x, x_layout)?, &slice(weight, weight_layout)?, None);
+        result(y, self.0.clone(), x)
     }
 
     fn bwd(
@@ -244,8 +244,9 @@ impl CustomOp3 for Product {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
-        result(self.forward(x, weight, Some(slice(bias, bias_layout)?)), self.0.clone())
+        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let y = self.forward(&slice(x, x_layout)?, &weight, Some(&bias));
+        result(y, self.0.clone(), x)
     }
 
     fn bwd(
@@ -284,11 +285,11 @@ impl CustomOp3 for Activated {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, weight) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
-        let before = self.product.forward(x, weight, Some(slice(bias, bias_layout)?));
+        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let before = self.product.forward(&slice(x, x_layout)?, &weight, Some(&bias));
         let y = self.curve.forward(&before);
         self.before.get_or_init(|| before);
-        result(y, self.product.0.clone())
+        result(y, self.product.0.clone(), x)
     }
 
     fn bwd(
@@ -325,12 +326,12 @@ impl CustomOp2 for AddBias {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (y, bias) = (slice(y, y_layout)?, slice(bias, bias_layout)?);
-        let mut sum = y.to_vec();
+        let bias = slice(bias, bias_layout)?;
+        let mut sum = slice(y, y_layout)?.into_owned();
         for row in sum.chunks_exact_mut(bias.len().max(1)) {
-            row.iter_mut().zip(bias).for_each(|(y, bias)| *y += *bias);
+            row.iter_mut().zip(&*bias).for_each(|(y, bias)| *y += *bias);
         }
-        result(sum, y_layout.shape())
+        result(sum, y_layout.shape(), y)
     }
 
     fn bwd(

@@ -3,12 +3,12 @@
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Tensor, bail};
-pub use candle_nn::loss::{binary_cross_entropy_with_logit, huber, mse, nll};
 
+use super::attention::Normalizer;
 use super::embedding::indices;
 use super::lanes;
 use super::softmax::log_softmax;
-use super::values::{are_fast, for_costly_rows, for_rows, result, slice, tensor_like, values};
+use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
 use crate::pass::keeps;
 
 /// Computes the mean cross-entropy of `target` `[rows]`, indices of classes, under the logits `inp`
@@ -22,7 +22,49 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
         bail!("cross_entropy: the logits are {:?}: expected [rows, classes]", inp.dims());
     }
     let (sum, rows) = total(inp, target, None)?;
-    sum / rows
+    (sum / rows)?.to_dtype(inp.dtype())
+}
+
+/// Computes the mean of `-inp[row, target]`, where `inp` `[rows, classes]` are logarithms of
+/// probabilities and `target` `[rows]` are indices of classes.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other, or a target is not a class.
+pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    candle_nn::loss::nll(&single(inp)?, target)?.to_dtype(inp.dtype())
+}
+
+/// Computes the mean of the squares of `inp - target`, which have one shape.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other.
+pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    candle_nn::loss::mse(&single(inp)?, &single(target)?)?.to_dtype(inp.dtype())
+}
+
+/// Computes the mean of the Huber loss of the differences `d` of `inp` and `target`, which have one
+/// shape: `d^2 / 2`, and `delta (|d| - delta / 2)` if `|d|` is above `delta`.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other.
+pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
+    candle_nn::loss::huber(&single(inp)?, &single(target)?, delta)?.to_dtype(inp.dtype())
+}
+
+/// Computes the mean binary cross-entropy, in nats, of the probabilities `target` under the
+/// probabilities `1 / (1 + e^-inp)`. Both tensors have one shape.
+///
+/// # Errors
+///
+/// If the shapes do not fit each other.
+pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    let (x, target) = (single(inp)?, single(target)?);
+    // The loss is `ln(1 + e^x) - x target`, in a form without overflow.
+    let log = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
+    ((x.relu()? - (x * target)?)? + log)?.mean_all()?.to_dtype(inp.dtype())
 }
 
 /// Computes the sum of `weight * cross-entropy` over all rows, and the sum of the weights. Both are
@@ -44,7 +86,8 @@ pub fn cross_entropy_sum(
     Ok((sum.to_dtype(DType::F32)?, Tensor::new(weight as f32, logits.device())?))
 }
 
-/// Returns the sum of the weighted losses, of the logits' type, and the sum of the weights.
+/// Returns the sum of the weighted losses, f64 for logits of that type and else f32, and the sum of
+/// the weights.
 fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<(Tensor, f64)> {
     let Some((&classes, rows)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits have no dimension: expected [..., classes]");
@@ -75,27 +118,35 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
     let sum = weights.iter().map(|weight| f64::from(*weight)).sum();
     if are_fast(&[logits]) {
         if logits.track_op() {
-            keeps((targets.len() * 3 * size_of::<f32>()) as u64);
+            let row = 2 * size_of::<f32>() + size_of::<Normalizer>();
+            keeps((targets.len() * row) as u64);
         }
-        let operation = CrossEntropy { targets, weights, log_sums: OnceLock::new() };
+        let operation = CrossEntropy { targets, weights, normalizers: OnceLock::new() };
         return Ok((logits.contiguous()?.apply_op1(operation)?, sum));
     }
     let rows = targets.len();
     let on_device = |tensor: Tensor| tensor.to_device(logits.device());
     let targets = on_device(Tensor::from_vec(targets, (rows, 1), &Device::Cpu)?)?;
+    let has_empty = weights.contains(&0.0);
     let weights = on_device(Tensor::from_vec(weights, (rows, 1), &Device::Cpu)?)?;
-    let logs = log_softmax(&logits.reshape((rows, classes))?, D::Minus1)?.gather(&targets, 1)?;
+    let mut logits = single(logits)?.reshape((rows, classes))?;
+    if has_empty {
+        // A row of weight 0 may have infinite logits, whose products with 0 are NaN.
+        let counts = weights.ne(0f32)?.broadcast_as((rows, classes))?;
+        logits = counts.where_cond(&logits, &logits.zeros_like()?)?;
+    }
+    let logs = log_softmax(&logits, D::Minus1)?.gather(&targets, 1)?;
     Ok(((logs * weights.to_dtype(logits.dtype())?)?.sum_all()?.neg()?, sum))
 }
 
-/// The operation that sums the weighted losses.
+/// The operation that sums the weighted losses, in f32.
 struct CrossEntropy {
     /// The class of each row.
     targets: Vec<u32>,
     /// The weight of each row.
     weights: Vec<f32>,
-    /// The logarithm of the sum of exponentials of each row, for the backward pass.
-    log_sums: OnceLock<Vec<f32>>,
+    /// One for each row, for the backward pass.
+    normalizers: OnceLock<Vec<Normalizer>>,
 }
 
 impl CustomOp1 for CrossEntropy {
@@ -105,30 +156,33 @@ impl CustomOp1 for CrossEntropy {
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (logits, classes) = (slice(logits, layout)?, layout.dim(D::Minus1)?);
-        let mut log_sums = vec![0.0; self.targets.len()];
-        for_costly_rows(&mut log_sums, 1, classes, |first, log_sums| {
-            for (at, log_sum) in log_sums.iter_mut().enumerate() {
+        let logits: &[f32] = &logits;
+        let mut normalizers = vec![Normalizer::default(); self.targets.len()];
+        for_costly_rows(&mut normalizers, 1, classes, |first, normalizers| {
+            for (at, normalizer) in normalizers.iter_mut().enumerate() {
                 if self.weights[first + at] != 0.0 {
                     let row = &logits[(first + at) * classes..][..classes];
                     let largest = lanes::max(row);
-                    *log_sum = largest + lanes::sum_of(row, |x| lanes::exp(x - largest)).ln();
+                    let total = lanes::sum_of(row, |x| lanes::exp(x - largest));
+                    *normalizer = Normalizer { largest, share: 1.0 / total };
                 }
             }
         });
-        let rows = self.targets.iter().zip(&self.weights).zip(&log_sums).enumerate();
+        let rows = self.targets.iter().zip(&self.weights).zip(&normalizers).enumerate();
         let terms = rows.filter(|(_, ((_, weight), _))| **weight != 0.0);
         let sum: f64 = terms
-            .map(|(row, ((target, weight), log_sum))| {
+            .map(|(row, ((target, weight), normalizer))| {
                 let logit = logits[row * classes + *target as usize];
-                f64::from(*weight) * (f64::from(*log_sum) - f64::from(logit))
+                let below = f64::from(normalizer.largest) - f64::from(logit);
+                f64::from(*weight) * (below - f64::from(normalizer.share).ln())
             })
             .sum();
-        self.log_sums.get_or_init(|| log_sums);
-        result(vec![sum as f32], ())
+        self.normalizers.get_or_init(|| normalizers);
+        Ok((CpuStorage::F32(vec![sum as f32]), Shape::from(())))
     }
 
     fn bwd(&self, logits: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let Some(log_sums) = self.log_sums.get() else {
+        let Some(normalizers) = self.normalizers.get() else {
             bail!("the backward pass of a cross-entropy before its forward pass");
         };
         let (factor, classes) = (gradient.to_scalar::<f32>()?, logits.dim(D::Minus1)?);
@@ -139,13 +193,14 @@ impl CustomOp1 for CrossEntropy {
             for_rows(&mut d_logits, classes, |first, d_logits| {
                 for (at, d_row) in d_logits.chunks_exact_mut(classes).enumerate() {
                     let row = first + at;
-                    let (log_sum, weight) = (log_sums[row], self.weights[row]);
+                    let (Normalizer { largest, share }, weight) =
+                        (normalizers[row], self.weights[row]);
                     if weight == 0.0 {
                         continue;
                     }
                     let factor = factor * weight;
                     for (d, x) in d_row.iter_mut().zip(&logits[row * classes..]) {
-                        *d = factor * lanes::exp(*x - log_sum);
+                        *d = factor * share * lanes::exp(*x - largest);
                     }
                     d_row[self.targets[row] as usize] -= factor;
                 }

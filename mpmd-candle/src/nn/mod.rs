@@ -1,9 +1,10 @@
 //! The layers of `candle_nn` under the same names, all with gradients.
 //!
-//! Layers of this module defer the gradients of their weights, which schedules without bubbles
-//! need. They compute f32 tensors on the CPU with kernels that are made for training. For other
-//! types and devices they are compositions of candle's operations, and defer nothing. Results have
-//! the same bits with any number of threads (`RAYON_NUM_THREADS`).
+//! Layers of this module defer the gradients of f32 weights, which schedules without bubbles need.
+//! They compute f32, bf16 and f16 tensors on the CPU with kernels that are made for training. Other
+//! types and devices have compositions of candle's operations. Sums of bf16 and f16 are computed in
+//! f32, and rounded once. Results have the same bits with any number of threads
+//! (`RAYON_NUM_THREADS`).
 //!
 //! Everything else is that of `candle_nn`:
 //!
@@ -19,7 +20,8 @@
 //! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
 //!
 //! A layer that does not defer computes the gradients of its weights with that of its input. That
-//! is correct under every schedule, but a schedule without bubbles gains nothing from it.
+//! is correct under every schedule, but a schedule without bubbles gains nothing from it. candle adds
+//! up gradients of bf16 and f16 weights in their own type: give its layers f32 copies of them.
 
 pub use candle_nn::*;
 

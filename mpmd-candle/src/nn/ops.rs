@@ -3,10 +3,10 @@
 use candle_core::{Result, Tensor};
 pub use candle_nn::ops::*;
 
-use super::attention::{Mask, attend};
+use super::attention::attend;
 use super::layer_norm::Norm;
 
-pub use super::activation::{gelu, gelu_erf, silu, swiglu};
+pub use super::activation::{gelu, gelu_erf, mish, silu, swiglu};
 pub use super::dropout::{Dropout, dropout};
 pub use super::softmax::{log_softmax, softmax, softmax_last_dim};
 
@@ -46,10 +46,5 @@ pub fn sdpa(
     scale: f32,
     softcapping: f32,
 ) -> Result<Tensor> {
-    let mask = match mask {
-        None if do_causal => Mask::Causal,
-        None => Mask::None,
-        Some(mask) => Mask::Additive(mask.clone()),
-    };
-    attend(q, k, v, mask, f64::from(scale), f64::from(softcapping))
+    attend(q, k, v, (mask, do_causal), f64::from(scale), f64::from(softcapping))
 }

@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
 pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
-use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
 
 /// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, heads, time, dim]`.
 ///
@@ -82,7 +82,9 @@ fn rotate(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor>
 /// 2]`.
 fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor> {
     let heads = if form.is_time_first { 2 } else { 1 };
-    let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
+    let dtype = xs.dtype();
+    let (xs, cos, sin) =
+        (single(xs)?, single(cos)?.unsqueeze(heads)?, single(sin)?.unsqueeze(heads)?);
     let half = xs.dim(D::Minus1)? / 2;
     let (a, b) = if form.is_interleaved {
         let (batch, heads, time, _) = xs.dims4()?;
@@ -93,11 +95,12 @@ fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor
     };
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
-    if form.is_interleaved {
+    let rotated = if form.is_interleaved {
         Tensor::stack(&[first, second], 4)?.reshape(xs.shape())
     } else {
         Tensor::cat(&[first, second], 3)
-    }
+    };
+    rotated?.to_dtype(dtype)
 }
 
 /// The operation of a rotation.
@@ -158,7 +161,7 @@ impl CustomOp1 for Rotation {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        result(self.apply(slice(x, layout)?, false)?, layout.shape())
+        result(self.apply(&slice(x, layout)?, false)?, layout.shape(), x)
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -9,9 +9,9 @@ use std::sync::OnceLock;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
-use super::attention::{BLOCK, Mask, attention, probabilities, score_gradients};
+use super::attention::{BLOCK, Mask, Normalizer, attention, probabilities, score_gradients};
 use super::lanes;
-use super::values::{are_fast, result, slice, tensor_like, values};
+use super::values::{are_fast, exact, result, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here, multiply_strided};
 use crate::pass::keeps;
 
@@ -43,12 +43,12 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
         return y.transpose(1, 2)?.reshape((batch, time, heads * dim));
     }
     if qkv.track_op() {
-        keeps((batch * heads * time * size_of::<f32>()) as u64);
+        keeps((batch * heads * time * size_of::<Normalizer>()) as u64);
     }
     let sizes = Sizes { batch, time, heads, dim };
     let is_causal = matches!(mask, Mask::Causal);
-    let operation =
-        SelfAttention { sizes, is_causal, scale: scale as f32, log_sums: OnceLock::new() };
+    let scale = scale as f32;
+    let operation = SelfAttention { sizes, is_causal, scale, normalizers: OnceLock::new() };
     qkv.contiguous()?.apply_op1(operation)
 }
 
@@ -97,9 +97,8 @@ struct SelfAttention {
     sizes: Sizes,
     is_causal: bool,
     scale: f32,
-    /// The logarithm of the sum of the exponentials of each query's scores, for the backward pass:
-    /// `[batch, heads, time]`.
-    log_sums: OnceLock<Vec<f32>>,
+    /// One for each query, for the backward pass: `[batch, heads, time]`.
+    normalizers: OnceLock<Vec<Normalizer>>,
 }
 
 impl SelfAttention {
@@ -113,18 +112,18 @@ impl SelfAttention {
         if self.is_causal { at + 1 } else { self.sizes.time }
     }
 
-    fn forward(&self, qkv: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    fn forward(&self, qkv: &[f32]) -> (Vec<f32>, Vec<Normalizer>) {
         let sizes = self.sizes;
         let Sizes { batch, time, heads, .. } = sizes;
         let (columns, width) = (sizes.columns(), sizes.width());
         let mut out = vec![0.0; batch * time * width];
-        let mut log_sums = vec![0.0; batch * heads * time];
+        let mut normalizers = vec![Normalizer::default(); batch * heads * time];
         if out.is_empty() {
-            return (out, log_sums);
+            return (out, normalizers);
         }
         let sequences = qkv.par_chunks(time * columns).zip(out.par_chunks_mut(time * width));
-        let sequences = sequences.zip(log_sums.par_chunks_mut(heads * time));
-        sequences.for_each_init(Vec::new, |scores: &mut Vec<f32>, ((qkv, out), log_sums)| {
+        let sequences = sequences.zip(normalizers.par_chunks_mut(heads * time));
+        sequences.for_each_init(Vec::new, |scores: &mut Vec<f32>, ((qkv, out), normalizers)| {
             for (at, out) in out.chunks_mut(BLOCK * width).enumerate() {
                 let (first, rows) = (at * BLOCK, out.len() / width);
                 let keys = self.keys(first, rows);
@@ -132,22 +131,28 @@ impl SelfAttention {
                 for head in 0..heads {
                     let part = |which, first, rows| sizes.part(qkv, head, which, first, rows);
                     multiply_here(scores, part(0, first, rows), part(1, 0, keys).t(), false);
-                    let log_sums = &mut log_sums[head * time + first..][..rows];
-                    let all = scores.chunks_exact_mut(keys).zip(log_sums).enumerate();
-                    for (i, (row, log_sum)) in all {
+                    let normalizers = &mut normalizers[head * time + first..][..rows];
+                    let all = scores.chunks_exact_mut(keys).zip(normalizers).enumerate();
+                    for (i, (row, normalizer)) in all {
                         row.iter_mut().for_each(|x| *x *= self.scale);
-                        *log_sum = probabilities(row, self.seen(first + i));
+                        *normalizer = probabilities(row, self.seen(first + i));
                     }
                     let (scores, v) = (Matrix::new(scores, rows, keys), part(2, 0, keys));
                     multiply_strided((&mut out[head * sizes.dim..], width), scores, v, false);
                 }
             }
         });
-        (out, log_sums)
+        (out, normalizers)
     }
 
     /// Returns the gradient of queries, keys and values.
-    fn backward(&self, qkv: &[f32], out: &[f32], d_out: &[f32], log_sums: &[f32]) -> Vec<f32> {
+    fn backward(
+        &self,
+        qkv: &[f32],
+        out: Option<&[f32]>,
+        d_out: &[f32],
+        normalizers: &[Normalizer],
+    ) -> Vec<f32> {
         let sizes = self.sizes;
         let Sizes { time, heads, .. } = sizes;
         let (columns, width) = (sizes.columns(), sizes.width());
@@ -160,13 +165,13 @@ impl SelfAttention {
             || (Vec::new(), Vec::new()),
             |scratch, (at, d_qkv)| {
                 let qkv = &qkv[at * time * columns..][..time * columns];
-                let out = &out[at * time * width..][..time * width];
+                let out = out.map(|out| &out[at * time * width..][..time * width]);
                 let d_out = &d_out[at * time * width..][..time * width];
                 for head in 0..heads {
-                    let log_sums = &log_sums[(at * heads + head) * time..][..time];
+                    let normalizers = &normalizers[(at * heads + head) * time..][..time];
                     for first in (0..time).step_by(BLOCK) {
                         let place = (head, first, BLOCK.min(time - first));
-                        self.backward_block(place, (qkv, out, d_out, log_sums), d_qkv, scratch);
+                        self.backward_block(place, (qkv, out, d_out, normalizers), d_qkv, scratch);
                     }
                 }
             },
@@ -179,7 +184,7 @@ impl SelfAttention {
     fn backward_block(
         &self,
         (head, first, rows): (usize, usize, usize),
-        (qkv, out, d_out, log_sums): (&[f32], &[f32], &[f32], &[f32]),
+        (qkv, out, d_out, normalizers): (&[f32], Option<&[f32]>, &[f32], &[Normalizer]),
         d_qkv: &mut [f32],
         (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
     ) {
@@ -196,9 +201,10 @@ impl SelfAttention {
         let all = scores.chunks_exact_mut(keys).zip(d_scores.chunks_exact_mut(keys));
         for (i, (row, d_row)) in all.enumerate() {
             let place = (first + i) * width + head * dim;
-            let mean = lanes::dot(&out[place..place + dim], &d_out[place..place + dim]);
+            let columns = place..place + dim;
+            let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
             row.iter_mut().for_each(|x| *x *= self.scale);
-            let factors = (self.scale, log_sums[first + i], mean);
+            let factors = (self.scale, normalizers[first + i], mean);
             score_gradients(row, d_row, self.seen(first + i), factors);
         }
         let probabilities = Matrix::new(scores, rows, keys);
@@ -220,19 +226,19 @@ impl CustomOp1 for SelfAttention {
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let Sizes { batch, time, .. } = self.sizes;
-        let (out, log_sums) = self.forward(slice(qkv, layout)?);
-        self.log_sums.get_or_init(|| log_sums);
-        result(out, (batch, time, self.sizes.width()))
+        let (out, normalizers) = self.forward(&slice(qkv, layout)?);
+        self.normalizers.get_or_init(|| normalizers);
+        result(out, (batch, time, self.sizes.width()), qkv)
     }
 
     fn bwd(&self, qkv: &Tensor, out: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let Some(log_sums) = self.log_sums.get() else {
+        let Some(normalizers) = self.normalizers.get() else {
             bail!("attention's backward pass before its forward pass");
         };
         let gradient = gradient.contiguous()?;
         let d_qkv = {
-            let (qkv, out, d_out) = (values(qkv)?, values(out)?, values(&gradient)?);
-            self.backward(&qkv, &out, &d_out, log_sums)
+            let (qkv, out, d_out) = (values(qkv)?, exact(out)?, values(&gradient)?);
+            self.backward(&qkv, out.as_deref(), &d_out, normalizers)
         };
         tensor_like(d_qkv, qkv).map(Some)
     }

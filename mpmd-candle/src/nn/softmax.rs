@@ -4,7 +4,9 @@ use candle_core::shape::Dim;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
 
 use super::lanes;
-use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
+use super::values::{
+    Values, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
+};
 
 /// Computes the softmax along dimension `dim`.
 ///
@@ -13,10 +15,7 @@ use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
 /// If there is no such dimension.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
-    match is_of_rows(xs, dim) {
-        true => xs.contiguous()?.apply_op1(Softmax { is_log: false }),
-        false => candle_nn::ops::softmax(xs, dim),
-    }
+    along(xs, dim, Softmax { is_log: false }, |xs| candle_nn::ops::softmax(xs, dim))
 }
 
 /// Computes the softmax of each row.
@@ -35,14 +34,24 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 /// If there is no such dimension.
 pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
     let dim = d.to_index(xs.shape(), "log-softmax")?;
-    match is_of_rows(xs, dim) {
-        true => xs.contiguous()?.apply_op1(Softmax { is_log: true }),
-        false => candle_nn::ops::log_softmax(xs, dim),
-    }
+    along(xs, dim, Softmax { is_log: true }, |xs| candle_nn::ops::log_softmax(xs, dim))
 }
 
-fn is_of_rows(xs: &Tensor, dim: usize) -> bool {
-    are_fast(&[xs]) && dim + 1 == xs.rank() && xs.elem_count() > 0
+/// Applies `rows` to the rows of `xs`, or `compose` if `dim` is not the last dimension or there is
+/// no kernel. Returns an empty tensor as it is, since candle has no maximum of one.
+fn along(
+    xs: &Tensor,
+    dim: usize,
+    rows: Softmax,
+    compose: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    if xs.elem_count() == 0 {
+        return Ok(xs.clone());
+    }
+    if are_fast(&[xs]) && dim + 1 == xs.rank() {
+        return xs.contiguous()?.apply_op1(rows);
+    }
+    compose(&single(xs)?)?.to_dtype(xs.dtype())
 }
 
 /// The operation of a softmax of rows, or of its logarithm. The backward pass needs its result
@@ -51,14 +60,8 @@ struct Softmax {
     is_log: bool,
 }
 
-impl CustomOp1 for Softmax {
-    fn name(&self) -> &'static str {
-        "softmax"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let x = slice(x, layout)?;
-        let width = layout.dim(D::Minus1)?;
+impl Softmax {
+    fn forward(&self, x: &[f32], width: usize) -> Vec<f32> {
         let mut out = vec![0.0; x.len()];
         for_rows(&mut out, width, |first, out| {
             let rows = x[first * width..].chunks_exact(width);
@@ -75,7 +78,17 @@ impl CustomOp1 for Softmax {
                 }
             }
         });
-        result(out, layout.shape())
+        out
+    }
+}
+
+impl CustomOp1 for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        result(self.forward(&slice(x, layout)?, layout.dim(D::Minus1)?), layout.shape(), x)
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -83,7 +96,12 @@ impl CustomOp1 for Softmax {
         let width = x.dim(D::Minus1)?;
         let mut d_x = vec![0.0; x.elem_count()];
         {
-            let (y, gradient) = (values(y)?, values(&gradient)?);
+            // The sum of a row of rounded halves is not 1.
+            let y = match exact(y)? {
+                Some(y) => y,
+                None => Values::Copied(self.forward(&values(x)?, width)),
+            };
+            let (y, gradient): (&[f32], &[f32]) = (&y, &values(&gradient)?);
             for_rows(&mut d_x, width, |first, d_x| {
                 let rows = y[first * width..].chunks_exact(width);
                 let rows = rows.zip(gradient[first * width..].chunks_exact(width));

@@ -1,6 +1,6 @@
 //! Layers inside a pass: deferred gradients, and dropout.
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::Module;
 use mpmd_layout::random::Key;
 
@@ -64,8 +64,8 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
         let rest = enter(&mut pass, || loss(&weights)?.backward()).unwrap();
         assert!(weights.iter().all(|weight| rest.get(weight).is_none()));
         let Pass { gradients, deferred, kept_bytes, .. } = pass;
-        // Indices of 8 tokens, a number for each of 24 queries, three for each of 8 losses.
-        assert_eq!(kept_bytes, 4 * (8 + 24 + 3 * 8));
+        // Indices of 8 tokens, two numbers for each of 24 queries, four for each of 8 losses.
+        assert_eq!(kept_bytes, 4 * (8 + 2 * 24 + 4 * 8));
         let mut gradients = gradients;
         if let Some(deferred) = deferred {
             assert!(gradients.values().all(|gradient| gradient.iter().all(|x| *x == 0.0)));
@@ -107,7 +107,8 @@ fn dropout_draws_a_mask_of_the_key() {
     let zeros = first.iter().filter(|y| **y == 0.0).count() as f64;
     assert!((zeros / first.len() as f64 - 0.3).abs() < 0.01, "{zeros} zeros");
     for (x, y) in elements(&x).iter().zip(&first) {
-        assert!(*y == 0.0 || (y - x / 0.7).abs() < 1e-6);
+        // 0.3 is not a multiple of 2^-16.
+        assert!(*y == 0.0 || *y == x * (65536.0 / (65536.0 - 19661.0)));
     }
     // Columns that share random bits are dropped independently.
     let both = first.chunks_exact(2).filter(|pair| pair[0] == 0.0 && pair[1] == 0.0).count();
@@ -125,11 +126,27 @@ fn dropout_has_the_gradient_of_its_mask() {
     for (y, d) in elements(&y).iter().zip(elements(gradients.get(&x).unwrap())) {
         assert_eq!(d, if *y == 0.0 { 0.0 } else { 1.0 / 0.75 });
     }
-    // Doubles have the same mask.
-    let double = x.to_dtype(candle_core::DType::F64).unwrap();
-    let double = enter(&mut pass(Some(Key(7))), || super::ops::dropout(&double, 0.25)).unwrap();
-    let double = elements(&double.to_dtype(candle_core::DType::F32).unwrap());
-    assert!(elements(&y).iter().zip(&double).all(|(y, double)| (y - double).abs() < 1e-6));
+    // Other types have the same mask.
+    for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::BF16, 1e-2), (DType::F16, 1e-3)] {
+        let other = x.to_dtype(dtype).unwrap();
+        let other = enter(&mut pass(Some(Key(7))), || super::ops::dropout(&other, 0.25)).unwrap();
+        let other = elements(&other.to_dtype(DType::F32).unwrap());
+        assert!(elements(&y).iter().zip(&other).all(|(y, other)| (y - other).abs() < tolerance));
+    }
+}
+
+#[test]
+fn dropout_scales_by_the_probability_of_its_mask() {
+    let x = Tensor::ones(1 << 16, DType::F32, &Device::Cpu).unwrap();
+    let drop = |p| {
+        let y = enter(&mut pass(Some(Key(7))), || super::ops::dropout(&x, p)).unwrap();
+        elements(&y).into_iter().filter(|y| *y != 0.0).collect::<Vec<_>>()
+    };
+    // Below half of 2^-16, nothing is dropped, so nothing is scaled.
+    assert_eq!(drop(7e-6), [1.0; 1 << 16]);
+    // Near 1, the largest probability that keeps anything.
+    let kept = drop(0.999_999);
+    assert!(kept.len() < 20 && kept.iter().all(|y| *y == 65536.0), "{kept:?}");
 }
 
 #[test]

@@ -1,9 +1,12 @@
 //! Access of custom operations to the elements of tensors, and their division among threads.
 
+use std::borrow::Cow;
 use std::ops::Deref;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Shape, Storage, StorageRef, Tensor, bail};
 use candle_nn::VarBuilder;
+use half::slice::HalfFloatSliceExt;
+use half::vec::HalfFloatVecExt;
 use rayon::prelude::*;
 
 use crate::pass::weight_gradient;
@@ -11,43 +14,59 @@ use crate::pass::weight_gradient;
 /// The elements that one thread should at least get: below that, waking it takes longer.
 const GRAIN: usize = 1 << 14;
 
-/// Returns true if the kernels of this module compute with these tensors: all are f32 on the CPU.
+/// Returns true if the kernels of this module compute with these tensors: all are on the CPU, and
+/// f32, or all of one type of half precision. The kernels compute with halves in f32.
 pub(super) fn are_fast(tensors: &[&Tensor]) -> bool {
-    tensors.iter().all(|tensor| tensor.dtype() == DType::F32 && tensor.device().is_cpu())
+    let dtype = tensors.first().map(|tensor| tensor.dtype());
+    matches!(dtype, Some(DType::F32 | DType::F16 | DType::BF16))
+        && tensors.iter().all(|x| Some(x.dtype()) == dtype && x.device().is_cpu())
 }
 
-/// Elements of an f32 tensor on the CPU.
-pub(super) struct Values<'a> {
-    storage: StorageRef<'a>,
-    from: usize,
-    to: usize,
+/// Returns `x`, or an f32 copy of a tensor of half precision: candle's own operations add up in the
+/// type of their arguments.
+pub(super) fn single(x: &Tensor) -> Result<Tensor> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.to_dtype(DType::F32),
+        _ => Ok(x.clone()),
+    }
+}
+
+/// Elements of a tensor on the CPU: those of an f32 tensor in place, or copies of halves.
+pub(super) enum Values<'a> {
+    InPlace { storage: StorageRef<'a>, from: usize, to: usize },
+    Copied(Vec<f32>),
 }
 
 /// Returns the elements of a contiguous `tensor`, row-major.
 ///
 /// # Errors
 ///
-/// If the tensor is not f32, not contiguous, or not on the CPU.
+/// If the tensor is not f32 or half precision, not contiguous, or not on the CPU.
 pub(super) fn values(tensor: &Tensor) -> Result<Values<'_>> {
-    match tensor.layout().contiguous_offsets() {
-        Some((from, to)) => Values::between(tensor, from, Some(to)),
-        None => bail!("the tensor is not contiguous: {:?}", tensor.layout()),
+    let (storage, layout) = tensor.storage_and_layout();
+    let (from, to) = offsets(layout)?;
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(_)) => Ok(Values::InPlace { storage, from, to }),
+        Storage::Cpu(halves) => slice(halves, layout).map(|copy| Values::Copied(copy.into_owned())),
+        _ => bail!("the tensor is on {:?}: expected the CPU", tensor.device()),
     }
 }
 
+/// Returns the elements of the result of an operation, as [`values`] does, or `None` if they were
+/// rounded to half precision.
+pub(super) fn exact(result: &Tensor) -> Result<Option<Values<'_>>> {
+    (result.dtype() == DType::F32).then(|| values(result)).transpose()
+}
+
 impl<'a> Values<'a> {
-    /// Returns the elements of `tensor` from its first one to the end of its memory. The tensor's
-    /// strides count in them.
+    /// Returns the elements of an f32 `tensor` from its first one to the end of its memory. The
+    /// tensor's strides count in them.
     ///
     /// # Errors
     ///
     /// If the tensor is not f32, or not on the CPU.
     pub(super) fn strided(tensor: &'a Tensor) -> Result<Self> {
-        Self::between(tensor, tensor.layout().start_offset(), None)
-    }
-
-    fn between(tensor: &'a Tensor, from: usize, to: Option<usize>) -> Result<Self> {
-        let (storage, _) = tensor.storage_and_layout();
+        let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cpu(CpuStorage::F32(all)) = &*storage else {
             bail!(
                 "the tensor is {:?} on {:?}: expected f32 on the CPU",
@@ -55,8 +74,8 @@ impl<'a> Values<'a> {
                 tensor.device()
             );
         };
-        let to = to.unwrap_or(all.len());
-        Ok(Self { storage, from, to })
+        let (from, to) = (layout.start_offset(), all.len());
+        Ok(Self::InPlace { storage, from, to })
     }
 }
 
@@ -64,38 +83,60 @@ impl Deref for Values<'_> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        match &*self.storage {
-            Storage::Cpu(CpuStorage::F32(all)) => &all[self.from..self.to],
-            _ => &[],
+        match self {
+            Self::Copied(copied) => copied,
+            Self::InPlace { storage, from, to } => match &**storage {
+                Storage::Cpu(CpuStorage::F32(all)) => &all[*from..*to],
+                _ => &[],
+            },
         }
     }
 }
 
-/// Returns the elements of an argument of a custom operation.
+/// Returns the elements of an argument of a custom operation. Halves are copied to f32.
 ///
 /// # Errors
 ///
-/// If the argument is not f32, or not contiguous.
-pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    let all = storage.as_slice::<f32>()?;
+/// If the argument is not f32 or half precision, or not contiguous.
+pub(super) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
+    let (from, to) = offsets(layout)?;
+    Ok(match storage {
+        CpuStorage::F32(all) => Cow::Borrowed(&all[from..to]),
+        CpuStorage::F16(all) => Cow::Owned(all[from..to].to_f32_vec()),
+        CpuStorage::BF16(all) => Cow::Owned(all[from..to].to_f32_vec()),
+        _ => bail!("the tensor is not of f32, f16 or bf16"),
+    })
+}
+
+/// Returns the range of a contiguous tensor's elements in its memory.
+pub(super) fn offsets(layout: &Layout) -> Result<(usize, usize)> {
     match layout.contiguous_offsets() {
-        Some((from, to)) => Ok(&all[from..to]),
+        Some(offsets) => Ok(offsets),
         None => bail!("the tensor is not contiguous: {layout:?}"),
     }
 }
 
-/// Returns the result of a custom operation.
-pub(super) fn result(values: Vec<f32>, shape: impl Into<Shape>) -> Result<(CpuStorage, Shape)> {
-    Ok((CpuStorage::F32(values), shape.into()))
+/// Returns the result of a custom operation, in the type of its argument `like`.
+pub(super) fn result(
+    values: Vec<f32>,
+    shape: impl Into<Shape>,
+    like: &CpuStorage,
+) -> Result<(CpuStorage, Shape)> {
+    let storage = match like {
+        CpuStorage::F16(_) => CpuStorage::F16(Vec::from_f32_slice(&values)),
+        CpuStorage::BF16(_) => CpuStorage::BF16(Vec::from_f32_slice(&values)),
+        _ => CpuStorage::F32(values),
+    };
+    Ok((storage, shape.into()))
 }
 
-/// Returns `values` as a tensor of the shape and on the device of `like`.
+/// Returns `values` as a tensor of the shape and type of `like`, on its device.
 ///
 /// # Errors
 ///
 /// If the number of elements differs.
 pub(super) fn tensor_like(values: Vec<f32>, like: &Tensor) -> Result<Tensor> {
-    Tensor::from_vec(values, like.shape(), like.device())
+    Tensor::from_vec(values, like.shape(), like.device())?.to_dtype(like.dtype())
 }
 
 /// Calls `f` with (index of the first row, rows) for all of `out`, a row-major matrix with rows of
@@ -105,11 +146,11 @@ pub(super) fn for_rows(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f3
 }
 
 /// Does the same as [`for_rows`], where a row costs as much as `cost` elements.
-pub(super) fn for_costly_rows(
-    out: &mut [f32],
+pub(super) fn for_costly_rows<T: Send>(
+    out: &mut [T],
     width: usize,
     cost: usize,
-    f: impl Fn(usize, &mut [f32]) + Sync,
+    f: impl Fn(usize, &mut [T]) + Sync,
 ) {
     if out.is_empty() {
         return;

@@ -40,7 +40,8 @@ pub struct CandleStage<M, X: Tensors, Y: Tensors> {
     new: Box<NewModel<M>>,
     forward: Box<Forward<M, X, Y>>,
     params: Params,
-    frozen: BTreeSet<String>,
+    /// The paths of the parameters without gradient. Ties to other stages add to them.
+    frozen: Mutex<BTreeSet<String>>,
     passes: Passes,
     specs: [Spec; 2],
     outputs: Option<Box<OutputShapes<X, Y>>>,
@@ -89,7 +90,7 @@ where
         new: Box::new(new),
         forward: Box::new(forward),
         params,
-        frozen: BTreeSet::new(),
+        frozen: Mutex::new(BTreeSet::new()),
         passes: Passes::Fused,
         specs: Default::default(),
         outputs: None,
@@ -116,21 +117,23 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let regex = Regex::new(pattern)
             .map_err(|why| Error::kernel(format!("{pattern:?} is no regular expression: {why}")))?;
         let matches = |path: &String| regex.is_match(path).unwrap_or(false);
-        self.frozen = self.params.keys().filter(|path| !matches(path)).cloned().collect();
-        if self.frozen.len() == self.params.len() && !self.params.is_empty() {
+        let frozen: BTreeSet<String> =
+            self.params.keys().filter(|path| !matches(path)).cloned().collect();
+        if frozen.len() == self.params.len() && !self.params.is_empty() {
             let paths: Vec<&String> = self.params.keys().collect();
             return Err(Error::kernel(format!(
                 "{pattern:?} matches no parameter of the {}, which are {paths:?}",
                 self.name
             )));
         }
+        self.frozen = Mutex::new(frozen);
         Ok(self)
     }
 
     /// Freezes all parameters: see [`CandleStage::trainable`].
     #[must_use]
     pub fn frozen(mut self) -> Self {
-        self.frozen = self.params.keys().cloned().collect();
+        self.frozen = Mutex::new(self.params.keys().cloned().collect());
         self
     }
 
@@ -315,7 +318,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn is_frozen(&self, path: &str) -> bool {
-        self.frozen.contains(path)
+        self.frozen.lock().contains(path)
+    }
+
+    fn freeze(&self, path: &str) {
+        self.frozen.lock().insert(path.to_owned());
     }
 
     fn computes_on_host(&self) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{Tensor, TensorId};
 use mpmd_core::kernel::{View, ViewMut};
-use mpmd_core::pipeline::StageContext;
+use mpmd_core::pipeline::{Stage, StageContext};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -102,7 +102,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             }
             None => {
                 let tensors = params.iter().map(|(path, view)| {
-                    let tensor = match self.frozen.contains(path) {
+                    let tensor = match self.is_frozen(path) {
                         true => bridge::tensor_of(view)?,
                         false => bridge::var_of(view)?.into_inner(),
                     };

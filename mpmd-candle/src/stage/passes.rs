@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use mpmd_core::kernel::{View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::StageContext;
 use mpmd_core::{Error, Result};
@@ -191,14 +191,16 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Err(self.failed(format!(
             "the layer with parameter {path:?} cannot defer its weight gradient, which \
              `split_gradients` asks for: take Linear, Embedding, LayerNorm, RmsNorm, or a Conv1d \
-             or Conv2d without bias from `mpmd::candle::nn`, or leave `split_gradients` out"
+             or Conv2d without bias from `mpmd::candle::nn`, with f32 parameters, or leave \
+             `split_gradients` out"
         )))
     }
 }
 
-/// Returns a pass that postpones the gradients of all trainable parameters.
+/// Returns a pass that postpones the gradients of all trainable f32 parameters.
 pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
-    let trainable = weights.iter().filter(|(_, tensor)| tensor.is_variable());
+    let is_deferred = |tensor: &Tensor| tensor.is_variable() && tensor.dtype() == DType::F32;
+    let trainable = weights.iter().filter(|(_, tensor)| is_deferred(tensor));
     let gradients: HashMap<_, &'static mut [f32]> =
         trainable.map(|(_, tensor)| (tensor.id(), Default::default())).collect();
     Pass { gradients, deferred: Some(Vec::new()), ..Pass::default() }

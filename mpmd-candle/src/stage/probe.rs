@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 use mpmd_core::kernel::Shapes;
-use mpmd_core::pipeline::{Passes, Probe, SideShapes};
+use mpmd_core::pipeline::{Passes, Probe, SideShapes, Stage};
 use mpmd_core::{Error, Program, Result};
 use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
@@ -140,7 +140,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                 let divides = |spec: &Spec| spec.entries().iter().any(|e| e.axes().contains(axis));
                 let divided = sharding.spec().is_some_and(divides);
                 let partial = gradient.unreduced_axes().contains(axis);
-                if !divided && !partial && !self.frozen.contains(path) {
+                if !divided && !partial && !self.is_frozen(path) {
                     return Err(Error::kernel(format!(
                         "the input of the stage made at {} is divided over axis {axis:?}, so each \
                          device has only its own part of the gradient of {path:?}: store the \
@@ -165,7 +165,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut weights = Named::new();
         for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
             let part = part_of(aval, sharding, device)?;
-            weights.insert(path.clone(), bridge::zeros(&part, !self.frozen.contains(path))?);
+            weights.insert(path.clone(), bridge::zeros(&part, !self.is_frozen(path))?);
         }
         let mut models = self.models(Arc::new(Weights::new(weights)))?;
         let mut x = Vec::new();

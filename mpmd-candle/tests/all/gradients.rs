@@ -219,3 +219,52 @@ fn tied_weights_of_two_stages_add_their_gradients() {
     assert_eq!(tied["embedding.weight"], sums.collect::<Vec<f32>>());
     assert_ne!(tied["embedding.weight"], own["embedding.weight"]);
 }
+
+/// Returns the gradients of a step where the first stage's embedding is frozen. The head is tied to
+/// it, or frozen with the embedding's values.
+fn of_frozen_embedding(is_tied: bool, split: bool, probes_first: bool) -> Result<Values> {
+    const BUT_THE_TABLES: &str = "^layers";
+    let mut results = Simulation::new(2, 2).run(|p| -> Result<Values> {
+        let settings = Settings { split, ..Settings::default() };
+        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let (first, mut last) = (middle(0, settings).trainable(BUT_THE_TABLES)?, last(settings));
+        let a = first.init(p, &meshes[0], SEED)?;
+        let mut b = last.init(p, &meshes[1], SEED)?;
+        if !is_tied {
+            last = last.trainable(BUT_THE_TABLES)?;
+            let here = p.device_put(&a["embedding.weight"], meshes[1].replicated())?;
+            b.insert("head.weight".to_owned(), here);
+        }
+        let mut pipeline = Pipeline::first(first, &meshes[0], a)?.then(last, &meshes[1], b)?;
+        let batch = microbatches(p, [&meshes[0], &meshes[1]], 2, (5, 2))?;
+        if probes_first {
+            // A pass, too: the working form has to follow.
+            pipeline.probe(p, &batch[0].shapes())?;
+            pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+        }
+        if is_tied {
+            pipeline.tie((0, "embedding.weight"), (1, "head.weight"))?;
+        }
+        let batch = microbatches(p, [&meshes[0], &meshes[1]], 2, (5, 2))?;
+        pipeline.probe(p, &batch[0].shapes())?;
+        let output = pipeline.train_step(p, &Schedule::one_f_one_b(2, 2)?, batch)?;
+        let all = p.mesh(&[("all", 2)])?.replicated();
+        let mut values = Values::new();
+        for (path, gradient) in output.gradients.into_iter().flatten() {
+            let gradient = p.device_put(&gradient, &all)?.to_host()?.expect("on all");
+            values.insert(path, gradient.to_vec::<f32>()?);
+        }
+        Ok(values)
+    });
+    results.remove(0)
+}
+
+#[test]
+fn head_tied_to_a_frozen_embedding_is_frozen() {
+    let expected = of_frozen_embedding(false, false, false).unwrap();
+    assert_eq!(expected.len(), 6 * LAYERS);
+    for (split, probes_first) in [(false, false), (true, false), (false, true), (true, true)] {
+        let found = of_frozen_embedding(true, split, probes_first).unwrap();
+        assert_eq!(found, expected, "split {split}, probe first {probes_first}");
+    }
+}

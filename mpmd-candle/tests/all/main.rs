@@ -3,7 +3,9 @@
 mod collectives;
 mod documented;
 mod errors;
+mod extremes;
 mod functions;
 mod gradients;
+mod halves;
 mod model;
 mod pipelines;

@@ -55,7 +55,7 @@ pub(super) trait AnyStage: Send {
     fn place(&self, place: usize) -> &ParamPlace;
     /// Drops the parameter at leaf index `place`: another stage stores it from now on. If it is
     /// `frozen` there, it is frozen here.
-    fn give_up(&mut self, place: usize, frozen: bool);
+    fn give_up(&mut self, place: usize, frozen: bool) -> Result<()>;
     /// Returns, for each parameter in leaf order, true if it is not trained.
     fn frozen(&self) -> &[bool];
     /// Returns true if the backward passes compute the gradient of the input.

@@ -343,11 +343,13 @@ impl<S: Stage> AnyStage for ErasedStage<S> {
         &self.places[place]
     }
 
-    fn give_up(&mut self, place: usize, frozen: bool) {
-        (self.params[place], self.gathered) = (None, None);
-        self.prepared.set_stale(true);
-        self.frozen[place] |= frozen;
-        self.kernels.clear();
+    fn give_up(&mut self, place: usize, frozen: bool) -> Result<()> {
+        self.params[place] = None;
+        if frozen && !self.frozen[place] {
+            self.frozen[place] = true;
+            self.stage.freeze(&self.structure.paths()[place]);
+        }
+        self.forget_shapes()
     }
 
     fn frozen(&self) -> &[bool] {

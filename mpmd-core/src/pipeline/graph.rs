@@ -237,7 +237,7 @@ impl StageGraph {
             )));
         }
         let frozen = self.stages[tie.owner.0].frozen()[tie.owner.1];
-        self.stages[tie.user.0].give_up(tie.user.1, frozen);
+        self.change(tie.user.0, |stage| stage.give_up(tie.user.1, frozen))?;
         self.find_trained();
         self.ties.push(tie);
         self.ties.sort_unstable();

@@ -154,6 +154,14 @@ pub trait Stage: Send + Sync + 'static {
         false
     }
 
+    /// Notes that the parameter at `path` is frozen from now on, as if [`Stage::is_frozen`] returned
+    /// true: it is tied to a frozen parameter of another stage. Default: does nothing.
+    ///
+    /// A stage that adds to all its gradients has to leave this one out: its shape is `[0]`.
+    fn freeze(&self, path: &str) {
+        let _ = path;
+    }
+
     /// Returns the bytes on each device of the object that [`Stage::prepare`] makes, or `None` if
     /// the stage prepares nothing. `params` has the shape of the largest region of each parameter
     /// on one device. Default: `None`.

@@ -103,10 +103,12 @@ impl Kernel for Figures {
             for stage in &x.sums {
                 sums.extend_from_slice(stage.as_slice::<f64>()?);
             }
+            // A step without items has sums of zero, whose means are zero.
+            let items = if weight == 0.0 { 1.0 } else { weight };
             // The sums are of gradients that are not yet divided by the weight.
-            let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * weight);
-            y.factor.fill(factor / weight)?;
-            y.figures.as_mut_slice()?.copy_from_slice(&[sum / weight, weight, norm / weight]);
+            let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * items);
+            y.factor.fill(factor / items)?;
+            y.figures.as_mut_slice()?.copy_from_slice(&[sum / items, weight, norm / items]);
             Ok(())
         })
     }

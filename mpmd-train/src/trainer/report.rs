@@ -35,7 +35,7 @@ pub(super) struct Reporter {
 pub struct StepReport {
     /// Number of this update, counted from 1.
     pub step: u64,
-    /// Mean loss before the update.
+    /// Mean loss before the update. It is 0 if the weight is 0.
     pub loss: f64,
     /// Weight of the step: its number of items, such as tokens.
     pub weight: f64,
@@ -61,7 +61,7 @@ pub struct EvaluationReport {
 }
 
 impl EvaluationReport {
-    /// Returns the mean loss. It is NaN without microbatches.
+    /// Returns the mean loss. It is NaN if the weight is 0.
     pub fn loss(&self) -> f64 {
         self.sum / self.weight
     }

@@ -1,7 +1,9 @@
 //! Optimisers of a pipeline against plain computations, and their state.
 
+use std::collections::BTreeMap;
+
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::Schedule;
+use mpmd_core::pipeline::{Microbatch, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_train::data::{At, Data};
 use mpmd_train::optimizer::{
@@ -232,4 +234,36 @@ fn stage_that_draws_gets_a_key_in_every_microbatch() {
     let expected = run(1, false, 1);
     assert_eq!(run(2, true, 1), expected);
     assert_ne!(run(1, false, 2), expected);
+}
+
+#[test]
+fn step_without_items_has_gradients_of_zero() {
+    let run = |rule: UpdateRule, clip: f64| {
+        let results = Simulation::new(2, 4).run(|p| {
+            let settings = OptimizerSettings::new(rule).clip(clip);
+            let mut trainer = trainer(p, false, settings)?.rate(Rate::Constant(0.01));
+            let before = params(p, &trainer)?;
+            let (meshes, mut microbatches) = (meshes(p)?, Vec::new());
+            let tokens = MpmdArray::from_slice(&[2, 6], &[1u32; 12])?;
+            let weights = MpmdArray::from_slice(&[2, 6], &[0.0f32; 12])?;
+            for _ in 0..MICROBATCHES {
+                let x = p.device_put(&tokens, meshes[0].replicated())?;
+                let targets = p.device_put(&tokens, meshes[1].replicated())?;
+                let weights = p.device_put(&weights, meshes[1].replicated())?;
+                let side = [("targets", targets), ("weights", weights)];
+                let side = BTreeMap::from(side.map(|(name, array)| (name.to_owned(), array)));
+                microbatches.push(Microbatch::new(x).side(1, side));
+            }
+            let report = trainer.step(p, microbatches)?.read()?;
+            Ok((before, params(p, &trainer)?, untimed(report)))
+        });
+        results.into_iter().next().unwrap().unwrap()
+    };
+    let rules: [UpdateRule; 2] =
+        [AdamW { decay: 0.0, ..AdamW::default() }.into(), Sgd::default().into()];
+    for (rule, clip) in rules.into_iter().flat_map(|rule| [(rule, f64::INFINITY), (rule, 1.0)]) {
+        let (before, after, report) = run(rule, clip);
+        assert_eq!((report.loss, report.weight, report.norm), (0.0, 0.0, 0.0), "{rule:?}");
+        assert_eq!(after, before, "{rule:?}, {clip}");
+    }
 }
