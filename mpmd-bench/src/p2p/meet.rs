@@ -65,7 +65,7 @@ impl Meeting {
             trouble: None,
         };
         let host = member.host.clone();
-        let members = rendezvous.join(member)?;
+        let members = rendezvous.join(member)?.members;
         let job = Job {
             env,
             peer_timeout,

@@ -40,6 +40,9 @@ pub struct Joined {
     pub process: ProcessId,
     /// The epoch.
     pub epoch: u64,
+    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
+    /// that have the same token have different ones.
+    pub run: u128,
     /// The descriptions of all processes, by process number.
     pub members: Vec<Member>,
 }
@@ -99,8 +102,8 @@ impl Rendezvous {
         self.clock_offset
     }
 
-    /// Joins the job and waits for all others, at most the config's `peer_timeout` plus two
-    /// seconds. Returns the descriptions of all processes, by process number.
+    /// Joins the job's first epoch and waits for all others, at most the config's `peer_timeout`
+    /// plus two seconds.
     ///
     /// # Errors
     ///
@@ -111,19 +114,20 @@ impl Rendezvous {
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
-    pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
+    pub fn join(&self, member: Member) -> Result<Joined, RendezvousError> {
         let JoinConfig { process, processes, .. } = self.config;
         if process.index() >= processes {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
-        match self.ask_to_join(member, 1, false)? {
-            (_, Some(joined)) => Ok(joined.members),
+        match self.ask_to_join(member, 1, None, false)? {
+            (_, Some(joined)) => Ok(joined),
             (answer, None) => Err(self.link.senseless(&answer)),
         }
     }
 
-    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. Waits
-    /// for all others, as [`join`](Self::join) does.
+    /// Joins an epoch of the job: 1 at first, and the next one after the loss of a process. `run`
+    /// is the identity of the run in which this process was before, if it was. Waits for all
+    /// others, as [`join`](Self::join) does.
     ///
     /// A process that finds no place waits as a spare, for as long as the job runs: one with a
     /// number beyond the job's, one that was started later, or one that was given up meanwhile.
@@ -133,12 +137,14 @@ impl Rendezvous {
     /// # Errors
     ///
     /// The errors of [`join`](Self::join), except `NoSuchProcess` and `Complete`.
+    /// [`OtherRun`](RendezvousError::OtherRun) if the server is of another run.
     pub fn join_epoch(
         &self,
         member: Member,
         epoch: u64,
+        run: Option<u128>,
     ) -> Result<Option<Joined>, RendezvousError> {
-        match self.ask_to_join(member, epoch, true)? {
+        match self.ask_to_join(member, epoch, run, true)? {
             (_, Some(joined)) => Ok(Some(joined)),
             (Answer::Done, None) => Ok(None),
             (answer, None) => Err(self.link.senseless(&answer)),
@@ -150,20 +156,29 @@ impl Rendezvous {
         &self,
         member: Member,
         epoch: u64,
+        run: Option<u128>,
         waits: bool,
     ) -> Result<(Answer, Option<Joined>), RendezvousError> {
         let JoinConfig { process, processes, peer_timeout, .. } = self.config;
         let processes = processes as u64;
-        let join =
-            |ask| Request::Join { ask, process, processes, epoch, waits, peer_timeout, member };
+        let join = |ask| Request::Join {
+            ask,
+            process,
+            processes,
+            epoch,
+            run,
+            waits,
+            peer_timeout,
+            member,
+        };
         // A spare may wait for as long as the job runs.
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
         let answer = self.link.ask(answer_within, join)?.1;
         let joined = match &answer {
-            Answer::Members { process, epoch, members, .. }
+            &Answer::Members { process, epoch, run, ref members, .. }
                 if members.len() as u64 == processes && process.index() < members.len() =>
             {
-                Some(Joined { process: *process, epoch: *epoch, members: members.to_vec() })
+                Some(Joined { process, epoch, run, members: members.to_vec() })
             }
             _ => None,
         };

@@ -108,6 +108,16 @@ pub enum RendezvousError {
         /// Number of processes in the job.
         processes: usize,
     },
+    /// A process that was in another run of the job, with the same token, wants to return to this
+    /// one. Its arrays and commits are not of this run. The environment's fault.
+    #[error(
+        "process {process} was in another run of this job, and cannot go on in this one: its \
+         rendezvous service was started anew; end all processes and start the job again"
+    )]
+    OtherRun {
+        /// The process that asked to join.
+        process: ProcessId,
+    },
     /// Two processes run different programs. All processes get this error. The caller's fault.
     #[error(
         "process {process} on host {host} runs another program than process {other} on host \

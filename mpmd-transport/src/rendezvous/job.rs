@@ -36,6 +36,8 @@ pub(super) enum Phase {
 }
 
 pub(super) struct Job {
+    /// The identity of this run of the job.
+    run: u128,
     peer_timeout: Duration,
     ping: Duration,
     phase: Phase,
@@ -93,6 +95,7 @@ struct Wish {
     process: ProcessId,
     processes: usize,
     epoch: u64,
+    run: Option<u128>,
     waits: bool,
 }
 
@@ -136,8 +139,10 @@ struct Look {
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
 impl Job {
-    pub(super) fn new(processes: usize, peer_timeout: Duration, now: Instant) -> Self {
+    /// Creates the job of the run with this identity, which differs from that of every other run.
+    pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
         Self {
+            run,
             peer_timeout,
             ping: ping_interval(peer_timeout),
             phase: Phase::Gathering,
@@ -220,9 +225,9 @@ impl Job {
         match request {
             // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => {}
-            Request::Join { ask, process, processes, epoch, waits, peer_timeout, member } => {
+            Request::Join { ask, process, processes, epoch, run, waits, peer_timeout, member } => {
                 let wait = Wait { ask, until: after(now, peer_timeout), peer_timeout };
-                let wish = Wish { process, processes: processes as usize, epoch, waits };
+                let wish = Wish { process, processes: processes as usize, epoch, run, waits };
                 if let Err(refusal) = self.join(link, &wish, member, wait, now) {
                     self.answer(link, ask, Err(refusal));
                 }
@@ -442,13 +447,16 @@ impl Job {
         waits: Wait,
         now: Instant,
     ) -> Result<(), RendezvousError> {
-        let Wish { process, processes: believes, epoch, .. } = *wish;
+        let Wish { process, processes: believes, epoch, run, .. } = *wish;
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
         let processes = self.seats.len();
         if believes != processes {
             return Err(RendezvousError::Count { process, believes, job: processes });
+        }
+        if run.is_some_and(|run| run != self.run) {
+            return Err(RendezvousError::OtherRun { process });
         }
         if self.phase == Phase::Running && epoch == self.epoch + 1 && process.index() < processes {
             self.begin_next_epoch(now);
@@ -589,8 +597,8 @@ impl Job {
         let told: Vec<_> =
             seats.map(|(process, seat)| (process, seat.link, seat.waits.ask)).collect();
         for (process, link, ask) in told {
-            let (members, epoch) = (members.clone(), self.epoch);
-            let answer = Answer::Members { process, epoch, members, more: false };
+            let (members, epoch, run) = (members.clone(), self.epoch, self.run);
+            let answer = Answer::Members { process, epoch, run, members, more: false };
             self.answer(link, ask, Ok(answer));
         }
     }

@@ -29,13 +29,14 @@ pub struct LocalLink(Link);
 
 impl LocalServer {
     /// Starts the service for a job of `processes`, on a thread of its own. `peer_timeout` is the
-    /// time for all processes to join, and the longest silence of a process.
+    /// time for all processes to join, and the longest silence of a process. `run` is the identity
+    /// of the job's run.
     ///
     /// # Errors
     ///
     /// If the system gives no thread.
-    pub fn start(processes: usize, peer_timeout: Duration) -> io::Result<Self> {
-        let job = Job::new(processes, peer_timeout, now());
+    pub fn start(processes: usize, peer_timeout: Duration, run: u128) -> io::Result<Self> {
+        let job = Job::new(processes, peer_timeout, run, now());
         let state = HubState { job, replies: BTreeMap::new(), links: 0, is_stopped: false };
         let changed = Condvar::new();
         let hub = Arc::new(Hub { state: Mutex::new(state), changed, processes, peer_timeout });

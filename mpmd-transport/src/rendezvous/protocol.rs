@@ -99,6 +99,8 @@ pub(super) enum Request {
         processes: u64,
         /// The epoch of the job: 1, or the one after the epoch that has failed.
         epoch: u64,
+        /// The identity of the run that the client was in before; `None` at its first join.
+        run: Option<u128>,
         /// True if the client waits for the place of another process, should it find none of its
         /// own.
         waits: bool,
@@ -185,6 +187,7 @@ pub(super) enum Answer {
         /// The number of the client's process.
         process: ProcessId,
         epoch: u64,
+        run: u128,
         members: Arc<[Member]>,
         more: bool,
     },
@@ -198,7 +201,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     let Reply::Answer { ask, result: Ok(answer) } = reply else {
         return Box::new(iter::once(reply));
     };
-    let Answer::Members { process, epoch, members, more: false } = answer else {
+    let Answer::Members { process, epoch, run, members, more: false } = answer else {
         return Box::new(iter::once(Reply::Answer { ask, result: Ok(answer) }));
     };
     let mut next = Some(0);
@@ -214,7 +217,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let more = end < members.len();
         next = more.then_some(end);
         let members = members[first..end].into();
-        let result = Ok(Answer::Members { process, epoch, members, more });
+        let result = Ok(Answer::Members { process, epoch, run, members, more });
         Some(Reply::Answer { ask, result })
     }))
 }
@@ -322,8 +325,9 @@ mod tests {
         };
         for processes in [0, 1, 600, 4000] {
             let members: Arc<[Member]> = (0..processes).map(member).collect();
-            let (process, epoch) = (ProcessId(1), 2);
-            let answer = Answer::Members { process, epoch, members: members.clone(), more: false };
+            let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
+            let all = members.clone();
+            let answer = Answer::Members { process, epoch, run, members: all, more: false };
             let mut heard = Vec::new();
             let mut last = false;
             for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
@@ -331,11 +335,19 @@ mod tests {
                 assert!(frame(&part).is_ok());
                 let Reply::Answer {
                     ask: 3,
-                    result: Ok(Answer::Members { process: ProcessId(1), epoch: 2, members, more }),
+                    result:
+                        Ok(Answer::Members {
+                            process: ProcessId(1),
+                            epoch: 2,
+                            run: told,
+                            members,
+                            more,
+                        }),
                 } = part
                 else {
                     panic!("{part:?}");
                 };
+                assert_eq!(told, run);
                 assert!(!members.is_empty() || processes == 0);
                 heard.extend_from_slice(&members);
                 last = !more;
@@ -380,6 +392,7 @@ mod tests {
             process,
             processes,
             epoch,
+            run: Some(1 << 100),
             waits,
             peer_timeout,
             member: joining,
@@ -405,6 +418,7 @@ mod tests {
             answer(Ok(Answer::Members {
                 process,
                 epoch: 3,
+                run: 5,
                 members: vec![member; 2].into(),
                 more: true,
             })),

@@ -20,7 +20,7 @@ use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{
     self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION,
 };
-use super::{RendezvousError, Report, Token};
+use super::{RendezvousError, Report, Token, TokenError};
 use crate::strangers::Strangers;
 use crate::wire::ProcessId;
 
@@ -55,7 +55,8 @@ impl Server {
     /// # Errors
     ///
     /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
-    /// [`RendezvousError::Environment`] if the thread cannot be started.
+    /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
+    /// random numbers.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
             address: address.to_string(),
@@ -72,9 +73,10 @@ impl Server {
         // Tokio's listener allows reuse of an address in TIME_WAIT, so that a job can follow a job.
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
+        let run = random()?;
         let stage = Arc::new(Stage::default());
         let (stop, stopped) = oneshot::channel();
-        let hub = Hub::new(config, stage.clone());
+        let hub = Hub::new(config, run, stage.clone());
         let thread = std::thread::Builder::new()
             .name("mpmd-rendezvous-server".into())
             .spawn(move || runtime.block_on(hub.run(listener, stopped)))
@@ -169,6 +171,17 @@ pub(super) fn clock() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
+/// Returns a random number of the system, which nobody can guess.
+pub(super) fn random() -> Result<u128, RendezvousError> {
+    let failed = |e: TokenError| RendezvousError::Environment {
+        doing: "making a random identity".into(),
+        why: e.to_string(),
+    };
+    let token = Token::random().map_err(failed)?;
+    let (bytes, _) = token.bytes().split_first_chunk().expect("a token has 32 bytes");
+    Ok(u128::from_le_bytes(*bytes))
+}
+
 /// The job's state as the server's owner sees it.
 #[derive(Debug, Default)]
 struct Stage {
@@ -207,8 +220,8 @@ struct Hub {
 }
 
 impl Hub {
-    fn new(config: ServerConfig, stage: Arc<Stage>) -> Self {
-        let job = Job::new(config.processes, config.peer_timeout, Instant::now());
+    fn new(config: ServerConfig, run: u128, stage: Arc<Stage>) -> Self {
+        let job = Job::new(config.processes, config.peer_timeout, run, Instant::now());
         Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
     }
 

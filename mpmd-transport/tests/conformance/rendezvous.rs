@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, MAX_VALUE_BYTES, Member, Observer, Rendezvous, RendezvousError, Report,
-    Server, ServerConfig, Token, VERSION,
+    Down, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Rendezvous, RendezvousError,
+    Report, Server, ServerConfig, Token, VERSION,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -50,11 +50,11 @@ fn member(process: u32) -> Member {
     }
 }
 
-fn join(config: JoinConfig) -> Result<(Rendezvous, Vec<Member>), RendezvousError> {
+fn join(config: JoinConfig) -> Result<(Rendezvous, Joined), RendezvousError> {
     let process = config.process.0;
     let rendezvous = Rendezvous::connect(config)?;
-    let members = rendezvous.join(member(process))?;
-    Ok((rendezvous, members))
+    let joined = rendezvous.join(member(process))?;
+    Ok((rendezvous, joined))
 }
 
 /// Lets the given processes join at once, each on its own thread. Returns their results in the
@@ -63,7 +63,7 @@ fn join_all(
     server: &Server,
     who: &[u32],
     processes: usize,
-) -> Vec<Result<(Rendezvous, Vec<Member>), RendezvousError>> {
+) -> Vec<Result<(Rendezvous, Joined), RendezvousError>> {
     let threads: Vec<_> = who
         .iter()
         .map(|&process| {
@@ -91,8 +91,8 @@ fn all_processes_get_the_same_list_of_members() {
     let expected: Vec<Member> = (0..4).map(member).collect();
     let joined = join_all(&server, &[2, 0, 3, 1], 4);
     for result in &joined {
-        let (rendezvous, members) = result.as_ref().unwrap();
-        assert_eq!(members, &expected);
+        let (rendezvous, joined) = result.as_ref().unwrap();
+        assert_eq!(joined.members, expected);
         assert_eq!(rendezvous.local_ip(), IpAddr::V4(Ipv4Addr::LOCALHOST));
         let offset = Duration::from_nanos(rendezvous.clock_offset().unsigned_abs());
         assert!(offset < LONG, "one host has one clock; it is off by {offset:?}");
@@ -120,7 +120,7 @@ fn addresses_longer_than_one_message_reach_all() {
             let told = told(process);
             thread::spawn(move || {
                 let rendezvous = Rendezvous::connect(config).unwrap();
-                let members = rendezvous.join(told).unwrap();
+                let members = rendezvous.join(told).unwrap().members;
                 rendezvous.leave().unwrap();
                 members
             })
@@ -468,8 +468,9 @@ fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
         let held =
             RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
         assert_eq!(error, held);
-        let (_other, members) = join(config(&server, 0, 2)).unwrap();
-        assert_eq!(waiting.join().unwrap().unwrap(), members);
+        let (_other, joined) = join(config(&server, 0, 2)).unwrap();
+        let expected = Joined { process: ProcessId(1), ..joined };
+        assert_eq!(waiting.join().unwrap().unwrap(), expected);
     });
     let after = join(config(&server, 1, 2)).unwrap_err();
     assert!(
@@ -655,21 +656,23 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
 #[test]
 fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let server = server(3, LONG);
-    let mut all = meet(&server, 3);
-    let join_epoch = |number: u32, epoch: u64| {
+    let all = join_all(&server, &[0, 1, 2], 3).into_iter().map(Result::unwrap);
+    let (mut all, joined): (Vec<_>, Vec<_>) = all.unzip();
+    let run = Some(joined[0].run);
+    let join_epoch = |number: u32, epoch: u64, run: Option<u128>| {
         let config = config(&server, number, 3);
         thread::spawn(move || {
             let rendezvous = Rendezvous::connect(config).unwrap();
-            rendezvous.join_epoch(member(number), epoch).map(|joined| (rendezvous, joined))
+            rendezvous.join_epoch(member(number), epoch, run).map(|joined| (rendezvous, joined))
         })
     };
-    let spares = [join_epoch(3, 1), join_epoch(4, 1)];
+    let spares = [join_epoch(3, 1, None), join_epoch(4, 1, None)];
     let heard = downs(&all[0]);
     drop(all.remove(1));
     assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Process(ProcessId(1), _))));
     assert!(server.wanted() <= 1, "a spare may still be on its way");
     all.iter().for_each(|survivor| survivor.leave_epoch().unwrap());
-    let survivors = [join_epoch(0, 2), join_epoch(2, 2)];
+    let survivors = [join_epoch(0, 2, run), join_epoch(2, 2, run)];
     let mut joined: Vec<_> = survivors.map(|one| one.join().unwrap().unwrap()).into();
     // Either spare may be the first; the other waits until all have left.
     let (sender, ends) = mpsc::channel();
@@ -682,9 +685,25 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let numbers: Vec<_> = places.iter().map(|joined| (joined.process.0, joined.epoch)).collect();
     assert_eq!(numbers, [(0, 2), (2, 2), (1, 2)]);
     assert!(places.iter().all(|joined| joined.members == places[0].members));
+    assert!(places.iter().all(|joined| Some(joined.run) == run));
     assert!(places[0].members[1].host.starts_with("host"));
     assert_eq!(server.wanted(), 0);
     joined.iter().for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
     assert_eq!(ends.recv_timeout(LONG).unwrap().1, None, "the job ends without the other spare");
     assert!(server.wait_empty(LONG));
+}
+
+/// As when process 0 hosts the service, and a launcher starts it again with the same token.
+#[test]
+fn survivor_of_a_run_is_refused_by_the_next() {
+    let first = server(1, LONG);
+    let (rendezvous, before) = join(config(&first, 0, 1)).unwrap();
+    rendezvous.leave_epoch().unwrap();
+    drop(first);
+    let second = server(1, LONG);
+    let survivor = Rendezvous::connect(config(&second, 0, 1)).unwrap();
+    let error = survivor.join_epoch(member(0), 2, Some(before.run)).unwrap_err();
+    assert_eq!(error, RendezvousError::OtherRun { process: ProcessId(0) });
+    let (_new, joined) = join(config(&second, 0, 1)).unwrap();
+    assert_ne!(joined.run, before.run);
 }

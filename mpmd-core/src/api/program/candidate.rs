@@ -28,6 +28,8 @@ pub(super) struct Candidate {
     /// returns after the loss of a process.
     pub(super) waits: bool,
     pub(super) process: ProcessId,
+    /// The identity of the run in which this process was before, if it was.
+    pub(super) run: Option<u128>,
     pub(super) member: Member,
     pub(super) opened: Result<Opened>,
     /// The job's secret.
@@ -52,14 +54,11 @@ impl Candidate {
     /// are connected; one that [waits](Self::waits), until there is a place for it.
     pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
         let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-        let (process, epoch, member) =
-            (self.process, builder.epoch, std::mem::take(&mut self.member));
+        let (process, epoch, run, member) =
+            (self.process, builder.epoch, self.run, std::mem::take(&mut self.member));
         let joined = match self.waits {
-            true => self.rendezvous.join_epoch(member, epoch),
-            false => self.rendezvous.join(member).map(|members| {
-                let joined = Joined { process, epoch, members };
-                Some(joined)
-            }),
+            true => self.rendezvous.join_epoch(member, epoch, run),
+            false => self.rendezvous.join(member).map(Some),
         };
         let joined = match joined {
             Ok(Some(joined)) => joined,
@@ -68,19 +67,19 @@ impl Candidate {
             Err(error) if self.waits && is_cut(&error) => {
                 let message = format!("process {process} could not join: {error}");
                 let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
-                let returning = Returning { process, epoch: epoch - 1, server: self.server };
+                let returning = Returning { process, epoch: epoch - 1, run, server: self.server };
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
             }
             // A difference between the programs is reported before a missing transport or device.
             Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
-        let Joined { process, epoch, ref members } = joined;
+        let Joined { process, epoch, run, ref members } = joined;
         builder.epoch = epoch;
         let neighbours = Arc::new(Neighbours::find(process, members));
         let Self { rendezvous, server, waits, opened, token, links, .. } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-        let membership = Membership { rendezvous, server, neighbours, peer_timeout };
+        let membership = Membership { rendezvous, server, run, neighbours, peer_timeout };
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {
             let rendezvous = &membership.rendezvous;

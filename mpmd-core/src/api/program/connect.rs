@@ -41,17 +41,17 @@ impl Job {
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
     /// first. Blocks until all processes are connected, on a spare until there is a place for it.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
-        let mut server = None;
+        let (mut run, mut server) = (None, None);
         if let Some(returning) = returning {
             if let Some(env) = &mut self.env {
                 env.process = returning.process;
             }
             self.builder.epoch = returning.epoch + 1;
-            server = returning.server;
+            (run, server) = (returning.run, returning.server);
         }
         match &self.env {
             Some(env) if env.plan.is_none() && (env.processes > 1 || env.hosted) => {
-                join(self.builder.clone(), env, server, true)
+                join(self.builder.clone(), env, run, server, true)
             }
             env => {
                 let program = start(self.builder.clone(), env.as_ref())?;
@@ -119,7 +119,7 @@ fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
         let topology = builder.topology(1, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
-    match join(builder, env, None, false)? {
+    match join(builder, env, None, None, false)? {
         Start::Program(program) => Ok(*program),
         Start::NoPlace | Start::Lost { .. } => unreachable!("for a process that waits"),
     }
@@ -138,9 +138,16 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     builder.spectate(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job. `server` is the service, if this process hosts it already.
-/// See [`Candidate`] for processes that wait.
-fn join(mut builder: Builder, env: &JobEnv, server: Option<Server>, waits: bool) -> Result<Start> {
+/// Joins the builder's epoch of a job. `run` is the identity of the run in which this process was
+/// before, if it was. `server` is the service, if this process hosts it already. See [`Candidate`]
+/// for processes that wait.
+fn join(
+    mut builder: Builder,
+    env: &JobEnv,
+    run: Option<u128>,
+    server: Option<Server>,
+    waits: bool,
+) -> Result<Start> {
     let peer_timeout =
         *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
@@ -186,6 +193,7 @@ fn join(mut builder: Builder, env: &JobEnv, server: Option<Server>, waits: bool)
         server,
         waits,
         process: env.process,
+        run,
         member,
         opened,
         token: *env.token.bytes(),

@@ -27,6 +27,12 @@ impl Program {
         self.runtime.config.epoch
     }
 
+    /// Returns the random identity of the job's run, the same in all its epochs and on all
+    /// processes. 0 for a job without a rendezvous.
+    pub(crate) fn run_id(&self) -> u128 {
+        self.membership.as_ref().map_or(0, |membership| membership.run)
+    }
+
     /// Lets [`Program::commit`] keep its copies in `kept`.
     pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
         kept.lock().begin_epoch(self.run_identity());

@@ -22,6 +22,8 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) struct Membership {
     pub(super) rendezvous: Rendezvous,
     pub(super) server: Option<Server>,
+    /// The identity of the job's run.
+    pub(super) run: u128,
     pub(super) neighbours: Arc<Neighbours>,
     pub(super) peer_timeout: Duration,
 }
@@ -31,6 +33,8 @@ pub(crate) struct Membership {
 pub(crate) struct Returning {
     pub(super) process: ProcessId,
     pub(super) epoch: u64,
+    /// The identity of the job's run; `None` before this process has joined.
+    pub(super) run: Option<u128>,
     pub(super) server: Option<Server>,
 }
 
@@ -122,7 +126,7 @@ impl Membership {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
         }
-        Returning { process, epoch, server: self.server }
+        Returning { process, epoch, run: Some(self.run), server: self.server }
     }
 
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process

@@ -120,7 +120,7 @@ impl Opened {
         peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
-        let Joined { process, epoch, ref members } = *joined;
+        let Joined { process, epoch, ref members, .. } = *joined;
         let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()

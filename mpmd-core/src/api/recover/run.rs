@@ -94,6 +94,8 @@ where
             Start::NoPlace => return Ok(None),
             Start::Lost { failure, returning } => (failure, returning),
             Start::Program(mut p) => {
+                let run = format!("{:032x}", p.run_id());
+                tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept);
                 let result = program(&mut p, &commits);
                 match p.end_epoch(result) {

@@ -17,7 +17,10 @@ fn too_many_members_statuses_or_downs_are_refused() {
     let members = |more| {
         let members = vec![Member::default(); 2].into();
         let process = ProcessId(0);
-        Reply::Answer { ask: 1, result: Ok(Answer::Members { process, epoch: 1, members, more }) }
+        Reply::Answer {
+            ask: 1,
+            result: Ok(Answer::Members { process, epoch: 1, run: 1, members, more }),
+        }
     };
     assert_eq!(connection.hear(members(true)), Ok(()));
     assert!(
@@ -52,7 +55,7 @@ fn fuzz_rendezvous_replies() {
                 _ => {
                     let members = vec![Member::default(); rng.usize(..3)].into();
                     let (process, epoch) = (ProcessId(rng.u32(..3)), rng.u64(..3));
-                    Ok(Answer::Members { process, epoch, members, more: rng.bool() })
+                    Ok(Answer::Members { process, epoch, run: 1, members, more: rng.bool() })
                 }
             };
             let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());

@@ -4,6 +4,9 @@ use super::*;
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
+/// The identity of the job's run.
+const RUN: u128 = 7 << 90;
+
 /// A job of three processes and its clients. Process `p` of epoch `e` has link `10 * e + p`.
 struct Table {
     job: Job,
@@ -14,7 +17,7 @@ impl Table {
     /// Returns a job of three that runs.
     fn running() -> Self {
         let now = Instant::now();
-        let mut table = Self { job: Job::new(3, TIME_LIMIT, now), now };
+        let mut table = Self { job: Job::new(3, TIME_LIMIT, RUN, now), now };
         (0..3).for_each(|process| table.join(1, process));
         assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
         table
@@ -29,8 +32,9 @@ impl Table {
         self.job.opened(link, self.now);
         let member = Member { pid: link as u32, ..Member::default() };
         let (process, processes, waits) = (ProcessId(process), 3, true);
-        let peer_timeout = TIME_LIMIT * 10;
-        let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+        let (run, peer_timeout) = ((epoch > 1).then_some(RUN), TIME_LIMIT * 10);
+        let join =
+            Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
         self.job.said(link, join, self.now);
     }
 
@@ -66,7 +70,7 @@ impl Table {
     /// Takes the clients that have joined since the last call, as (link, process, epoch).
     fn joined(&mut self) -> Vec<(Link, u32, u64)> {
         let joined = self.answers().into_iter().map(|(link, result)| match result {
-            Ok(Answer::Members { process, epoch, members, more: false }) => {
+            Ok(Answer::Members { process, epoch, run: RUN, members, more: false }) => {
                 assert_eq!(u64::from(members[process.index()].pid), link);
                 (link, process.0, epoch)
             }
@@ -242,16 +246,36 @@ fn spare_with_another_program_is_refused_at_once() {
     table.job.opened(90, table.now);
     let member = Member { program: "other".into(), ..Member::default() };
     let (process, processes, epoch, waits) = (ProcessId(3), 3, 1, true);
-    let peer_timeout = TIME_LIMIT;
-    let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+    let (run, peer_timeout) = (None, TIME_LIMIT);
+    let join =
+        Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
     table.job.said(90, join, table.now);
     assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
+}
+
+/// The service was started anew with the same token, so that survivors of the first run find the
+/// second.
+#[test]
+fn process_of_another_run_is_refused() {
+    let mut table = Table::running();
+    table.die(11);
+    for (link, waits) in [(20, true), (21, false)] {
+        table.job.opened(link, table.now);
+        let (process, processes, epoch, run) = (ProcessId(1), 3, 2, Some(RUN + 1));
+        let (peer_timeout, member) = (TIME_LIMIT, Member::default());
+        let join =
+            Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
+        table.job.said(link, join, table.now);
+        let refused = RendezvousError::OtherRun { process };
+        assert_eq!(table.answers(), [(link, Err(refused))]);
+    }
+    assert_eq!((table.job.phase(), table.job.wanted()), (&Phase::Running, 1));
 }
 
 #[test]
 fn spare_takes_the_place_of_a_process_that_never_came() {
     let now = Instant::now();
-    let mut table = Table { job: Job::new(3, TIME_LIMIT, now), now };
+    let mut table = Table { job: Job::new(3, TIME_LIMIT, RUN, now), now };
     table.join(1, 0);
     table.join(1, 2);
     table.join_as(90, 1, 3);
@@ -264,7 +288,7 @@ fn spare_takes_the_place_of_a_process_that_never_came() {
 #[test]
 fn process_that_dies_before_the_first_epoch_is_replaced_at_once() {
     let now = Instant::now();
-    let mut table = Table { job: Job::new(3, TIME_LIMIT, now), now };
+    let mut table = Table { job: Job::new(3, TIME_LIMIT, RUN, now), now };
     table.join(1, 0);
     table.join(1, 1);
     table.die(11);

@@ -134,8 +134,9 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 _ => {}
             }
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
+            let run = rng.bool().then(|| u128::from(rng.u8(..8) > 0));
             let process = ProcessId(process);
-            Request::Join { ask, process, processes, epoch, waits, peer_timeout, member }
+            Request::Join { ask, process, processes, epoch, run, waits, peer_timeout, member }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
         4 => Request::Get { ask, key: text(rng), peer_timeout },
@@ -160,7 +161,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
 fn fuzz_rendezvous_job() {
     let start = Instant::now();
     mpmd_fuzz::cases("rendezvous-job", |rng| {
-        let (job, asks) = (Job::new(rng.usize(1..5), TIME_LIMIT, start), BTreeMap::new());
+        let (job, asks) = (Job::new(rng.usize(1..5), TIME_LIMIT, 1, start), BTreeMap::new());
         let is_long = rng.u32(..512) == 0;
         let mut table = Table { job, now: start, asks, next: 0, is_long };
         for _ in 0..rng.u32(..60) {

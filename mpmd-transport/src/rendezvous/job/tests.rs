@@ -13,7 +13,7 @@ struct Table {
 impl Table {
     fn new(processes: usize) -> Self {
         let now = Instant::now();
-        Self { job: Job::new(processes, TIME_LIMIT, now), now }
+        Self { job: Job::new(processes, TIME_LIMIT, 1, now), now }
     }
 
     fn running(processes: usize) -> Self {
@@ -35,8 +35,9 @@ impl Table {
         let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
         let processes = self.job.seats.len() as u64;
         let peer_timeout = Duration::from_secs(3600);
-        let (process, epoch, waits) = (ProcessId(process), 1, false);
-        let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+        let (process, epoch, run, waits) = (ProcessId(process), 1, None, false);
+        let join =
+            Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
         self.job.said(link, join, self.now);
     }
 
@@ -120,8 +121,9 @@ fn duplicate_is_refused_and_the_job_goes_on() {
     table.job.opened(50, table.now);
     let peer_timeout = Duration::from_secs(3600);
     let member = Member { pid: 7, ..Member::default() };
-    let (process, processes, epoch, waits) = (ProcessId(1), 2, 1, false);
-    let join = Request::Join { ask: 1, process, processes, epoch, waits, peer_timeout, member };
+    let (process, processes, epoch, run, waits) = (ProcessId(1), 2, 1, None, false);
+    let join =
+        Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
     table.job.said(50, join, table.now);
     let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
     assert_eq!(errors(table.said()), [(50, held)]);
@@ -300,9 +302,9 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
-        let (peer_timeout, epoch, waits) = (TIME_LIMIT, 1, false);
+        let (processes, peer_timeout, epoch, run, waits) = (2, TIME_LIMIT, 1, None, false);
         let join =
-            Request::Join { ask: 1, process, processes: 2, epoch, waits, peer_timeout, member };
+            Request::Join { ask: 1, process, processes, epoch, run, waits, peer_timeout, member };
         table.job.said(link, join, table.now);
         let said = errors(table.said());
         assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");

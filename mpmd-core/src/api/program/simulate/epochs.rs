@@ -68,7 +68,8 @@ impl Simulation {
             let network = Network::new(self.processes, self.delays.clone());
             let parts = Parts::new(network, processes.len());
             let timeout = self.builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-            let server = LocalServer::start(self.processes, timeout);
+            let run = u128::from(world.seed) + 1;
+            let server = LocalServer::start(self.processes, timeout, run);
             let server = Arc::new(server.expect("the system gives a thread"));
             let starts = std::iter::repeat_n(Duration::ZERO, self.processes);
             let starts = starts.chain(self.spares.iter().copied());
@@ -109,6 +110,7 @@ impl SimulatedJob<'_> {
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
         let process = returning.as_ref().map_or(self.process, |returning| returning.process);
         let mut builder = self.simulation.builder.clone();
+        let run = returning.as_ref().and_then(|returning| returning.run);
         builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
         let life = self.parts.lives[self.process.index()].clone();
         let (rendezvous, link) = self
@@ -133,7 +135,7 @@ impl SimulatedJob<'_> {
         };
         let (waits, token, links, server) = (true, [0; 32], None, None);
         let candidate =
-            Candidate { rendezvous, server, waits, process, member, opened, token, links };
+            Candidate { rendezvous, server, waits, process, run, member, opened, token, links };
         note(format_args!("process {} of the simulation joins", self.process));
         let mut start = candidate.join(builder, topology)?;
         note(format_args!("process {} of the simulation: {start:?}", self.process));
