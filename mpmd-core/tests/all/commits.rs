@@ -142,7 +142,8 @@ fn other_arrays_are_refused_on_every_process() {
         let lost = Simulation::new(2, 2).seed(1).spare_after(Duration::ZERO);
         let lost = lost.lose_after(ProcessId(1), Duration::from_millis(30));
         let (results, _) = lost.run_recovering(1, program);
-        let found = [0, 2].map(|process: usize| results[process].as_ref().unwrap().clone().unwrap());
+        let found =
+            [0, 2].map(|process: usize| results[process].as_ref().unwrap().clone().unwrap());
         assert_eq!(found[0], found[1]);
         assert!(found[0].contains("restore") && found[0].ends_with(expected), "{}", found[0]);
     }

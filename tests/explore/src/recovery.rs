@@ -297,7 +297,11 @@ impl fmt::Display for Recovery {
         write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
         write!(f, ", zero-copy {:?}, spares after {:?}", self.zero_copy, self.spares)?;
         let Training { steps, every, commits, ref arrays, .. } = self.training;
-        write!(f, "\n  {} arrays, {steps} steps, commits every {every}: {commits:?}", arrays.len())?;
+        write!(
+            f,
+            "\n  {} arrays, {steps} steps, commits every {every}: {commits:?}",
+            arrays.len()
+        )?;
         self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
     }
 }

@@ -35,13 +35,8 @@ impl Program {
 
     /// Lets [`Program::commit`] keep its copies in `kept`.
     pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
-        kept.lock().begin_epoch(self.run_identity());
+        kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
-    }
-
-    /// Returns the identity of the job's run.
-    fn run_identity(&self) -> u128 {
-        0
     }
 
     /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a

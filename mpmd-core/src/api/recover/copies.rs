@@ -74,9 +74,11 @@ impl Program {
         let layout = sharding.layout(aval.shape())?;
         let runtime = self.runtime.clone();
         let own = devices.into_iter().find(|device| runtime.local_index(*device).is_some());
-        let sources: Vec<Source> = arrays.iter().enumerate().flat_map(|(number, array)| {
-            Source::of_array(&runtime, number, array)
-        }).collect();
+        let sources: Vec<Source> = arrays
+            .iter()
+            .enumerate()
+            .flat_map(|(number, array)| Source::of_array(&runtime, number, array))
+            .collect();
         let bytes: usize = sources.iter().map(|source| source.bytes).sum();
         let what = Arc::new(CopyWhat { step: id.step, arrays: arrays.len() });
         let descriptor = || {

@@ -72,7 +72,8 @@ impl Commits {
         let contents = contents(p, id, &inventories, &copies)?;
         if let Some(difference) = contents.difference(&asked) {
             let step = id.step;
-            let problem = format!("the newest commit is of step {step} and does not fit: {difference}");
+            let problem =
+                format!("the newest commit is of step {step} and does not fit: {difference}");
             return Err(IssueProblem::Signature(problem).at(at, "restore"));
         }
         let mut here = vec![HashMap::new(); arrays.len()];
@@ -119,8 +120,7 @@ fn contents(
 ) -> Result<Contents> {
     let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
     let from = inventories.iter().position(has).unwrap_or(0);
-    let contents: Contents =
-        tell(p, ProcessId(from as u32), || Contents::clone(&copies.contents))?;
+    let contents: Contents = tell(p, ProcessId(from as u32), || Contents::clone(&copies.contents))?;
     match contents.hash() == id.hash {
         true => Ok(contents),
         false => Err(Error::kernel(format!("the commit of step {} was damaged", id.step))),
