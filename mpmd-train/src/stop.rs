@@ -1,7 +1,7 @@
 //! Ends a training on Ctrl-C or SIGTERM after its current step.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -12,24 +12,30 @@ use signal_hook::flag::{register, register_conditional_shutdown, register_usize}
 pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
-    /// Installs signal handlers for the whole process. From now on the first Ctrl-C or SIGTERM sets
-    /// the flag, and a second one ends the process at once.
+    /// Returns the flag of this process's signals. The first call installs handlers for the whole
+    /// process: from then on the first Ctrl-C or SIGTERM sets the flag, and a second one ends the
+    /// process at once.
+    ///
+    /// All calls return the same flag. So a signal in an epoch of a job that
+    /// [recovers](mpmd_core::RecoveringBuilder) stops the training in the next one too.
     ///
     /// # Errors
     ///
     /// If the system rejects the handlers.
     pub fn install() -> std::io::Result<Self> {
-        let flag = Self::default();
-        flag.watch()?;
-        Ok(flag)
+        // Signals come to the process, so their flag is the process's.
+        static INSTALLED: Mutex<Option<StopFlag>> = Mutex::new(None);
+        let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+        if installed.is_none() {
+            let flag = Self::default();
+            flag.watch()?;
+            *installed = Some(flag);
+        }
+        Ok(installed.clone().unwrap_or_default())
     }
 
-    /// Installs signal handlers that set this flag, as [`StopFlag::install`] does for a new one.
-    ///
-    /// # Errors
-    ///
-    /// If the system rejects the handlers.
-    pub fn watch(&self) -> std::io::Result<()> {
+    /// Installs signal handlers that set this flag.
+    fn watch(&self) -> std::io::Result<()> {
         let again = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // The order matters: the first signal finds `again` unset, and then sets it.
@@ -95,6 +101,8 @@ mod tests {
         }
         assert_eq!(flag.agree(&mut program).unwrap(), Some(SIGTERM));
         program.finish().unwrap();
+        // As in the next epoch of the job.
+        assert_eq!(StopFlag::install().unwrap().signal(), Some(SIGTERM));
     }
 
     #[test]

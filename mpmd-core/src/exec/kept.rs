@@ -1,26 +1,56 @@
 //! The copies of committed state that this process has: see `api/recover`.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use mpmd_ids::block::{Instant, now};
+use mpmd_ids::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_transport::router::Failure;
+use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
 
-use super::array::{MpmdArray, Shard};
-use super::host_array::HostArray;
+use super::Rolling;
+use super::array::MpmdArray;
 use super::job_time::JobTime;
 
-/// The name of a commit. Later steps are newer. A step is committed once more in each epoch that
-/// begins there, perhaps in other shardings. (0, 0) stands for none.
+/// The number of commits that may be unconfirmed: not known to be whole on every process. Each
+/// holds a copy of the state on both processes, and on its way between them.
+const MOST_UNCONFIRMED: usize = 2;
+
+/// The identity of a commit. Those of later epochs are newer: each epoch begins with the state of
+/// an earlier commit. Within an epoch the calls of `commit` are numbered from 1, since a program
+/// may commit a step more than once. The default stands for none.
 #[derive(
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]
 pub(crate) struct CommitId {
-    pub(crate) step: u64,
+    /// The identity of the job's run.
+    pub(crate) run: u128,
     pub(crate) epoch: u64,
+    pub(crate) number: u64,
+    /// The step that the program names.
+    pub(crate) step: u64,
+    /// The hash of the [`Contents`].
+    pub(crate) hash: u128,
+}
+
+/// The committed state without the bytes of its arrays. It says nothing of shardings, which differ
+/// from epoch to epoch.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(crate) struct Contents {
+    pub(crate) arrays: Vec<ArrayOfCommit>,
+    /// The small values.
+    pub(crate) values: Vec<u8>,
+}
+
+/// A committed array.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(crate) struct ArrayOfCommit {
+    pub(crate) name: String,
+    /// The dtype and the global shape.
+    pub(crate) aval: String,
+    pub(crate) elements: usize,
 }
 
 /// The commits of which this process has copies, oldest first.
@@ -40,42 +70,111 @@ pub(crate) struct Kept {
     /// The newest commit at the start of this epoch and of those before, and their number: epochs
     /// without a newer commit.
     pub(crate) stuck: (Option<u64>, u32),
+    /// The memory of the copies. It outlives the epochs, whose memory ends with them.
+    pub(crate) memory: Pool,
+    /// The run that all of this is of. `None` before the first epoch.
+    run: Option<u128>,
+    /// The number of commits in the running epoch.
+    number: u64,
 }
 
-/// A commit whose copies were issued in the running epoch.
+/// A commit that was issued in the running epoch.
 #[derive(Debug)]
 pub(crate) struct Issued {
     pub(crate) id: CommitId,
-    pub(crate) values: Vec<u8>,
-    /// For each array: its copies at its owners and at their buddies.
-    pub(crate) arrays: Vec<[MpmdArray; 2]>,
-    /// `i64`s, two for each process: step and epoch of the newest commit that is whole there, with
-    /// all older ones of the epoch.
+    pub(crate) contents: Arc<Contents>,
+    /// The copies that this process has made so far.
+    pub(crate) made: Arc<Mutex<Vec<Copy>>>,
+    /// An array that is there once every process has made its copies.
     pub(crate) whole: MpmdArray,
 }
 
 /// The copies of a commit on this process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Copies {
-    pub(crate) values: Vec<u8>,
-    /// By array.
-    pub(crate) arrays: Vec<Vec<Copy>>,
+    pub(crate) contents: Arc<Contents>,
+    pub(crate) regions: Vec<Copy>,
 }
 
 /// A region of an array in host memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
+    /// The index of the array in its commit.
+    pub(crate) array: usize,
     /// The device that owned the region.
     pub(crate) home: DeviceId,
     pub(crate) region: Region,
-    pub(crate) data: HostArray,
+    pub(crate) bytes: SharedBuffer,
+    /// The hash of the bytes, taken when the copy was made.
+    pub(crate) hash: u128,
+}
+
+impl Contents {
+    /// Returns the contents of a state. `names` may be shorter than `arrays`, and have empty names.
+    pub(crate) fn of(arrays: &[MpmdArray], names: Vec<String>, values: Vec<u8>) -> Self {
+        let mut names = names.into_iter();
+        let array = |(number, array): (usize, &MpmdArray)| {
+            let name = names.next().filter(|name| !name.is_empty());
+            ArrayOfCommit {
+                name: name.unwrap_or_else(|| format!("array {number}")),
+                aval: array.aval().to_string(),
+                elements: array.aval().elements(),
+            }
+        };
+        Self { arrays: arrays.iter().enumerate().map(array).collect(), values }
+    }
+
+    pub(crate) fn hash(&self) -> u128 {
+        let hash = Rolling::default().mix(self.arrays.len() as u64).mix_bytes(&self.values);
+        let mix = |hash: Rolling, array: &ArrayOfCommit| {
+            hash.mix_bytes(array.name.as_bytes()).mix_bytes(array.aval.as_bytes())
+        };
+        self.arrays.iter().fold(hash, mix).value()
+    }
+
+    /// Returns the first difference between the arrays of this commit and those of a state, as a
+    /// message. `None` if the commit can be restored into the state.
+    pub(crate) fn difference(&self, state: &Self) -> Option<String> {
+        let (here, there) = (self.arrays.len(), state.arrays.len());
+        if here != there {
+            return Some(format!("it has {here} arrays, and the state has {there}"));
+        }
+        let mut pairs = self.arrays.iter().zip(&state.arrays);
+        let (found, asked) = pairs.find(|(found, asked)| found != asked)?;
+        let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
+        Some(format!("it has {}, and the state has {}", shown(found), shown(asked)))
+    }
+}
+
+impl Copy {
+    /// True if the bytes are still those that were copied. Reads all of them.
+    pub(crate) fn is_intact(&self) -> bool {
+        hash(&self.bytes) == self.hash
+    }
 }
 
 impl Kept {
     pub(crate) fn new(every: u64) -> Self {
-        let (issued, earlier) = (VecDeque::new(), BTreeMap::new());
-        let (known, lost, time) = (CommitId::default(), None, JobTime::begin());
-        Self { every, issued, earlier, known, lost, time, stuck: (None, 0) }
+        Self {
+            every,
+            issued: VecDeque::new(),
+            earlier: BTreeMap::new(),
+            known: CommitId::default(),
+            lost: None,
+            time: JobTime::begin(),
+            stuck: (None, 0),
+            memory: Pool::new("copies of commits", None),
+            run: None,
+            number: 0,
+        }
+    }
+
+    /// Begins an epoch of a run. Drops what is of another run.
+    pub(crate) fn begin_epoch(&mut self, run: u128) {
+        if self.run.is_some_and(|own| own != run) {
+            *self = Self::new(self.every);
+        }
+        (self.run, self.number) = (Some(run), 0);
     }
 
     /// Notes that the program has come to a step. Returns true if that is to be committed.
@@ -84,20 +183,29 @@ impl Kept {
         step.is_multiple_of(self.every)
     }
 
-    /// Returns the newest commit of this epoch of which all copies of this process are there, and
-    /// those of the commits before it.
-    pub(crate) fn newest_whole(&self) -> CommitId {
-        let whole = self.issued.iter().take_while(|issued| issued.is_complete());
-        whole.last().map(|issued| issued.id).unwrap_or_default()
+    /// Returns the identity of the next commit.
+    pub(crate) fn next_id(&mut self, epoch: u64, step: u64, contents: &Contents) -> CommitId {
+        self.number += 1;
+        let Self { run, number, .. } = *self;
+        CommitId { run: run.unwrap_or_default(), epoch, number, step, hash: contents.hash() }
     }
 
     /// Drops the commits before the newest that is known to be whole on every process.
     pub(crate) fn forget_old(&mut self) {
-        let known = self.issued.iter().rev().find_map(Issued::whole_everywhere);
-        let Some(known) = known else { return };
+        let known = self.issued.iter().rev().find(|issued| issued.is_confirmed());
+        let Some(known) = known.map(|issued| issued.id) else { return };
         self.known = known;
         self.issued.retain(|issued| issued.id >= known);
         self.earlier.retain(|id, _| *id >= known);
+    }
+
+    /// Drops old commits. If too many of the others are unconfirmed for another one, returns the
+    /// array that confirms the oldest.
+    pub(crate) fn first_awaited(&mut self) -> Option<MpmdArray> {
+        self.forget_old();
+        let mut unconfirmed = self.issued.iter().filter(|issued| !issued.is_confirmed());
+        let first = unconfirmed.next()?.whole.clone();
+        (1 + unconfirmed.count() >= MOST_UNCONFIRMED).then_some(first)
     }
 
     /// Drops all commits: they are lost, and the program goes on from elsewhere, if at all.
@@ -106,58 +214,49 @@ impl Kept {
         self.known = CommitId::default();
     }
 
-    /// Takes the copies out of the arrays of an epoch that has ended by `failure`. Keeps those that
-    /// are there, also of commits that are not whole: other processes may have the rest.
+    /// Takes over the copies of an epoch that has ended by `failure`. Keeps those that were made,
+    /// also of commits that are not whole: other processes may have the rest.
     pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
         self.lost.get_or_insert((now(), failure));
         self.time.lose();
-        for Issued { id, values, arrays, .. } in std::mem::take(&mut self.issued) {
-            let arrays = arrays.iter().map(copies_here).collect();
-            self.earlier.insert(id, Copies { values, arrays });
+        for Issued { id, contents, made, .. } in std::mem::take(&mut self.issued) {
+            let regions = std::mem::take(&mut *made.lock());
+            self.earlier.insert(id, Copies { contents, regions });
         }
     }
 }
 
 impl Issued {
-    /// True if all copies of this process are there. False if one has failed.
-    fn is_complete(&self) -> bool {
-        let is_here = |array: &MpmdArray| array.is_complete() && array.block_until_ready().is_ok();
-        self.arrays.iter().flatten().all(is_here)
-    }
-
-    /// Returns the newest commit that is whole on every process, as far as this commit's message
-    /// says and has arrived. `None` if it says of none.
-    fn whole_everywhere(&self) -> Option<CommitId> {
-        // A dry run, which has no part of it, reads nothing.
-        if self.whole.is_fully_remote() || !self.whole.is_complete() {
-            return None;
-        }
-        let whole = self.whole.to_host().ok()??;
-        let (words, _) = whole.as_slice::<i64>().ok()?.as_chunks::<2>();
-        let id = |[step, epoch]: &[i64; 2]| CommitId {
-            step: step.cast_unsigned(),
-            epoch: epoch.cast_unsigned(),
-        };
-        words.iter().map(id).min().filter(|id| *id > CommitId::default())
+    /// True if every process is known to have made its copies. Always false in a dry run.
+    fn is_confirmed(&self) -> bool {
+        let shards = self.whole.shards();
+        !shards.is_empty()
+            && shards.iter().all(|shard| shard.slot.peek().is_some_and(|outcome| outcome.is_ok()))
     }
 }
 
-/// Returns the copies of an array on this process: of its owners' and of their buddies'. Leaves out
-/// those of failed moves.
-fn copies_here([own, buddy]: &[MpmdArray; 2]) -> Vec<Copy> {
-    let layout = own.sharding().and_then(|owners| owners.layout(own.shape()).ok());
-    let homes: HashMap<Region, DeviceId> = layout
-        .iter()
-        .flat_map(|layout| layout.iter())
-        .map(|(device, region)| (region.clone(), device))
-        .collect();
-    let shards =
-        [own, buddy].into_iter().filter(|array| !array.is_fully_remote() && array.is_complete());
-    let shards = shards.flat_map(|array| array.addressable_shards().unwrap_or_default());
-    let copy = |shard: Shard| {
-        let home = homes.get(&shard.region).copied()?;
-        Some(Copy { home, region: shard.region, data: shard.data })
-    };
-    shards.filter_map(copy).collect()
+/// Returns the hash of a copy.
+pub(crate) fn hash(bytes: &[u8]) -> u128 {
+    twox_hash::XxHash3_128::oneshot(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_of_another_run_are_dropped() {
+        let mut kept = Kept::new(2);
+        kept.begin_epoch(7);
+        let id = |kept: &mut Kept| kept.next_id(1, 4, &Contents::default());
+        let first = id(&mut kept);
+        assert!(id(&mut kept) > first);
+        kept.earlier.insert(first, Copies::default());
+        kept.known = first;
+        kept.begin_epoch(7);
+        assert_eq!((kept.earlier.len(), kept.known), (1, first));
+        kept.begin_epoch(8);
+        assert_eq!((kept.earlier.len(), kept.known, kept.every), (0, CommitId::default(), 2));
+    }
 }

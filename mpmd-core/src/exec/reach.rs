@@ -146,7 +146,7 @@ impl Runtime {
     }
 
     /// Creates the failure of an operation that got no memory, for the reason `why`.
-    pub(super) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
+    pub(crate) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
         Arc::new(Failure::new(FailureKind::Memory, self.me, op, format!("operation {op}: {why}")))
     }
 }

@@ -14,6 +14,7 @@ mod api;
 mod bad_use;
 mod closures;
 mod collectives;
+mod commits;
 mod corners;
 mod cuda_calls;
 mod cuda_kernels;

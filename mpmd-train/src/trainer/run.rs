@@ -18,6 +18,7 @@ use super::saves::Saves;
 use super::tensorboard::Events;
 use crate::checkpoint::Checkpoints;
 use crate::data::Data;
+use crate::stop::StopFlag;
 
 /// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
 /// is read. So reading it does not drain the pipeline.
@@ -182,7 +183,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {
             let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
-            self.status.stop.watch().map_err(refused)?;
+            self.status.stop = StopFlag::install().map_err(refused)?;
             self.watches = true;
         }
         let start = Instant::now();

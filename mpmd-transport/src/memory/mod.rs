@@ -127,6 +127,15 @@ impl OwnedBuffer {
         }
     }
 
+    /// The block of the bytes, or the one that they are a part of. `None` if they are in no pool.
+    fn block(&self) -> Option<&Block> {
+        match &self.backing {
+            Backing::Block(block) => Some(block),
+            Backing::Part(part) => part.block(),
+            Backing::Vec(_) => None,
+        }
+    }
+
     fn of_block(block: Block, len: usize) -> Self {
         debug_assert!(len <= block.capacity());
         Self { backing: Backing::Block(block), len, fences: Fences::default() }
@@ -429,6 +438,19 @@ impl SharedBuffer {
         Self { whole: self.whole.clone(), range: start..start + range.len(), verdict }
     }
 
+    /// Drops this holder of memory that other processes may read for as long as they like. It is
+    /// never written again, nor reused by its pool. Host memory goes back to the system after the
+    /// last holder, together with the other blocks of its segment: readers have mappings of their
+    /// own. Device memory stays as long as this process, since nobody else keeps it.
+    pub(crate) fn retire(self) {
+        match &self.whole.memory {
+            Memory::Owned(buffer) if buffer.device().is_none() => {
+                buffer.block().into_iter().for_each(Block::retire);
+            }
+            _ => std::mem::forget(self),
+        }
+    }
+
     /// Turns the bytes back into a writable buffer, if this is their only holder and covers all of
     /// them. Unfinished device work that reads them is in the buffer's
     /// [fences](OwnedBuffer::fences).
@@ -436,10 +458,12 @@ impl SharedBuffer {
     /// # Errors
     ///
     /// Returns `self` if there are other holders, if the bytes are borrowed, or if this is only a
-    /// part. Also if [lost](Fence::is_lost) work may still use them.
+    /// part. Also if [lost](Fence::is_lost) work or another process may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
-        let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
+        let is_lost = self.whole.ready.has_lost()
+            || self.whole.reads.lock().has_lost()
+            || buffer.block().is_some_and(Block::is_retired);
         if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }

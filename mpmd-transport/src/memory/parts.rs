@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::pool::Block;
 use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 
 /// A buffer that is handed out in parts which never overlap. It is whole again when all parts have
@@ -84,6 +85,10 @@ impl Part {
 
     pub(super) fn is_pinned(&self) -> bool {
         self.whole.buffer.is_pinned()
+    }
+
+    pub(super) fn block(&self) -> Option<&Block> {
+        self.whole.buffer.block()
     }
 
     pub(super) fn bytes(&self, len: usize) -> &[u8] {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mpmd_ids::block::{Mutex, MutexGuard, now};
@@ -216,7 +217,8 @@ impl Pool {
     }
 
     fn buffer(&self, carved: Carved, class: usize, bytes: usize) -> OwnedBuffer {
-        OwnedBuffer::of_block(Block { carved: Some(carved), class, pool: self.clone() }, bytes)
+        let (carved, pool, is_retired) = (Some(carved), self.clone(), AtomicBool::new(false));
+        OwnedBuffer::of_block(Block { carved, class, pool, is_retired }, bytes)
     }
 }
 
@@ -523,9 +525,20 @@ pub(super) struct Block {
     /// The size class that the pool counts for it. The range can be larger.
     class: usize,
     pool: Pool,
+    /// True if the pool does not get it back: another process may still read it.
+    is_retired: AtomicBool,
 }
 
 impl Block {
+    /// Keeps the block out of its pool. Its memory goes back to the system, with its segment.
+    pub(super) fn retire(&self) {
+        self.is_retired.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_retired(&self) -> bool {
+        self.is_retired.load(Ordering::Relaxed)
+    }
+
     pub(super) fn capacity(&self) -> usize {
         self.carved().capacity
     }
@@ -583,6 +596,10 @@ impl Drop for Block {
         let Some(carved) = self.carved.take() else { return };
         let mut state = self.pool.inner.state.lock();
         state.stats.live -= self.class as u64;
+        if self.is_retired() {
+            drop(state);
+            return drop(carved);
+        }
         state.stats.cached += carved.capacity as u64;
         state.free.entry(carved.capacity).or_default().push(carved);
     }

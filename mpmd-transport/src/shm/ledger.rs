@@ -257,11 +257,10 @@ impl Ledger {
         ended
     }
 
-    /// Leaks all lent memory, so that it is never reused while it may be read: its return would not
-    /// be noticed.
-    pub(super) fn keep_for_ever(&mut self) {
+    /// [Retires](SharedBuffer::retire) all lent memory: its return would not be noticed.
+    pub(super) fn retire(&mut self) {
         for account in self.accounts.iter_mut().flatten() {
-            account.open.drain().for_each(|(_, open)| std::mem::forget(open.buffer));
+            account.open.drain().for_each(|(_, open)| open.buffer.retire());
             (account.bytes, account.copied) = (0, 0);
         }
     }

@@ -393,6 +393,6 @@ impl Drop for Shared {
             }
         }
         // The other loans may still be read, so their pool must not reuse them.
-        ledger.keep_for_ever();
+        ledger.retire();
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
-use mpmd_core::{Commits, ProcessId, Simulation, SimulationReport};
+use mpmd_core::{Commits, Committed, ProcessId, Simulation, SimulationReport};
 use mpmd_ids::block::thread;
 
 use crate::case::{Job, LONGEST, ORDERS, PEER_TIMEOUT, check_end, check_shards, processes_of};
@@ -35,8 +35,43 @@ struct Training {
     steps: u64,
     /// Number of steps from one commit to the next.
     every: u64,
+    commits: At,
     columns: usize,
     arrays: Vec<Trained>,
+}
+
+/// The places of commits in a step.
+#[derive(Clone, Copy, Debug)]
+enum At {
+    Never,
+    /// Before the work of the step. So the first commit of an epoch repeats that of `restore`.
+    Start,
+    End,
+    /// After each half of the step's work. The first half has the step number of the commit before
+    /// it.
+    Halves,
+}
+
+/// The state of a training.
+struct State {
+    arrays: Vec<MpmdArray>,
+    /// True if the first half of the next step is done.
+    is_half: bool,
+}
+
+impl Committed for State {
+    fn arrays(&self) -> Vec<MpmdArray> {
+        self.arrays.clone()
+    }
+
+    fn values(&self) -> Vec<u8> {
+        vec![u8::from(self.is_half)]
+    }
+
+    fn restore(&mut self, arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
+        (self.arrays, self.is_half) = (arrays, values == [1]);
+        Ok(())
+    }
 }
 
 /// An array of the state.
@@ -73,7 +108,9 @@ impl Training {
             Trained { key: random.u64(..1000), homes, ways, is_donated: random.bool() }
         };
         let arrays = (0..random.usize(1..4)).map(|_| array(&mut random)).collect();
-        Self { steps: random.u64(3..9), every: random.u64(1..4), columns, arrays }
+        let (steps, every) = (random.u64(3..9), random.u64(1..4));
+        let commits = [At::End, At::Start, At::Halves, At::Never][random.usize(..4)];
+        Self { steps, every, commits, columns, arrays }
     }
 
     /// Runs the training in an epoch. Returns the shards of this process at the end.
@@ -81,33 +118,50 @@ impl Training {
         let home = |trained: &Trained, epoch: u64| {
             trained.homes[(epoch - 1) as usize % trained.homes.len()].clone()
         };
-        let mut state = Vec::new();
+        let mut state = State { arrays: Vec::new(), is_half: false };
         for trained in &self.arrays {
             let shape = [ROWS, self.columns];
-            state.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
+            state.arrays.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
         }
         let first = commits.restore(p, &mut state)?;
         for step in first..self.steps {
-            for (x, trained) in state.iter_mut().zip(&self.arrays) {
-                let (mesh, sharding) = bound(x);
-                let jit = p.jit(Work { op: Op::Update, fails: None }).on(&mesh).outputs(&sharding);
-                let update = if trained.is_donated { jit.donate("0") } else { jit }.build()?;
-                *x = update.call(p, vec![x.clone()])?.remove(0);
-                let there = p.device_put(&*x, &trained.ways[step as usize % trained.ways.len()])?;
-                *x = p.device_put(&there, sharding)?;
+            if matches!(self.commits, At::Start) {
+                p.commit(step, &state)?;
             }
+            if matches!(self.commits, At::Halves) && !state.is_half {
+                self.work(p, &mut state, step)?;
+                state.is_half = true;
+                p.commit(step, &state)?;
+            }
+            self.work(p, &mut state, step)?;
+            state.is_half = false;
             p.step_end()?;
-            p.commit(step + 1, &state)?;
+            if matches!(self.commits, At::End | At::Halves) {
+                p.commit(step + 1, &state)?;
+            }
             // Deaths come in all parts of a step.
             thread::sleep(Duration::from_micros(500));
             if step % 3 == 0 {
-                state[0].block_until_ready()?;
+                state.arrays[0].block_until_ready()?;
             }
         }
         // At the end all epochs have the same shardings.
         let homes: Vec<Sharding> = self.arrays.iter().map(|trained| home(trained, 1)).collect();
-        let state = p.device_put(&state, homes)?;
+        let state = p.device_put(&state.arrays, homes)?;
         shards_of(state.iter().map(Some))
+    }
+
+    /// Changes each array in place, moves it along one of its ways, and back.
+    fn work(&self, p: &mut Program, state: &mut State, way: u64) -> Result<()> {
+        for (x, trained) in state.arrays.iter_mut().zip(&self.arrays) {
+            let (mesh, sharding) = bound(x);
+            let jit = p.jit(Work { op: Op::Update, fails: None }).on(&mesh).outputs(&sharding);
+            let update = if trained.is_donated { jit.donate("0") } else { jit }.build()?;
+            *x = update.call(p, vec![x.clone()])?.remove(0);
+            let there = p.device_put(&*x, &trained.ways[way as usize % trained.ways.len()])?;
+            *x = p.device_put(&there, sharding)?;
+        }
+        Ok(())
     }
 }
 
@@ -242,8 +296,12 @@ impl fmt::Display for Recovery {
         let (processes, devices) = (self.processes, self.devices);
         write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
         write!(f, ", zero-copy {:?}, spares after {:?}", self.zero_copy, self.spares)?;
-        let Training { steps, every, ref arrays, .. } = self.training;
-        write!(f, "\n  {} arrays, {steps} steps, a commit every {every}", arrays.len())?;
+        let Training { steps, every, commits, ref arrays, .. } = self.training;
+        write!(
+            f,
+            "\n  {} arrays, {steps} steps, commits every {every}: {commits:?}",
+            arrays.len()
+        )?;
         self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
     }
 }

@@ -1,5 +1,6 @@
 //! `recovering STEPS`: a job that goes on after the loss of a process. Each process prints the sum
-//! of the final values.
+//! of the final values. Some steps after the start of an epoch it prints the bytes of its own and of
+//! other processes' memory that it has mapped.
 
 use std::time::Duration;
 
@@ -8,6 +9,9 @@ use mpmd_core::topology::DeviceId;
 
 /// Elements of each process: enough for messages that need a grant.
 const EACH: usize = 64 << 10;
+
+/// Number of steps of an epoch after which mapped memory is counted.
+const WARM: u64 = 20;
 
 /// Time between two steps, so that processes die in all parts of them.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -34,6 +38,9 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
             state = p.device_put(&moved, &here)?;
             p.step_end()?;
             p.commit(step + 1, &state)?;
+            if step == first + WARM {
+                println!("epoch {}: {} bytes are mapped", p.epoch(), mapped()?);
+            }
             std::thread::sleep(PAUSE);
         }
         let all = p.device_put(&state, mesh.replicated())?.to_host()?;
@@ -47,4 +54,16 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         None => println!("it was not needed"),
     }
     Ok(())
+}
+
+/// Returns the bytes of this process's mappings of memory that processes share.
+fn mapped() -> Result<u64> {
+    let wrong = |error: std::io::Error| Error::Environment(error.to_string());
+    let maps = std::fs::read_to_string("/proc/self/maps").map_err(wrong)?;
+    let bytes = |line: &str| {
+        let (from, to) = line.split(' ').next()?.split_once('-')?;
+        let [from, to] = [from, to].map(|at| u64::from_str_radix(at, 16).ok());
+        Some(to? - from?)
+    };
+    Ok(maps.lines().filter(|line| line.contains("memfd:mpmd")).filter_map(bytes).sum())
 }

@@ -124,6 +124,38 @@ pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str
     }
 }
 
+/// The copies of commits are no loans, and what was lent in an epoch is freed with it.
+#[test]
+fn memory_of_an_epoch_ends_with_it() {
+    const LOSSES: u64 = 5;
+    let site = Sandbox::new().unwrap();
+    let mut launcher = start(Carrier::SHM, &site, &["--restart", &LOSSES.to_string()]);
+    let until = Instant::now() + LONG;
+    for epoch in 1..=LOSSES {
+        let waits = format!("epoch {epoch}: ");
+        while launcher.output().matches(&waits).count() < PROCESSES {
+            let report = launcher.report();
+            assert!(Instant::now() < until && !launcher.has_ended(), "{waits}: {report}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // Processes 0 and 1 are in all epochs.
+        let said = launcher.output();
+        let mut last = said.lines().filter_map(|line| line.strip_prefix("process 2 has pid "));
+        let pid = last.next_back().and_then(|rest| rest.split(' ').next()?.parse().ok());
+        let pid = Pid::from_raw(pid.expect("the line is whole")).expect("no pid is 0");
+        kill_process(pid, Signal::KILL).unwrap();
+    }
+    let end = launcher.wait(until).unwrap();
+    assert_eq!(end.code(), 0, "{end:?}");
+    let most = |epoch: u64| {
+        let prefix = format!("epoch {epoch}: ");
+        let lines = end.stdout.lines().filter_map(|line| line.strip_prefix(&prefix));
+        lines.filter_map(|line| line.split(' ').next()?.parse::<u64>().ok()).max().unwrap()
+    };
+    let mapped: Vec<u64> = (1..=LOSSES + 1).map(most).collect();
+    assert!(mapped[LOSSES as usize] <= 2 * mapped[1], "{mapped:?}");
+}
+
 fn stopped_process_is_replaced_and_changes_nothing_when_it_wakes(carrier: Carrier) {
     let site = Sandbox::new().unwrap();
     let mut launcher = start(carrier, &site, &["--spares", "1", "--peer-timeout", "2"]);

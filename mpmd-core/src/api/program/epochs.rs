@@ -35,6 +35,7 @@ impl Program {
 
     /// Lets [`Program::commit`] keep its copies in `kept`.
     pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
+        kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
     }
 

@@ -30,9 +30,11 @@ pub struct MemoryUse {
     /// Bytes mapped from the system so far, for devices, arrays in host memory, and staging. Never
     /// falls.
     pub mapped: u64,
-    /// Bytes of host memory that arrays use now. No device's limit includes them.
+    /// Bytes of host memory that arrays and copies of commits use now. No device's limit includes
+    /// them.
     pub host_live: u64,
-    /// Largest sum of used and reserved host memory of arrays so far, in bytes.
+    /// Largest sum of used and reserved host memory of arrays so far, in bytes, and of that of
+    /// commits.
     pub host_peak: u64,
     /// Bytes that are lent to other processes and not returned yet. Memory lent to several
     /// processes counts once for each. It stays in use here until all of them have returned it.
@@ -78,12 +80,13 @@ impl Program {
         let host = self.runtime.host_memory.stats();
         let lent = self.runtime.in_flight.counts().lent;
         let staging = self.runtime.staging.stats();
+        let commits = self.kept.as_ref().map(|kept| kept.lock().memory.stats()).unwrap_or_default();
         let host = MemoryUse {
-            host_live: host.live,
-            host_peak: host.peak,
+            host_live: host.live + commits.live,
+            host_peak: host.peak + commits.peak,
             lent,
             staging_recent_peak: staging.recent_peak,
-            mapped: staging.mapped + host.mapped,
+            mapped: staging.mapped + host.mapped + commits.mapped,
             ..MemoryUse::default()
         };
         stats.fold(host, |sum, stats| MemoryUse {

@@ -5,17 +5,15 @@ use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
-use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
-use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_layout::tree::Tree;
 
 use crate::api::program::Program;
-use crate::api::put::MoveOptions;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::kept::{CommitId, Issued, Kept};
+use crate::exec::kept::{Contents, Issued, Kept};
 
 /// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
 pub trait Committed {
@@ -23,13 +21,14 @@ pub trait Committed {
     /// in every epoch. Their shardings may change from epoch to epoch.
     fn arrays(&self) -> Vec<MpmdArray>;
 
-    /// Returns the names of the arrays, for messages. Without them their numbers are used.
+    /// Returns the names of the arrays. A commit is only restored into arrays of the same names.
+    /// Without them their numbers are used.
     fn names(&self) -> Vec<String> {
         Vec::new()
     }
 
     /// Returns small values, such as a counter, in any encoding. They are the same on every
-    /// process. None by default.
+    /// process: other values are a divergence of the processes. None by default.
     fn values(&self) -> Vec<u8> {
         Vec::new()
     }
@@ -65,12 +64,16 @@ where
 
 impl Program {
     /// Keeps the state after `step` in memory, so that the job can go on from there after the loss
-    /// of a process. Every process must call it. Returns without waiting.
+    /// of a process. Every process must call it, with the same step and the same small values.
     ///
-    /// Each region of an array moves to the host memory of its first device's process, and to that
-    /// of another process: on another host if there is one. The copies are no loans. Those of an
-    /// older commit are freed once a newer one is known to be whole on every process, so there are
-    /// two to three copies of the state in the memory of each of the two processes.
+    /// Each region of an array is copied to memory of its first device's process, and to that of
+    /// another process: on another host if there is one. The copies are freed once a newer commit
+    /// is known to be whole on every process, so there are two to three copies of the state in the
+    /// memory of each of the two processes.
+    ///
+    /// Does not wait for the copies. But no more than two commits may be on their way: until one of
+    /// them is known to be whole on every process, a third call blocks. A step may be committed
+    /// more than once; the later call is the newer commit.
     ///
     /// An object is committed by the arrays of [`Program::save_object`].
     ///
@@ -80,7 +83,9 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If an array has partial sums, was donated, or belongs to an earlier epoch.
+    /// If an array has partial sums, was donated, or belongs to an earlier epoch. If an earlier
+    /// commit has failed for which this call waits, such as by the loss of a process. Processes may
+    /// see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
@@ -91,8 +96,13 @@ impl Program {
         if !kept.lock().reach(step) {
             return Ok(());
         }
+        // A dry run makes no copies, so none is ever confirmed.
+        while !self.is_dry_run() {
+            let Some(unconfirmed) = kept.lock().first_awaited() else { break };
+            unconfirmed.shards_here(at)?;
+        }
         let before = self.set_caller(Some(at));
-        let committed = self.issue_commit(step, state, &kept);
+        let committed = self.issue_commit(step, state, &kept, at);
         self.set_caller(before);
         committed
     }
@@ -102,10 +112,11 @@ impl Program {
         step: u64,
         state: &impl Committed,
         kept: &Arc<Mutex<Kept>>,
+        at: &'static Location<'static>,
     ) -> Result<()> {
         let arrays = state.arrays();
         let first = self.topology().device_ids()[0];
-        let (mut own, mut buddies) = (Vec::new(), Vec::new());
+        let (mut homes, mut buddies) = (Vec::new(), Vec::new());
         for array in &arrays {
             let sharding = array.sharding().cloned();
             let sharding = sharding.unwrap_or_else(|| Sharding::single_device(first));
@@ -113,44 +124,27 @@ impl Program {
                 let problem = format!("commit: {} holds partial sums: add them up", array.aval());
                 return Err(Error::kernel(problem));
             }
-            let owned = sharding.first_holders(array.shape())?.with_memory_kind(MemoryKind::Host);
+            let owned = sharding.first_holders(array.shape())?;
             buddies.push(with_buddies(&owned, array.aval(), self.topology())?);
-            own.push(owned);
+            homes.push(owned.layout(array.shape())?);
         }
-        // Later steps change the arrays in place, and a copy must outlive its source's process.
-        let options = MoveOptions::default().may_alias(false);
-        let own = self.device_put_with(&arrays, own, options)?;
-        let buddies = self.device_put_with(&arrays, buddies, options)?;
-        let arrays = own.into_iter().zip(buddies).map(|(own, buddy)| [own, buddy]).collect();
-        let whole = self.tell_whole(kept)?;
-        let mut kept = kept.lock();
-        kept.forget_old();
-        let (id, values) = (CommitId { step, epoch: self.epoch() }, state.values());
-        kept.issued.push_back(Issued { id, values, arrays, whole });
-        Ok(())
-    }
-
-    /// Tells every process the newest commit that is whole on each.
-    fn tell_whole(&mut self, kept: &Arc<Mutex<Kept>>) -> Result<MpmdArray> {
+        let buddies = self.device_put(&arrays, buddies)?;
+        let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
+        let id = kept.lock().next_id(self.epoch(), step, &contents);
+        let sources: Vec<_> = arrays.iter().zip(&buddies).zip(homes).collect();
+        let (made, all) = self.issue_copies(id, sources, kept.lock().memory.clone(), at)?;
         let devices = first_devices(self.topology());
-        let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?;
-        let aval = ShapedArray::new(&[devices.len(), 2], DType::I64);
-        let kept = Arc::downgrade(kept);
-        let own = self.array_from_fn(aval, &everywhere.sharding(spec!["process"]), {
-            move |_, mut values| {
-                let whole = kept.upgrade().map(|kept| kept.lock().newest_whole());
-                let CommitId { step, epoch } = whole.unwrap_or_default();
-                let words = [step, epoch].map(u64::cast_signed);
-                values.as_mut_slice::<i64>()?.copy_from_slice(&words);
-                Ok(())
-            }
-        })?;
-        self.device_put(&own, everywhere.replicated())
+        let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?.replicated();
+        let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;
+        if !self.is_dry_run() {
+            kept.lock().issued.push_back(Issued { id, contents, made, whole });
+        }
+        Ok(())
     }
 }
 
 /// Returns one device of each process, by process.
-fn first_devices(topology: &Topology) -> Vec<DeviceId> {
+pub(super) fn first_devices(topology: &Topology) -> Vec<DeviceId> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
     processes.filter_map(|process| topology.devices_of(process).first().copied()).collect()
 }
@@ -184,6 +178,7 @@ fn distance(topology: &Topology) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_layout::aval::DType;
     use mpmd_layout::region::Region;
 
     use super::*;

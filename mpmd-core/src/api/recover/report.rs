@@ -6,7 +6,7 @@ use std::panic::Location;
 use mpmd_ids::ProcessId;
 
 use super::Commits;
-use super::restore::Inventory;
+use super::inventory::Inventory;
 use crate::api::program::Program;
 use crate::warning::tell_user;
 

@@ -1,81 +1,26 @@
-//! Restoring a commit: the processes tell each other what they have, and bring each region home.
+//! Restoring a commit: brings each region home, and moves it to the sharding of the new epoch.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_ids::block::since;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
-use mpmd_layout::topology::{DeviceId, Topology};
-use serde::{Deserialize, Serialize};
+use mpmd_transport::SharedBuffer;
 
+use super::inventory::{Inventory, Source, choose, tell};
 use super::{Commits, Committed};
 use crate::api::program::Program;
 use crate::api::put::MoveOptions;
-use crate::error::{Error, Result};
+use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::host_array::HostArray;
-use crate::exec::kept::{CommitId, Copies, Copy};
+use crate::exec::kept::{CommitId, Contents, Copies, hash};
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
 const MOST_RESTARTS: u32 = 5;
-
-/// The largest number of lost arrays that an error names for each commit.
-const MOST_NAMES: usize = 4;
-
-/// The commits of which a process has copies.
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-pub(super) struct Inventory {
-    commits: Vec<(CommitId, CommitEntry)>,
-    /// The newest commit that is known to be whole on every process.
-    known: CommitId,
-    stuck: (Option<u64>, u32),
-    /// The newest step that this process has come to.
-    pub(super) reached: u64,
-    /// The age of the job, and the part of it that was lost.
-    pub(super) time: (Duration, Duration),
-    /// Time since the loss of a process, and the failure. `None` on a process that is new in the
-    /// job.
-    pub(super) lost: Option<(Duration, String)>,
-    pub(super) pid: u32,
-}
-
-#[derive(Clone, Debug, Default, Deserialize, Serialize)]
-struct CommitEntry {
-    /// Hash of the small values.
-    values: u128,
-    /// By array.
-    arrays: Vec<Vec<CopyEntry>>,
-}
-
-/// A copy of a region.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-struct CopyEntry {
-    place: RegionOfDevice,
-    /// Hash of the bytes.
-    hash: u128,
-}
-
-/// A region, and the device that owned it. The ranges are (start, end) by dimension.
-#[derive(Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
-struct RegionOfDevice {
-    home: u32,
-    ranges: Vec<(usize, usize)>,
-}
-
-/// The process from which a region comes, and the hash of its bytes.
-#[derive(Clone, Debug)]
-struct Source {
-    home: DeviceId,
-    region: Region,
-    holder: ProcessId,
-    hash: u128,
-}
 
 impl Commits {
     /// Replaces `state` by that of the newest commit that is whole, and returns its step. Returns 0
@@ -83,15 +28,15 @@ impl Commits {
     /// before its first commit. Blocks until the state is there.
     ///
     /// A region comes from the process that owned it, else from that process's buddy, and moves to
-    /// the shardings that `state` has now. The copies are compared with hashes of the process that
-    /// had them.
+    /// the shardings that `state` has now. The copies are compared with the hashes that were taken
+    /// when they were made. A copy that has changed since is not used.
     ///
     /// # Errors
     ///
     /// [`Error::CommitsLost`] if regions are lost with both of their processes, with the arrays
     /// that are concerned: a checkpoint file can help. If the arrays differ from those of the
-    /// commit in number, shape or dtype. If several epochs began at this commit and none came to a
-    /// newer one. Every process gets the same error.
+    /// commit in number, name, shape or dtype. If several epochs began at this commit and none came
+    /// to a newer one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());
@@ -110,9 +55,10 @@ impl Commits {
         if p.is_dry_run() || p.epoch() == 1 {
             return Ok(0);
         }
-        let inventories = self.tell_inventories(p)?;
+        let inventories = self.tell_inventories(p, at)?;
         let arrays = state.arrays();
-        let chosen = choose(&inventories, &arrays, &state.names(), p.topology());
+        let asked = Contents::of(&arrays, state.names(), Vec::new());
+        let chosen = choose(&inventories, &asked, p.topology());
         let chosen = chosen.inspect_err(|_| {
             self.kept.lock().forget_all();
             self.report(p, &inventories, 0, at);
@@ -123,51 +69,30 @@ impl Commits {
         };
         self.count_restart(&inventories, id.step)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
-        let values = self.values(p, id, &inventories, &copies)?;
+        let contents = contents(p, id, &inventories, &copies)?;
+        if let Some(difference) = contents.difference(&asked) {
+            let step = id.step;
+            let problem =
+                format!("the newest commit is of step {step} and does not fit: {difference}");
+            return Err(IssueProblem::Signature(problem).at(at, "restore"));
+        }
+        let mut here = vec![HashMap::new(); arrays.len()];
+        for copy in copies.regions {
+            here[copy.array].insert(copy.region, copy.bytes);
+        }
         let mut restored = Vec::with_capacity(arrays.len());
-        for (number, (array, sources)) in arrays.iter().zip(sources).enumerate() {
-            let own = copies.arrays.get(number).cloned().unwrap_or_default();
-            restored.push(bring_home(p, array, &sources, own)?);
+        for ((array, sources), here) in arrays.iter().zip(sources).zip(here) {
+            restored.push(bring_home(p, array, sources, here)?);
         }
         for array in &restored {
             array.block_until_ready()?;
         }
-        state.restore(restored, &values)?;
+        state.restore(restored, &contents.values)?;
         self.kept.lock().earlier.retain(|kept, _| *kept <= id);
         self.report(p, &inventories, id.step, at);
         // Until the next commit, a further loss would find regions with one copy.
-        p.issue_commit(id.step, state, &self.kept)?;
+        p.issue_commit(id.step, state, &self.kept, at)?;
         Ok(id.step)
-    }
-
-    /// Returns what every process has, by process.
-    fn tell_inventories(&self, p: &mut Program) -> Result<Vec<Inventory>> {
-        let own = || Ok(self.inventory());
-        let processes = (0..p.processes() as u32).map(ProcessId);
-        processes.map(|from| p.broadcast_value(from, Inventory::default(), own)).collect()
-    }
-
-    fn inventory(&self) -> Inventory {
-        let kept = self.kept.lock();
-        let entry = |copy: &Copy| {
-            let ranges = copy.region.ranges().map(|range| (range.start, range.end)).collect();
-            let place = RegionOfDevice { home: copy.home.0, ranges };
-            CopyEntry { place, hash: hash(copy.data.bytes()) }
-        };
-        let commits = kept.earlier.iter().map(|(id, copies)| {
-            let arrays = copies.arrays.iter().map(|copies| copies.iter().map(entry).collect());
-            (*id, CommitEntry { values: hash(&copies.values), arrays: arrays.collect() })
-        });
-        let lost = kept.lost.as_ref().map(|(when, why)| (since(*when), why.to_string()));
-        Inventory {
-            commits: commits.collect(),
-            known: kept.known,
-            stuck: kept.stuck,
-            reached: kept.time.reached,
-            time: (kept.time.age(), kept.time.lost()),
-            lost,
-            pid: std::process::id(),
-        }
     }
 
     /// Counts an epoch that begins at `step`, and fails if there were too many.
@@ -184,96 +109,36 @@ impl Commits {
         }
         Ok(())
     }
-
-    /// Returns the small values of a commit, from the first process that has them.
-    fn values(
-        &self,
-        p: &mut Program,
-        id: CommitId,
-        inventories: &[Inventory],
-        copies: &Copies,
-    ) -> Result<Vec<u8>> {
-        let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
-        let from = inventories.iter().position(has).unwrap_or(0);
-        p.broadcast_value(ProcessId(from as u32), Vec::new(), || Ok(copies.values.clone()))
-    }
 }
 
-/// Returns the newest commit that is whole, and the sources of the regions of each array. `None` if
-/// none is, and none is known to have been.
-fn choose(
-    inventories: &[Inventory],
-    arrays: &[MpmdArray],
-    names: &[String],
-    topology: &Topology,
-) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
-    let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
-    let mut lost = Vec::new();
-    for id in commits.collect::<BTreeSet<_>>().into_iter().rev() {
-        let sources: Vec<_> =
-            (0..arrays.len()).map(|i| sources(inventories, id, i, topology)).collect();
-        let is_lost = |(array, sources): (&MpmdArray, &Vec<Source>)| {
-            let elements: usize = sources.iter().map(|source| source.region.elements()).sum();
-            elements != array.aval().elements()
-        };
-        let missing: Vec<usize> =
-            (0..arrays.len()).filter(|i| is_lost((&arrays[*i], &sources[*i]))).collect();
-        if missing.is_empty() {
-            return Ok(Some((id, sources)));
-        }
-        let named = |i: &usize| names.get(*i).cloned().unwrap_or_else(|| format!("array {i}"));
-        let mut named: Vec<_> = missing.iter().take(MOST_NAMES).map(named).collect();
-        if missing.len() > MOST_NAMES {
-            named.push(format!("{} others", missing.len() - MOST_NAMES));
-        }
-        lost.push(format!("step {}: {}", id.step, named.join(", ")));
-    }
-    let known = inventories.iter().map(|one| one.known).max().unwrap_or_default();
-    match known == CommitId::default() {
-        true => Ok(None),
-        false => Err(Error::CommitsLost { lost }),
-    }
-}
-
-/// Returns the regions of an array in a commit, each with its home and the process that has it: the
-/// owner of its home if that has it. Leaves out regions whose copies differ.
-fn sources(
-    inventories: &[Inventory],
+/// Returns the contents of a commit, from the first process that has them.
+fn contents(
+    p: &mut Program,
     id: CommitId,
-    array: usize,
-    topology: &Topology,
-) -> Vec<Source> {
-    let mut found: BTreeMap<RegionOfDevice, Vec<(ProcessId, u128)>> = BTreeMap::new();
-    for (process, inventory) in (0..).map(ProcessId).zip(inventories) {
-        let entries = inventory.commits.iter().filter(|(kept, _)| *kept == id);
-        for copy in entries.filter_map(|(_, entry)| entry.arrays.get(array)).flatten() {
-            found.entry(copy.place.clone()).or_default().push((process, copy.hash));
-        }
+    inventories: &[Inventory],
+    copies: &Copies,
+) -> Result<Contents> {
+    let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
+    let from = inventories.iter().position(has).unwrap_or(0);
+    let contents: Contents = tell(p, ProcessId(from as u32), || Contents::clone(&copies.contents))?;
+    match contents.hash() == id.hash {
+        true => Ok(contents),
+        false => Err(Error::kernel(format!("the commit of step {} was damaged", id.step))),
     }
-    let source = |(place, holders): (RegionOfDevice, Vec<(ProcessId, u128)>)| {
-        let owner = topology.device(DeviceId(place.home)).map(|device| device.process);
-        let own = holders.iter().find(|(holder, _)| Some(*holder) == owner);
-        let (holder, hash) = *own.or(holders.first())?;
-        let region = Region::new(place.ranges.into_iter().map(|(start, end)| start..end).collect());
-        let is_same = holders.iter().all(|(_, other)| *other == hash);
-        is_same.then_some(Source { home: DeviceId(place.home), region, holder, hash })
-    };
-    found.into_iter().filter_map(source).collect()
 }
 
 /// Issues the moves of an array's regions to their homes, makes the array there, and moves it to
-/// the sharding of `like`. Blocks until the regions are home.
+/// the sharding of `like`. `here` has the copies of this process. Blocks until the regions are
+/// home.
 fn bring_home(
     p: &mut Program,
     like: &MpmdArray,
-    sources: &[Source],
-    own: Vec<Copy>,
+    sources: Vec<Source>,
+    mut here: HashMap<Region, SharedBuffer>,
 ) -> Result<MpmdArray> {
     let once = MoveOptions::default().cache_plans(false).may_alias(false);
-    let mut here: HashMap<Region, HostArray> =
-        own.into_iter().map(|copy| (copy.region, copy.data)).collect();
     let mut coming = Vec::new();
-    for Source { home, region, holder, .. } in sources {
+    for Source { home, region, holder, .. } in &sources {
         let owner = p.topology().device(*home).map(|device| device.process);
         if owner == Some(*holder) {
             continue;
@@ -284,30 +149,27 @@ fn bring_home(
         let on = |device| Sharding::single_device(device).with_memory_kind(MemoryKind::Host);
         let copied = p.array_from_fn(aval, &on(from), move |_, mut values| {
             let bytes = bytes.as_ref().ok_or_else(|| Error::kernel("the copy is gone"))?;
-            values.as_bytes_mut().copy_from_slice(bytes.bytes());
+            values.as_bytes_mut().copy_from_slice(bytes);
             Ok(())
         })?;
         coming.push((region.clone(), p.device_put_with(&copied, on(*home), once)?));
     }
     for (region, array) in coming {
         if let Some(data) = array.to_host()? {
-            here.insert(region, data);
+            here.insert(region, data.bytes().clone());
         }
     }
-    let damaged = sources.iter().find(|source| {
-        let bytes = here.get(&source.region);
-        bytes.is_some_and(|data| hash(data.bytes()) != source.hash)
-    });
-    let damaged = damaged.map(|source| source.region.clone());
-    let here = Arc::new(here);
     let homes = sources.iter().map(|source| (source.home, source.region.clone())).collect();
     let homes = Sharding::enumerated(homes)?;
+    let hashes: HashMap<Region, u128> =
+        sources.into_iter().map(|source| (source.region, source.hash)).collect();
+    let here = Arc::new(here);
     let array = p.array_from_fn(like.aval().clone(), &homes, move |region, mut values| {
-        if damaged.as_ref() == Some(region) {
+        let bytes = here.get(region).ok_or_else(|| Error::kernel("the copy is gone"))?;
+        if hashes.get(region) != Some(&hash(bytes)) {
             return Err(Error::kernel(format!("the copy of region {region} was damaged")));
         }
-        let bytes = here.get(region).ok_or_else(|| Error::kernel("the copy is gone"))?;
-        values.as_bytes_mut().copy_from_slice(bytes.bytes());
+        values.as_bytes_mut().copy_from_slice(bytes);
         Ok(())
     })?;
     let to = like.sharding().cloned();
@@ -315,65 +177,52 @@ fn bring_home(
     p.device_put_with(&array, to, MoveOptions::default().donate(true).cache_plans(false))
 }
 
-/// Returns the hash of a copy.
-fn hash(bytes: &[u8]) -> u128 {
-    twox_hash::XxHash3_128::oneshot(bytes)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use mpmd_ids::block::thread;
+    use mpmd_layout::aval::f32s;
+    use mpmd_layout::spec;
+    use mpmd_layout::topology::DeviceId;
+
     use super::*;
-    use crate::Builder;
+    use crate::api::program::Simulation;
 
-    const ID: CommitId = CommitId { step: 7, epoch: 1 };
-
-    /// Returns the inventory of a process with these regions of one array, (home, hash).
-    fn has(copies: &[(u32, u128)]) -> Inventory {
-        let entry = |(home, hash): &(u32, u128)| {
-            let ranges = vec![(*home as usize, *home as usize + 1)];
-            CopyEntry { place: RegionOfDevice { home: *home, ranges }, hash: *hash }
+    /// A process is lost, and another one's copy of its own region has changed in memory.
+    #[test]
+    fn changed_copy_is_replaced_by_that_of_the_buddy() {
+        let program = |p: &mut Program, commits: &Commits| {
+            let mesh = p.mesh(&[("x", 3)])?;
+            let here = mesh.sharding(spec!["x"]);
+            let mut x = p.array_from_fn(f32s([3]), &here, |region, mut values| {
+                Ok(values.fill(region.range(0).start as f32)?)
+            })?;
+            if p.epoch() == 1 {
+                for step in 1.. {
+                    p.commit(step, &x)?;
+                    p.step_end()?;
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+            if p.process() == ProcessId(0) {
+                let mut kept = commits.kept.lock();
+                let copies = kept.earlier.values_mut().flat_map(|copies| &mut copies.regions);
+                for copy in copies.filter(|copy| copy.home == DeviceId(0)) {
+                    copy.bytes = vec![7; copy.bytes.len()].into();
+                }
+            }
+            let step = commits.restore(p, &mut x)?;
+            let all = p.device_put(&x, mesh.replicated())?.to_host()?;
+            Ok((step, all.expect("every process has it").to_vec::<f32>()?))
         };
-        let arrays = vec![copies.iter().map(entry).collect()];
-        Inventory { commits: vec![(ID, CommitEntry { values: 0, arrays })], ..Inventory::default() }
-    }
-
-    /// A commit, with (home, holder) of each region; or the error's text.
-    type Chosen = Result<Option<(CommitId, Vec<(u32, u32)>)>, String>;
-
-    fn chosen(inventories: &[Inventory]) -> Chosen {
-        let topology = Builder::default().devices(2).topology(2, None).unwrap();
-        let array = MpmdArray::from_slice(&[2], &[1.0f32, 2.0]).unwrap();
-        let chosen = choose(inventories, &[array], &["w".to_owned()], &topology);
-        let chosen = chosen.map_err(|error| error.to_string())?;
-        Ok(chosen.map(|(id, sources)| {
-            (id, sources[0].iter().map(|source| (source.home.0, source.holder.0)).collect())
-        }))
-    }
-
-    #[test]
-    fn region_comes_from_its_owner_else_from_the_buddy() {
-        let all = [has(&[(0, 5), (1, 6)]), has(&[(1, 6), (0, 5)])];
-        assert_eq!(chosen(&all), Ok(Some((ID, vec![(0, 0), (1, 1)]))));
-        let replaced = [has(&[(0, 5), (1, 6)]), Inventory::default()];
-        assert_eq!(chosen(&replaced), Ok(Some((ID, vec![(0, 0), (1, 0)]))));
-    }
-
-    #[test]
-    fn commit_that_lacks_a_region_or_differs_is_not_used() {
-        let lost = [has(&[(0, 5)]), Inventory::default()];
-        assert_eq!(chosen(&lost), Ok(None), "it was never whole");
-        let known = [has(&[(0, 5)]), Inventory { known: ID, ..Inventory::default() }];
-        let error = Error::CommitsLost { lost: vec!["step 7: w".to_owned()] };
-        assert_eq!(chosen(&known), Err(error.to_string()));
-        let damaged = [has(&[(0, 5), (1, 6)]), has(&[(0, 9), (1, 6)])];
-        assert_eq!(chosen(&damaged), Ok(None));
-    }
-
-    #[test]
-    fn whole_commit_is_preferred_to_a_newer_one_in_parts() {
-        let mut both = has(&[(0, 5), (1, 6)]);
-        let newer = CommitId { step: 8, epoch: 1 };
-        both.commits.push((newer, has(&[(0, 5)]).commits[0].1.clone()));
-        assert_eq!(chosen(&[both]).unwrap().map(|(id, _)| id), Some(ID));
+        let job = Simulation::new(3, 3).seed(2).spare_after(Duration::ZERO);
+        let job = job.lose_after(ProcessId(2), Duration::from_millis(30));
+        let (results, _) = job.run_recovering(1, program);
+        for process in [0, 1, 3] {
+            let (step, values) = results[process].as_ref().unwrap().clone().unwrap();
+            assert!(step > 5, "{step}");
+            assert_eq!(values, [0.0, 1.0, 2.0]);
+        }
     }
 }

@@ -1,0 +1,207 @@
+//! The copies of a commit: an operation in which each process copies the regions that it keeps.
+//!
+//! Copy workers do so as soon as a region is there, and take its hash. The copies are in memory
+//! that belongs to no epoch: never a loan of another process, nor a block of a device's pool.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_ids::block::Mutex;
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, MemoryKind};
+use mpmd_layout::spec;
+use mpmd_layout::topology::DeviceId;
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_transport::router::Failure;
+use mpmd_transport::{Pool, SharedBuffer};
+
+use super::commit::first_devices;
+use crate::api::program::{NewOp, Part, Program};
+use crate::error::Result;
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
+use crate::exec::kept::{CommitId, Copy, hash};
+use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime};
+
+/// An array to commit, its regions at their buddies, and its layout with one device per region.
+pub(super) type ArrayToCopy<'a> = ((&'a MpmdArray, &'a MpmdArray), Arc<Layout>);
+
+/// A region that this process copies.
+struct Source {
+    array: usize,
+    home: DeviceId,
+    region: Region,
+    bytes: usize,
+    /// True if the region is in the memory of a CUDA device.
+    on_gpu: bool,
+    slot: AsyncBuffer,
+}
+
+/// The copies of a commit that this process makes. The operation ends with the last holder.
+struct Copying {
+    runtime: Arc<Runtime>,
+    memory: Pool,
+    made: Arc<Mutex<Vec<Copy>>>,
+    /// (Number of regions that are not copied yet, resolver that says when all are). The resolver
+    /// is `None` once it was kept.
+    state: Mutex<(usize, Option<Resolver>)>,
+    // Last, so that it is dropped after the memory.
+    guard: OpGuard,
+}
+
+struct CopyWhat {
+    step: u64,
+    arrays: usize,
+}
+
+impl Program {
+    /// Issues the operation that copies the regions of a commit. Returns the copies of this
+    /// process, to be filled, and an array whose shard of each process is there once that has made
+    /// its copies.
+    pub(super) fn issue_copies(
+        &mut self,
+        id: CommitId,
+        arrays: Vec<ArrayToCopy<'_>>,
+        memory: Pool,
+        at: &'static Location<'static>,
+    ) -> Result<(Arc<Mutex<Vec<Copy>>>, MpmdArray)> {
+        let devices = first_devices(self.topology());
+        let processes = self.mesh_of(&[("process", devices.len())], &devices)?;
+        let sharding = processes.sharding(spec!["process"]).with_memory_kind(MemoryKind::Host);
+        let aval = ShapedArray::new(&[devices.len()], DType::U8);
+        let layout = sharding.layout(aval.shape())?;
+        let runtime = self.runtime.clone();
+        let own = devices.into_iter().find(|device| runtime.local_index(*device).is_some());
+        let sources: Vec<Source> = arrays
+            .iter()
+            .enumerate()
+            .flat_map(|(number, array)| Source::of_array(&runtime, number, array))
+            .collect();
+        let bytes: usize = sources.iter().map(|source| source.bytes).sum();
+        let what = Arc::new(CopyWhat { step: id.step, arrays: arrays.len() });
+        let descriptor = || {
+            let results = vec![dry_run::shards(&layout, 1, |_| Memory::Host)];
+            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+        };
+        let takes: Vec<&MpmdArray> =
+            arrays.iter().flat_map(|((array, buddies), _)| [*array, *buddies]).collect();
+        let [low, high] = [id.hash as u64, (id.hash >> 64) as u64];
+        let part = if own.is_some() { Part::Work(bytes as u64) } else { Part::Idle };
+        let (op, guard) = self.issue_op(
+            [0xc0b1, id.step, id.number, low, high],
+            NewOp { part, takes: &takes, ..NewOp::new(at, &|| what.clone(), &descriptor) },
+        );
+        let (made, mut shards) = (Arc::default(), Vec::new());
+        if let (Some(device), Some(guard)) = (own, guard) {
+            let (resolver, slot) = AsyncBuffer::new();
+            // One more than the regions: a process without any has its copies at once.
+            let state = Mutex::new((sources.len() + 1, Some(resolver)));
+            let made = Arc::clone(&made);
+            let copying =
+                Arc::new(Copying { runtime: runtime.clone(), memory, made, state, guard });
+            sources.into_iter().for_each(|source| copying.begin(source));
+            copying.end(Ok(()));
+            shards.push(LocalShard { device, slot });
+        }
+        let whole = Arc::new(Made::new(aval, sharding, layout, what, runtime));
+        Ok((made, Placed::array(whole, shards, Origin { op, leaf: 0, at })))
+    }
+}
+
+impl Source {
+    /// Returns the regions of an array that this process copies: those that it owns, and those of
+    /// which it is the buddy.
+    fn of_array(
+        runtime: &Runtime,
+        number: usize,
+        ((array, buddies), layout): &ArrayToCopy<'_>,
+    ) -> Vec<Self> {
+        let source = |home, region: &Region, on_gpu, slot| {
+            let bytes = region.elements() * array.dtype().size();
+            Self { array: number, home, region: region.clone(), bytes, on_gpu, slot }
+        };
+        let own = layout.iter().filter(|(device, _)| runtime.local_index(*device).is_some());
+        let own = own.filter_map(|(device, region)| match &array.repr {
+            Repr::Host(host) => {
+                Some(source(device, region, false, AsyncBuffer::filled(host.bytes().clone())))
+            }
+            Repr::Placed(placed) => {
+                let kind = placed.made.sharding.memory_kind();
+                let on_gpu = runtime.gpu_of(device, kind).is_some();
+                Some(source(device, region, on_gpu, placed.slot(device)?.clone()))
+            }
+        });
+        let homes: HashMap<&Region, DeviceId> =
+            layout.iter().map(|(device, region)| (region, device)).collect();
+        let of_buddies = buddies.shards().iter().filter_map(|shard| {
+            let Repr::Placed(placed) = &buddies.repr else { return None };
+            let region = placed.region(shard.device);
+            Some(source(*homes.get(&region)?, &region, false, shard.slot.clone()))
+        });
+        own.chain(of_buddies).collect()
+    }
+}
+
+impl Copying {
+    /// Queues the copy of a region for the moment when it is there. Does not block.
+    fn begin(self: &Arc<Self>, source: Source) {
+        let Source { array, home, region, on_gpu, slot, .. } = source;
+        let slot = match on_gpu {
+            true => self.runtime.in_host_memory(self.guard.op(), &slot),
+            false => slot,
+        };
+        let copying = self.clone();
+        slot.on_end(move |outcome| match outcome {
+            Err(failure) => copying.end(Err(failure.clone())),
+            Ok(bytes) => {
+                let (runtime, bytes) = (copying.runtime.clone(), bytes.clone());
+                runtime.move_data(Box::new(move || copying.copy((array, home, region), bytes)));
+            }
+        });
+    }
+
+    fn copy(&self, (array, home, region): (usize, DeviceId, Region), bytes: SharedBuffer) {
+        let copied = self.memory.allocate(bytes.len()).map(|mut copy| {
+            copy.copy_from_slice(&bytes);
+            copy.freeze()
+        });
+        // Given back before the operation can end.
+        drop(bytes);
+        match copied {
+            Ok(bytes) => {
+                let hash = hash(&bytes);
+                self.made.lock().push(Copy { array, home, region, bytes, hash });
+                self.end(Ok(()));
+            }
+            Err(error) => {
+                let failure = self.runtime.out_of_memory(self.guard.op(), &error.to_string());
+                self.runtime.remember(&failure);
+                self.end(Err(failure));
+            }
+        }
+    }
+
+    /// Notes that a region was copied, or has failed.
+    fn end(&self, copied: std::result::Result<(), Arc<Failure>>) {
+        let mut state = self.state.lock();
+        state.0 -= 1;
+        let outcome = match copied {
+            Ok(()) if state.0 > 0 => return,
+            Ok(()) => Ok(vec![1].into()),
+            Err(failure) => Err(failure),
+        };
+        let resolver = state.1.take();
+        drop(state);
+        if let Some(resolver) = resolver {
+            resolver.keep(outcome);
+        }
+    }
+}
+
+impl fmt::Display for CopyWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "commit of step {}, {} arrays", self.step, self.arrays)
+    }
+}
