@@ -30,6 +30,7 @@ mod api;
 pub mod device;
 mod error;
 mod exec;
+mod files;
 pub mod kernel;
 pub mod pipeline;
 pub mod trace;
@@ -54,6 +55,8 @@ pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use exec::dump::safetensors_dtype;
 pub use exec::host_array::HostArray;
 pub use exec::object::ObjectRef;
+#[doc(hidden)]
+pub use files::{open_regular, read_regular};
 pub use kernel::cuda;
 pub use mpmd_ids::ProcessId;
 pub use mpmd_launch as launch;

@@ -1,15 +1,19 @@
 //! The config of a Llama-type model: `config.json` of a folder, in its old and its new form.
 
-use std::fs;
 use std::path::Path;
 
 use mpmd::Result;
+use mpmd::train::tensors::read_regular;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::rope::{Rope, Scaling};
 use crate::unexpected;
 
+/// The description of a config, for messages.
+pub(crate) const EXPECTED: &str = "the config of a Llama-type model";
+/// Limit on the size of the file, in bytes.
+pub(crate) const LARGEST_FILE: u64 = 1 << 20;
 /// Limit on each size in a config, so that products of sizes do not overflow.
 const LARGEST: usize = (1 << 31) - 1;
 /// Limit on the number of layers, whose names are kept in memory.
@@ -54,10 +58,10 @@ impl Config {
     /// If the file cannot be read, or describes no Llama-type model. The message names the file,
     /// the key, the expected and the found value.
     pub fn read(file: &Path) -> Result<Self> {
-        let expected = "the config of a Llama-type model";
-        let text = fs::read_to_string(file).map_err(|why| unexpected(file, "", expected, why))?;
+        let text =
+            read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
         let map: Map<String, Value> =
-            serde_json::from_str(&text).map_err(|why| unexpected(file, "", expected, why))?;
+            serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
         let keys = Keys { file, prefix: "", map: &map };
         let kind: String = keys.required("model_type", "\"llama\"")?;
         if kind != "llama" {
@@ -188,6 +192,8 @@ impl Keys<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     /// Reads a config of these settings, beside the model type.

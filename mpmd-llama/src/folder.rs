@@ -2,6 +2,7 @@
 //! safetensors files.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +12,35 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
-use mpmd::train::tensors::TensorFile;
+use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, MpmdArray, Program, Result};
 use serde::Deserialize;
 
-use crate::config::Config;
-use crate::model::{OUTPUT, shapes_of};
+use crate::config::{self, Config};
+use crate::model::{EMBEDDING, OUTPUT, shapes_of};
 use crate::unexpected;
+
+/// Name of the config.
+pub(crate) const CONFIG: &str = "config.json";
+/// Name of the tokenizer.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Names of the files that may be beside the weights, and that a saved model gets, too.
+const COMPANIONS: [&str; 12] = [
+    CONFIG,
+    TOKENIZER,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+/// Limit on the size of such a file and of the index, in bytes.
+const LARGEST_FILE: u64 = 256 << 20;
 
 /// Name of the weights' file, if there is one.
 const SINGLE: &str = "model.safetensors";
@@ -34,7 +57,8 @@ const BLOCK: usize = 1 << 18;
 struct Found {
     /// The file that lists them.
     list: PathBuf,
-    tensors: BTreeMap<String, Stored>,
+    /// The file of each tensor.
+    files: BTreeMap<String, TensorFile>,
     /// The size of the largest file, in bytes. `None` if there is one file.
     split: Option<u64>,
 }
@@ -44,6 +68,8 @@ struct Found {
 pub struct Folder {
     path: PathBuf,
     config: Config,
+    /// The names of the companions that it has.
+    companions: Vec<&'static str>,
     tensors: BTreeMap<String, Stored>,
     /// The size of the largest file of weights, in bytes. `None` if there is one file.
     split: Option<u64>,
@@ -68,15 +94,30 @@ impl Folder {
     /// Reads the config and the headers of the weights, but no values. Checks that the folder has
     /// all tensors of the model, in the shapes of the config and a float dtype.
     ///
+    /// If the config ties the output to the embedding, and the weights have an output with other
+    /// values, then it is not tied.
+    ///
     /// # Errors
     ///
-    /// If a file is missing or damaged, or a tensor is missing, of another shape or dtype, or
+    /// If a file is missing or damaged, no regular file or too large, or a link that leads out of
+    /// the folder and of its hub cache. If a tensor is missing, of another shape or dtype, or
     /// unknown. The message names the file, the tensor, the expected and the found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let config = Config::read(&path.join("config.json"))?;
-        let needed = shapes_of(&config)?;
-        let Found { list, tensors, split } = tensors(&path, &needed)?;
+        let file = path.join(CONFIG);
+        checked(&path, CONFIG, config::LARGEST_FILE)
+            .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
+        let mut config = Config::read(&file)?;
+        let companions = companions(&path)?;
+        let Found { list, files, split } = find(&path)?;
+        let may_be_tied = config.tie_word_embeddings && files.contains_key(OUTPUT);
+        config.tie_word_embeddings &= !may_be_tied;
+        let needed = shapes_of(&config)
+            .map_err(|why| unexpected(&file, "", "sizes of a model", why.to_string()))?;
+        let mut tensors = BTreeMap::new();
+        for (name, file) in files {
+            add(&mut tensors, name, &file, &needed)?;
+        }
         for (name, aval) in &needed {
             let expected = format!("{DTYPES} {:?}", aval.shape());
             let Some(stored) = tensors.get(name) else {
@@ -88,7 +129,21 @@ impl Folder {
                 return Err(unexpected(stored.file.path(), name, expected, found));
             }
         }
-        Ok(Self { path, config, tensors, split, read: Arc::default() })
+        if may_be_tied && are_equal(&tensors[EMBEDDING], &tensors[OUTPUT])? {
+            config.tie_word_embeddings = true;
+            tensors.remove(OUTPUT);
+        }
+        Ok(Self { path, config, companions, tensors, split, read: Arc::default() })
+    }
+
+    /// Returns the names of the files that a saved model gets beside its weights.
+    pub(crate) fn companions(&self) -> &[&'static str] {
+        &self.companions
+    }
+
+    /// Reads a file other than weights.
+    pub(crate) fn small(&self, name: &str) -> io::Result<Vec<u8>> {
+        read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
     }
 
     /// Returns the path of the folder.
@@ -185,40 +240,106 @@ fn read_as(
     Ok(())
 }
 
+/// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
+/// `most` bytes. Links may lead to files of the folder only, or from a folder `snapshots/REV` of a
+/// hub cache to `blobs` beside `snapshots`.
+fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
+    let path = folder.join(name);
+    let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
+    let snapshots = root.parent().filter(|parent| parent.ends_with("snapshots"));
+    let blobs = snapshots.and_then(Path::parent).map(|cache| cache.join("blobs"));
+    if !real.starts_with(&root) && !blobs.is_some_and(|blobs| real.starts_with(blobs)) {
+        let real = real.display();
+        return Err(io::Error::other(format!(
+            "a link out of the folder, to {real}: copy the file"
+        )));
+    }
+    let found = real.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other("no regular file"));
+    }
+    if found.len() > most {
+        let bytes = found.len();
+        return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
+    }
+    Ok(path)
+}
+
+/// Returns the names of the companions that a folder has.
+fn companions(folder: &Path) -> Result<Vec<&'static str>> {
+    let has = |name: &&str| folder.join(name).symlink_metadata().is_ok();
+    let found = COMPANIONS.into_iter().filter(has);
+    let check = |name| match checked(folder, name, LARGEST_FILE) {
+        Ok(_) => Ok(name),
+        Err(why) => Err(unexpected(&folder.join(name), "", "a file beside the weights", why)),
+    };
+    found.map(check).collect()
+}
+
 /// Opens the files of weights and finds their tensors.
 ///
 /// # Errors
 ///
-/// If a file is missing or damaged, or has a tensor that is neither `needed` nor ignored.
-fn tensors(folder: &Path, needed: &BTreeMap<String, ShapedArray>) -> Result<Found> {
+/// If a file is missing or damaged.
+fn find(folder: &Path) -> Result<Found> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
-    if single.exists() {
-        let file = TensorFile::open(&single)?;
-        let mut tensors = BTreeMap::new();
-        for name in file.names() {
-            add(&mut tensors, name, &file, needed)?;
+    let open = |name: &str| {
+        let path = folder.join(name);
+        match checked(folder, name, u64::MAX) {
+            Ok(path) => TensorFile::open(path),
+            Err(why) => Err(Error::Environment(format!("{}: {why}", path.display()))),
         }
-        return Ok(Found { list: single, tensors, split: None });
+    };
+    if single.symlink_metadata().is_ok() {
+        let file = open(SINGLE)?;
+        let files = file.names().into_iter().map(|name| (name, file.clone())).collect();
+        return Ok(Found { list: single, files, split: None });
     }
     let expected = format!("{SINGLE} or {INDEX}");
-    let text = std::fs::read_to_string(&index);
-    let text = text.map_err(|why| unexpected(folder, "", expected, why))?;
-    let Index { weight_map } = serde_json::from_str(&text)
+    let text = checked(folder, INDEX, LARGEST_FILE)
+        .and_then(|path| read_regular(&path, LARGEST_FILE))
+        .map_err(|why| unexpected(folder, "", expected, why))?;
+    let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
-    let (mut files, mut tensors) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
+    let (mut opened, mut files) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
     let mut largest = 0;
     for (name, file) in &weight_map {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             return Err(unexpected(&index, name, "the name of a file", format!("{file:?}")));
         }
-        if !files.contains_key(file.as_str()) {
+        if !opened.contains_key(file.as_str()) {
+            opened.insert(file, open(file)?);
             let path = folder.join(file);
-            largest = largest.max(std::fs::metadata(&path).map_or(0, |found| found.len()));
-            files.insert(file, TensorFile::open(path)?);
+            largest = largest.max(path.metadata().map_or(0, |found| found.len()));
         }
-        add(&mut tensors, name.clone(), &files[file.as_str()], needed)?;
+        files.insert(name.clone(), opened[file.as_str()].clone());
     }
-    Ok(Found { list: index, tensors, split: Some(largest) })
+    Ok(Found { list: index, files, split: Some(largest) })
+}
+
+/// True if two matrices have the same elements. Reads both, up to the first block that differs.
+fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
+    if a.aval != b.aval {
+        return Ok(false);
+    }
+    let [rows, columns] = *a.aval.shape() else { return Ok(false) };
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    let step = (BLOCK / columns.max(1)).max(1);
+    for row in (0..rows).step_by(step) {
+        for column in (0..columns).step_by(BLOCK) {
+            let block = [row..rows.min(row + step), column..columns.min(column + BLOCK)];
+            let block = Region::new(block.to_vec());
+            let bytes = block.elements() * a.aval.dtype().size();
+            left.resize(bytes, 0);
+            right.resize(bytes, 0);
+            a.file.read(EMBEDDING, &block, &mut left)?;
+            b.file.read(OUTPUT, &block, &mut right)?;
+            if left != right {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 /// Adds a tensor of a file to those found.
@@ -228,8 +349,7 @@ fn add(
     file: &TensorFile,
     needed: &BTreeMap<String, ShapedArray>,
 ) -> Result<()> {
-    // A model with tied embeddings may have the same values twice.
-    if name.ends_with(IGNORED) || (name == OUTPUT && !needed.contains_key(OUTPUT)) {
+    if name.ends_with(IGNORED) {
         return Ok(());
     }
     let aval = file.aval(&name);

@@ -101,7 +101,8 @@ impl Part {
 /// If a shape has too many elements.
 pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedArray>> {
     let failed = |why: CandleError| Error::kernel(why.to_string());
-    let angles = Angles::new(&config.rope, config.head_dim, 0).map_err(failed)?;
+    // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
+    let angles = Angles::new(&config.rope, 2, 0).map_err(failed)?;
     let (all, owned) = (0..config.num_hidden_layers, config.clone());
     let whole = stage(
         move |vb| Part::new(&owned, None, &angles, all.clone(), &vb),

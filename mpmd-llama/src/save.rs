@@ -1,18 +1,15 @@
 //! Saving a model as model hubs lay it out, in the same form as the folder that it comes from.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use mpmd::aval::DType;
 use mpmd::train::tensors;
-use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd::{MpmdArray, ProcessId, Program, Result};
+use serde_json::{Map, Value};
 
-use crate::folder::Folder;
+use crate::folder::{CONFIG, Folder};
 use crate::unexpected;
-
-/// Ends of the names of files beside the weights that are copied.
-const COPIED: [&str; 4] = [".json", ".jinja", ".model", ".txt"];
 
 /// Saves parameters by name in a folder of the same form as `source`: with its config and
 /// tokenizer, names and dtypes, and in several files if it has several. Blocks until the folder is
@@ -36,29 +33,27 @@ pub fn save(
     // The library `transformers` refuses files without it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     tensors::save(p, to, &arrays, source.split().unwrap_or(u64::MAX), &metadata)?;
-    p.broadcast_value(ProcessId(0), (), || copy_settings(source.path(), to))
+    p.broadcast_value(ProcessId(0), (), || copy_settings(source, to))
 }
 
-/// Copies the config, the tokenizer and other small files beside the weights.
-fn copy_settings(from: &Path, to: &Path) -> Result<()> {
-    let failed = |path: &Path, why| {
-        Error::Environment(format!(
-            "{}: cannot be copied to {}: {why}",
-            path.display(),
-            to.display()
-        ))
-    };
-    for entry in fs::read_dir(from).map_err(|why| failed(from, why))? {
-        let entry = entry.map_err(|why| failed(from, why))?;
-        let (name, path) = (entry.file_name(), entry.path());
-        let is_copied = name.to_str().is_some_and(|name| {
-            COPIED.iter().any(|end| name.ends_with(end)) && !name.ends_with(".index.json")
-        });
-        if is_copied && path.is_file() {
-            // A copy of the permissions might forbid to save there again.
-            let copy = fs::read(&path).and_then(|bytes| fs::write(to.join(name), bytes));
-            copy.map_err(|why| failed(&path, why))?;
+/// Copies the config, the tokenizer and the other companions of the weights. The config says if
+/// the saved output is tied.
+fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
+    for name in from.companions() {
+        let path = from.path().join(name);
+        let cannot = format!("a file that can be copied to {}", to.display());
+        let mut bytes = from.small(name).map_err(|why| unexpected(&path, "", &cannot, why))?;
+        if *name == CONFIG {
+            let mut map: Map<String, Value> = serde_json::from_slice(&bytes)
+                .map_err(|why| unexpected(&path, "", &cannot, why))?;
+            let key = "tie_word_embeddings";
+            let is_tied = from.config().tie_word_embeddings;
+            if map.get(key).is_some_and(|value| *value != is_tied) {
+                map.insert(key.to_owned(), is_tied.into());
+                bytes = format!("{:#}\n", Value::Object(map)).into_bytes();
+            }
         }
+        tensors::replace(&to.join(name), &bytes)?;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use mpmd::train::data::{SEPARATOR, Text, TokenSource};
 use mpmd::{Error, Program, Result};
 use tokenizers::Tokenizer;
 
-use crate::folder::Folder;
+use crate::folder::{Folder, TOKENIZER};
 use crate::unexpected;
 
 /// Reads the tokenizer of a folder.
@@ -18,10 +18,10 @@ use crate::unexpected;
 /// If `tokenizer.json` is missing or damaged, or has tokens without a row in the embedding. The
 /// message names both numbers.
 pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
-    let file = folder.path().join("tokenizer.json");
+    let file = folder.path().join(TOKENIZER);
     let expected = "a tokenizer";
     // The error of the library does not say that a file is missing.
-    let json = std::fs::read(&file).map_err(|why| unexpected(&file, "", expected, why))?;
+    let json = folder.small(TOKENIZER).map_err(|why| unexpected(&file, "", expected, why))?;
     let mut tokenizer =
         Tokenizer::from_bytes(json).map_err(|why| unexpected(&file, "", expected, why))?;
     let rows = folder.config().vocab_size;

@@ -9,6 +9,7 @@ use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Text, Windows};
 use mpmd::train::stop::exit_code;
+use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_examples::job::{self, JobArgs};
@@ -148,6 +149,9 @@ pub fn run(
         let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
         let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
         let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();
+        if let Some(to) = &args.save {
+            check_folder(p, to)?;
+        }
         let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
         let mut run = Run::steps(args.steps as u64);
         if let Some(file) = &args.metrics {

@@ -14,6 +14,7 @@ use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
 use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::host_array::HostArray;
+use crate::files::read_regular;
 use crate::warning::warn_user;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::topology::DeviceId;
@@ -133,7 +134,7 @@ impl HostArray {
     pub fn read_dump(path: impl AsRef<Path>) -> Result<Vec<Self>> {
         let path = path.as_ref();
         let wrong = |why: String| Error::Dump { path: path.to_owned(), why };
-        let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
+        let bytes = read_regular(path, u64::MAX).map_err(|error| wrong(error.to_string()))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|error| wrong(error.to_string()))?;
         let mut arrays = BTreeMap::new();
         for (name, view) in file.iter() {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use mpmd_core::prelude::*;
 use mpmd_core::{Simulation, run_here};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use crate::common::watchdog;
 
@@ -101,6 +102,10 @@ fn files_that_are_no_dumps_are_refused() {
         assert!(error.to_string().contains("broken.safetensors"), "{error}");
     };
     refused("No such file");
+    // Reading it as a file would wait for its writer.
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    refused("it is no regular file");
+    std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, "nothing of that").unwrap();
     refused("header");
     let header = br#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;

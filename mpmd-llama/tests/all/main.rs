@@ -6,4 +6,5 @@ mod inputs;
 mod programs;
 mod saving;
 mod scores;
+mod strangers;
 mod training;

@@ -119,6 +119,22 @@ fn continued_training_has_the_losses_of_an_uninterrupted_one() {
 }
 
 #[test]
+fn folder_without_room_for_files_stops_before_the_first_step() {
+    let (model, text) = (path("plain"), text());
+    for option in ["--save", "--checkpoints"] {
+        // Nobody can create files there, not even root.
+        let args = [model.to_str().unwrap(), text.to_str().unwrap(), option, "/proc"];
+        let args = [&["--model"], &args[..], &["--time", "8", "--stages", "2"]].concat();
+        let ends = run(2, &args);
+        for end in &ends {
+            assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
+            let said = "/proc: no file can be created there: ";
+            assert!(end.stderr.contains(said) && !end.stderr.contains("step 1/"), "{end:?}");
+        }
+    }
+}
+
+#[test]
 fn full_disk_is_one_message_with_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let (model, text, to) = (path("plain"), text(), folder.path().join("saved"));

@@ -1,12 +1,14 @@
 //! Saved models have the form and the bits of those that they come from.
 
+use std::fs;
+
 use mpmd::pipeline::Schedule;
 use mpmd::train::Run;
 use mpmd_llama::score::nats_per_token;
 use mpmd_llama::train::trainer;
 use mpmd_llama::{Folder, Llama, merged, save};
 
-use crate::folders::{ALL, expected, open, path, read_all, simulate, tokens};
+use crate::folders::{ALL, change, copy, expected, open, path, read_all, simulate, tokens};
 use crate::training::{Given, args};
 
 #[test]
@@ -24,6 +26,43 @@ fn untrained_models_are_saved_with_equal_bits() {
         assert_eq!(saved.config(), folder.config());
         assert!(to.path().join("tokenizer.json").exists());
     }
+}
+
+#[test]
+fn other_output_of_a_tied_model_is_used_and_saved() {
+    let folder = copy("plain");
+    let config = folder.path().join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let [no, yes] = ["false", "true"].map(|value| format!("\"tie_word_embeddings\": {value}"));
+    fs::write(&config, text.replace(&no, &yes)).unwrap();
+    let opened = Folder::open(folder.path()).unwrap();
+    let (count, nats) = expected("plain").nats_in_f32.pop_first().unwrap();
+    for stages in [1, 2] {
+        let found = simulate(1, stages, |p, meshes| {
+            let model = Llama::new(&opened, stages, count)?;
+            nats_per_token(p, &model, meshes, &tokens(&opened).first(count))
+        });
+        assert!((found - nats).abs() < 1e-4, "{found}, not {nats}");
+    }
+    let to = tempfile::tempdir().unwrap();
+    simulate(1, 2, |p, meshes| {
+        let pipeline = Llama::new(&opened, 2, 1)?.training(p, meshes)?;
+        let params = merged(p, &pipeline, None)?;
+        save(p, &opened, &params, to.path()).map(Some)
+    });
+    assert!(read_all(to.path()) == read_all(&path("plain")));
+    let saved = fs::read_to_string(to.path().join("config.json")).unwrap();
+    assert!(saved.contains(&no), "readers that ignore the output of tied models: {saved}");
+
+    // Equal values are one parameter.
+    change(folder.path(), |tensors| {
+        let values = |name: &str| tensors.iter().position(|(other, ..)| other == name).unwrap();
+        let (from, to) = (values("model.embed_tokens.weight"), values("lm_head.weight"));
+        tensors[to].2 = tensors[from].2.clone();
+    });
+    let tied = Folder::open(folder.path()).unwrap();
+    assert!(tied.config().tie_word_embeddings);
+    assert!(tied.tensors().all(|(name, _)| name != "lm_head.weight"));
 }
 
 /// Trains a folder for some steps. Returns the score of the trained pipeline, and of the model that

@@ -238,6 +238,11 @@ impl ProcessTrace {
         }
         found.sort();
         for (_, path) in &found {
+            // A pipe would have to wait for a writer.
+            if !path.is_file() {
+                wrong.push(format!("{} is no regular file: it is left out", path.display()));
+                continue;
+            }
             match Self::read(path) {
                 Ok(trace) => traces.push(trace),
                 Err(error) => wrong.push(error.to_string()),
@@ -445,6 +450,21 @@ mod tests {
         let left_out = "the trace of process 1 is of another job, of 4: it is left out";
         let missing = "the trace of process 2 is missing";
         assert!(wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing, "{wrong:?}");
+    }
+
+    #[test]
+    fn pipe_with_a_name_of_a_trace_is_left_out() {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+        let folder = std::env::temp_dir().join(format!("mpmd-pipe-traces-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let about = About { process: 0, processes: 1, ..About::default() };
+        std::fs::write(folder.join(name(0)), beginning(&about).unwrap()).unwrap();
+        mknodat(CWD, folder.join(name(1)), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(traces.len(), 1);
+        assert!(wrong[0].ends_with("process-1.trace is no regular file: it is left out"));
     }
 
     #[test]

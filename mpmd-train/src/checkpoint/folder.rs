@@ -1,13 +1,15 @@
 //! The folder of checkpoints: names, creation of a checkpoint's folder, manifests, and removal.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use mpmd_core::Result;
 
+use crate::tensors::disk::{beside, create_folder, remove, sync_folder, write_new};
 use crate::tensors::failed;
-use crate::tensors::files::{Files, sync_folder, write_synced};
+use crate::tensors::files::{Files, INDEX, MODEL, indexed};
 
 /// Returns the path of the manifest of a step.
 pub(super) fn manifest(folder: &Path, step: u64) -> PathBuf {
@@ -26,10 +28,17 @@ pub(super) fn files(folder: &Path, step: u64, epoch: u64) -> PathBuf {
 /// The text between step and epoch in the name of a folder, if the epoch is not the first.
 const EPOCH: &str = "-epoch-";
 
+/// Returns the name of a process's list of the pieces that it has written.
+pub(super) fn list(process: usize) -> String {
+    format!("pieces-{process}.json")
+}
+
 /// Returns the steps that have a manifest, in ascending order. None if the folder does not exist.
 pub(super) fn steps(folder: &Path) -> Result<Vec<u64>> {
+    let names = names(folder)?;
+    let files = names.iter().filter(|name| folder.join(name).is_file());
     let mut steps: Vec<u64> =
-        names(folder)?.iter().filter_map(|name| step_of(name.strip_suffix(".json")?)).collect();
+        files.filter_map(|name| step_of(name.strip_suffix(".json")?)).collect();
     steps.sort_unstable();
     Ok(steps)
 }
@@ -54,6 +63,16 @@ fn step_of(name: &str) -> Option<u64> {
     text.parse().ok().filter(|step: &u64| format!("{step:08}") == text)
 }
 
+/// Returns the step and the epoch in the name of a folder that [`files`] gives.
+fn step_and_epoch_of(name: &str) -> Option<(u64, u64)> {
+    let (step, epoch) = match name.split_once(EPOCH) {
+        Some((step, epoch)) => (step, epoch.parse().ok()?),
+        None => (name, 1),
+    };
+    let step = step_of(step)?;
+    (files(Path::new(""), step, epoch) == Path::new(name)).then_some((step, epoch))
+}
+
 /// Creates the folder of a step with its files, which have no values yet. Removes the rest of a
 /// broken save of this step and epoch. Returns false and changes nothing if an earlier epoch of the
 /// job has saved the step: its checkpoint has the same values.
@@ -63,7 +82,7 @@ fn step_of(name: &str) -> Option<u64> {
 /// If the step has a manifest in the first epoch; then nothing is changed. If a file cannot be
 /// written.
 pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Result<bool> {
-    fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
+    create_folder(folder)?;
     let manifest = manifest(folder, step);
     if manifest.exists() && epoch > 1 {
         return Ok(false);
@@ -73,8 +92,17 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Res
         return Err(failed(&manifest, &problem));
     }
     let files = files(folder, step, epoch);
-    remove_folder(&files)?;
-    fs::create_dir(&files).map_err(|error| failed(&files, &error))?;
+    remove_save(&files)?;
+    match fs::create_dir(&files) {
+        // It has files of somebody else, which are kept.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && is_folder(&files) => {}
+        created => created.map_err(|error| failed(&files, &error))?,
+    }
+    // First, so that the rest of a broken save can be removed by it.
+    if let Some(index) = plan.index(&plan.names(1)) {
+        let path = files.join(INDEX);
+        write_new(&path, &index).map_err(|error| failed(&path, &error))?;
+    }
     plan.create(&files, "")?;
     Ok(true)
 }
@@ -87,56 +115,84 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Res
 /// If the manifest exists in the first epoch, or a file cannot be written.
 pub(super) fn commit(folder: &Path, step: u64, epoch: u64, content: &[u8]) -> Result<()> {
     let path = manifest(folder, step);
-    let partial = match epoch {
-        1 => path.with_extension("json.partial"),
-        _ => path.with_extension(format!("json.partial{EPOCH}{epoch}")),
-    };
-    write_synced(&partial, content)?;
-    match fs::hard_link(&partial, &path) {
-        Err(_) if path.exists() && epoch > 1 => remove_file(&partial)?,
-        Ok(()) => remove_file(&partial)?,
-        // The file system has no hard links.
-        Err(_) if !path.exists() => {
-            fs::rename(&partial, &path).map_err(|error| failed(&path, &error))?;
-        }
-        Err(error) => return Err(failed(&path, &error)),
-    }
+    let partial = beside(&path);
+    let placed = write_new(&partial, content)
+        .and_then(|()| place(&partial, &path, epoch, |from, to| fs::hard_link(from, to)));
+    // It may have its name already, or not exist.
+    let _ = fs::remove_file(&partial);
+    placed.map_err(|error| failed(&path, &error))?;
     sync_folder(folder)
 }
 
+/// Gives the file `partial` the name `path`, unless another file has it, by the function `link`. It
+/// may keep the old name as well.
+fn place(
+    partial: &Path,
+    path: &Path,
+    epoch: u64,
+    link: impl Fn(&Path, &Path) -> io::Result<()>,
+) -> io::Result<()> {
+    let id = |path| fs::symlink_metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    match link(partial, path) {
+        Ok(()) => Ok(()),
+        // NFS repeats a request whose answer is lost, and then finds the link that it has made.
+        Err(_) if id(path).is_some() && id(path) == id(partial) => Ok(()),
+        Err(_) if path.exists() && epoch > 1 => Ok(()),
+        // The file system has no hard links.
+        Err(_) if !path.exists() => fs::rename(partial, path),
+        Err(error) => Err(error),
+    }
+}
+
 /// Removes all checkpoints but the newest `keep`, and the rests of broken saves before the newest.
+/// Files of others in their folders are kept, with the folder.
 pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     let steps = steps(folder)?;
     let Some(newest) = steps.last() else { return Ok(()) };
     let (old, kept) = steps.split_at(steps.len().saturating_sub(keep));
     for step in old {
-        remove_file(&manifest(folder, *step))?;
+        remove(&manifest(folder, *step))?;
     }
     // A manifest must not outlive its files.
     sync_folder(folder)?;
     for name in names(folder)? {
-        let text = name.split_once(EPOCH).map_or(&name[..], |(step, _)| step);
-        if step_of(text).is_some_and(|step| step < *newest && !kept.contains(&step)) {
-            remove_folder(&folder.join(name))?;
+        let is_old = |(step, _): (u64, u64)| step < *newest && !kept.contains(&step);
+        if step_and_epoch_of(&name).is_some_and(is_old) {
+            remove_save(&folder.join(name))?;
         }
     }
     Ok(())
 }
 
-fn remove_file(path: &Path) -> Result<()> {
-    fs::remove_file(path).map_err(|error| failed(path, &error))
-}
-
-/// Removes a folder with all its files, if it exists.
-fn remove_folder(folder: &Path) -> Result<()> {
-    match fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(folder, &error)),
+/// Removes the files of a save, and their folder unless it has others. Does nothing if there is no
+/// such folder, or a link in its place.
+fn remove_save(folder: &Path) -> Result<()> {
+    if !is_folder(folder) {
+        return Ok(());
+    }
+    let is_list = |name: &String| {
+        let number = name.strip_prefix("pieces-").and_then(|name| name.strip_suffix(".json"));
+        number.and_then(|number| number.parse().ok()).is_some_and(|number| list(number) == *name)
+    };
+    let lists = names(folder)?.into_iter().filter(is_list);
+    // The index names the others, so it is the last.
+    let all = indexed(folder).into_iter().chain(lists).chain([MODEL, INDEX].map(str::to_owned));
+    all.into_iter().try_for_each(|name| remove(&folder.join(name)))?;
+    match fs::remove_dir(folder) {
+        Err(error) if error.kind() != ErrorKind::DirectoryNotEmpty => Err(failed(folder, &error)),
         _ => Ok(()),
     }
 }
 
+/// True if there is a folder with this path, and no link.
+fn is_folder(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|found| found.is_dir())
+}
+
 #[cfg(test)]
 mod tests {
+    use mpmd_layout::aval::f32s;
+
     use super::*;
 
     #[test]
@@ -156,8 +212,8 @@ mod tests {
         let folder = folder.path();
         let plan = Files::plan(&[], 1 << 20, &Default::default()).unwrap();
         assert!(prepare(folder, 7, 1, &plan).unwrap());
-        let early = files(folder, 7, 1).join("of a process that sleeps");
-        fs::write(&early, "early").unwrap();
+        let early = files(folder, 7, 1).join(list(3));
+        fs::write(&early, "of a process that sleeps").unwrap();
         assert!(prepare(folder, 7, 2, &plan).unwrap());
         assert!(early.exists() && files(folder, 7, 2).is_dir());
         commit(folder, 7, 2, b"manifest").unwrap();
@@ -186,5 +242,58 @@ mod tests {
         folders.sort_unstable();
         assert_eq!(folders, [7, 8, 9]);
         assert!(folder.join("step-1.json").exists());
+    }
+
+    #[test]
+    fn files_of_others_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let arrays: Vec<_> = ["a", "b"].map(|name| (name.to_owned(), f32s([2]))).into();
+        let plan = Files::plan(&arrays, 1, &Default::default()).unwrap();
+        let [parts, other, elsewhere] = [1, 2, 3].map(|step| files(folder, step, 1));
+        for step in [1, 2] {
+            assert!(prepare(folder, step, 1, &plan).unwrap());
+        }
+        let foreign = [
+            other.join("notes.txt"),
+            other.join("model-00009-of-00009.safetensors"),
+            other.join("pieces-x.json"),
+            folder.join("step-00000002-epoch-ANYTHING"),
+            folder.join("step-00000002-epoch-1"),
+            folder.join("step-00000002-epoch-02"),
+        ];
+        foreign.iter().for_each(|path| fs::write(path, "of somebody else").unwrap());
+        let target = tempfile::tempdir().unwrap();
+        fs::write(target.path().join(MODEL), "of somebody else").unwrap();
+        std::os::unix::fs::symlink(target.path(), &elsewhere).unwrap();
+        commit(folder, 9, 1, b"manifest").unwrap();
+        remove_old(folder, 1).unwrap();
+        assert!(!parts.exists() && foreign.iter().all(|path| path.exists()), "{foreign:?}");
+        assert_eq!(names(&other).unwrap().len(), 3);
+        assert!(target.path().join(MODEL).exists());
+        // A save of the step goes into the folder, but through no link.
+        assert!(prepare(folder, 2, 1, &plan).unwrap());
+        assert!(prepare(folder, 3, 1, &plan).is_err());
+    }
+
+    #[test]
+    fn repeated_link_of_nfs_is_no_failure() {
+        let folder = tempfile::tempdir().unwrap();
+        let [partial, path] = ["partial", "manifest"].map(|name| folder.path().join(name));
+        fs::write(&partial, "new").unwrap();
+        let twice = |from: &Path, to: &Path| {
+            fs::hard_link(from, to)?;
+            fs::hard_link(from, to)
+        };
+        place(&partial, &path, 1, twice).unwrap();
+        fs::remove_file(&partial).unwrap();
+        fs::write(&partial, "newer").unwrap();
+        assert!(place(&partial, &path, 1, twice).is_err());
+        place(&partial, &path, 2, twice).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        // Without hard links the file is renamed.
+        let none = |_: &Path, _: &Path| Err(ErrorKind::Unsupported.into());
+        place(&partial, &folder.path().join("other"), 1, none).unwrap();
+        assert!(!partial.exists());
     }
 }

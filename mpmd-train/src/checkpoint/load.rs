@@ -1,23 +1,23 @@
 //! Reading a checkpoint: its manifest, its arrays' shapes, and the pieces of a region.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::PathBuf;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use mpmd_core::device::copy::copy_region;
-use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result};
+use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result, open_regular, read_regular};
 use mpmd_ids::block::Mutex;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 
-use super::manifest::{FileEntry, Manifest, hash, read_list};
+use super::manifest::{FileEntry, LARGEST, Manifest, hash, read_list};
+use super::pieces::check_pieces;
 use super::{Checkpoints, Contents, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
-use crate::tensors::{TensorFile, failed};
+use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
 
 /// The arrays of a checkpoint, in the order of the contents that were asked for, and its position.
 pub(crate) struct Loaded {
@@ -42,12 +42,18 @@ struct SavedArray {
 }
 
 impl Checkpoint {
-    /// Reads the manifest, the lists of pieces and the headers, and compares their hashes.
+    /// Reads the manifest, the lists of pieces and the headers, and compares their hashes. Checks
+    /// that the pieces of each array are its elements, each once.
     fn open(from: &Checkpoints, step: u64) -> Result<Self> {
         let path = folder::manifest(&from.folder, step);
-        let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
+        let bytes = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
         let manifest = Manifest::parse(&bytes).map_err(|why| failed(&path, &why))?;
         let files = folder::files(&from.folder, step, manifest.epoch);
+        let names = manifest.files.iter().map(|file| &file.name);
+        let mut names = names.chain(manifest.lists.iter().map(|list| &list.name));
+        if let Some(name) = names.find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+            return Err(failed(&path, &format!("the name of a file is expected, {name:?} found")));
+        }
         let mut lists: HashMap<String, Vec<(Region, String)>> = HashMap::new();
         for list in &manifest.lists {
             for array in read_list(&files, list)? {
@@ -59,8 +65,17 @@ impl Checkpoint {
             let file = open_file(files.join(&entry.name), entry)?;
             for name in file.names() {
                 let pieces = lists.remove(&name).unwrap_or_default();
-                arrays.insert(name, SavedArray { file: file.clone(), pieces });
+                check_pieces(file.aval(&name)?.shape(), &pieces)
+                    .map_err(|why| failed(file.path(), &format!("{name}: {why}")))?;
+                let array = SavedArray { file: file.clone(), pieces };
+                if let Some(other) = arrays.insert(name.clone(), array) {
+                    let problem = format!("{name}: {} has it, too", other.file.path().display());
+                    return Err(failed(file.path(), &problem));
+                }
             }
+        }
+        if let Some(name) = lists.keys().min() {
+            return Err(failed(&path, &format!("{name}: no file has this array of the lists")));
         }
         Ok(Self { path, manifest, arrays, bytes_read: AtomicU64::new(0) })
     }
@@ -114,12 +129,9 @@ impl Checkpoint {
         let damaged =
             |region, why: &str| failed(file.path(), &format!("{name}: region {region}: {why}"));
         let aval = file.aval(name)?;
-        let (item, full) = (aval.dtype().size(), Region::full(aval.shape()));
-        let (mut buffer, mut covered) = (Vec::new(), 0);
+        let item = aval.dtype().size();
+        let mut buffer = Vec::new();
         for (piece, expected) in pieces {
-            if piece.ndim() != region.ndim() || !full.contains(piece) {
-                return Err(damaged(piece, "it is not within the array"));
-            }
             let Some(common) = piece.intersect(region) else { continue };
             buffer.resize(piece.elements() * item, 0);
             file.read(name, piece, &mut buffer)?;
@@ -130,11 +142,6 @@ impl Checkpoint {
                 return Err(damaged(piece, &why));
             }
             copy_region(&buffer, piece, bytes, region, &common, item);
-            covered += common.elements();
-        }
-        if covered != region.elements() {
-            let why = format!("{covered} of {} elements are in its pieces", region.elements());
-            return Err(damaged(region, &why));
         }
         Ok(())
     }
@@ -143,9 +150,9 @@ impl Checkpoint {
 /// Opens a file after a comparison of its length and of its header's hash.
 fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
     let mut header = Vec::new();
-    let read = File::open(&path).and_then(|file| {
+    let read = open_regular(&path).and_then(|file| {
         let bytes = file.metadata()?.len();
-        file.take(entry.header_bytes).read_to_end(&mut header)?;
+        file.take(entry.header_bytes.min(8 + LONGEST_HEADER)).read_to_end(&mut header)?;
         Ok(bytes)
     });
     let found = read.map_err(|error| failed(&path, &error))?;
@@ -285,7 +292,7 @@ mod tests {
         let to = Checkpoints::new(folder.path());
         let results = Simulation::new(2, 4).run(|p| {
             let contents = contents(p, &saved, 1.0)?;
-            Saving::begin(p, &to, contents, &SaveStatus::default())?.finish(p)
+            Saving::begin(p, (&to, &[]), contents, &SaveStatus::default())?.finish(p)
         });
         results.into_iter().for_each(|result| result.unwrap());
         let results = Simulation::new(4, 4).run(|p| {
@@ -301,6 +308,39 @@ mod tests {
             Ok(checkpoint.bytes_read.load(Ordering::Relaxed))
         });
         results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn manifest_with_overlapping_pieces_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let to = Checkpoints::new(folder.path());
+        let results = Simulation::new(1, 4).run(|p| {
+            let contents = contents(p, Mesh::replicated, 1.0)?;
+            Saving::begin(p, (&to, &[]), contents, &SaveStatus::default())?.finish(p)
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+        let (path, files) =
+            (folder::manifest(folder.path(), 1), folder::files(folder.path(), 1, 1));
+        let mut manifest = Manifest::parse(&std::fs::read(&path).unwrap()).unwrap();
+        let mut arrays = read_list(&files, &manifest.lists[0]).unwrap();
+        let [first, second, ..] = &mut arrays[0].pieces[..] else { panic!("several pieces") };
+        // As many elements as before.
+        assert_eq!(first.0.elements(), second.0.elements());
+        second.clone_from(first);
+        let list = serde_json::to_vec(&arrays).unwrap();
+        std::fs::write(files.join(folder::list(0)), &list).unwrap();
+        manifest.lists[0].hash = hash(&list);
+        std::fs::write(&path, manifest.clone().seal().unwrap()).unwrap();
+        let said = || Checkpoint::open(&to, 1).map(drop).unwrap_err().to_string();
+        let expected = "model.safetensors: w: damaged: its pieces overlap or leave elements out";
+        assert!(said().ends_with(expected), "{}", said());
+        manifest.lists[0].name = "../list".to_owned();
+        std::fs::write(&path, manifest.seal().unwrap()).unwrap();
+        assert!(
+            said().ends_with("the name of a file is expected, \"../list\" found"),
+            "{}",
+            said()
+        );
     }
 
     #[test]

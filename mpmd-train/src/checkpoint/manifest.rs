@@ -1,10 +1,9 @@
 //! The manifest of a checkpoint, and the lists of pieces that it names.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
-use mpmd_core::{Error, Result};
+use mpmd_core::{Error, Result, read_regular};
 use mpmd_layout::region::Region;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
@@ -13,6 +12,8 @@ use crate::tensors::failed;
 
 /// Version of the manifest that this program writes and reads.
 pub(super) const FORMAT: u32 = 1;
+/// Limit on the size of a manifest and of a list of pieces that are read, in bytes.
+pub(super) const LARGEST: u64 = 1 << 30;
 
 /// The parts of a checkpoint, and the position of its training.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
@@ -109,7 +110,7 @@ impl Manifest {
 /// Reads a list of pieces, and compares its hash.
 pub(super) fn read_list(folder: &Path, list: &ListEntry) -> Result<Vec<ArrayPieces>> {
     let path = folder.join(&list.name);
-    let bytes = fs::read(&path).map_err(|error| failed(&path, &error))?;
+    let bytes = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
     if hash(&bytes) != list.hash {
         return Err(failed(&path, &"damaged: it does not have the hash in the manifest"));
     }

@@ -32,23 +32,32 @@
 //! The data and the random keys of a microbatch depend on the seed, the step and the microbatch
 //! only. So step and seed are the whole position of a training.
 //!
+//! Process 0 holds a lock on the file `.lock`, so that only one job saves there.
+//!
 //! All processes must see the same folder. Each writes its own regions of shared files, so several
 //! hosts need a file system that keeps such writes apart, as those of clusters do. If one does not,
 //! the hashes show it.
 
 mod folder;
 mod load;
+mod lock;
 mod manifest;
+mod pieces;
 mod save;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use mpmd_core::{MpmdArray, Program, Result};
+use mpmd_ids::block::Mutex;
 
 use crate::agree::on_first;
-use crate::tensors::failed;
+use crate::tensors::disk::create_folder;
+use crate::tensors::{check_folder, failed};
 pub(crate) use load::{Loaded, load};
+use lock::FolderLock;
+pub(crate) use lock::members;
 pub(crate) use save::{Phase, SaveStatus, Saving};
 
 /// The arrays of a training, and its position.
@@ -63,6 +72,9 @@ pub(crate) struct Contents {
 }
 
 /// A folder of checkpoints, how to write them, and which one to restore.
+///
+/// From the first save on, or from the start of a run that saves, the folder is locked until the
+/// value and its clones are dropped. Other jobs cannot save there meanwhile.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -70,6 +82,8 @@ pub struct Checkpoints {
     file_bytes: u64,
     at: Option<u64>,
     settings: BTreeMap<String, String>,
+    /// The lock of the folder, on process 0.
+    lock: Arc<Mutex<Option<FolderLock>>>,
 }
 
 impl Checkpoints {
@@ -82,6 +96,7 @@ impl Checkpoints {
             file_bytes: 4 << 30,
             at: None,
             settings: BTreeMap::new(),
+            lock: Arc::default(),
         }
     }
 
@@ -133,13 +148,28 @@ impl Checkpoints {
         &self.folder
     }
 
-    /// Returns an error on every process if there is a checkpoint of a later step, which a training
-    /// that continues after `step` would meet. After the first epoch those are its own.
-    pub(crate) fn refuse_later(&self, p: &mut Program, step: u64) -> Result<()> {
-        if p.epoch() > 1 {
-            return Ok(());
+    /// Takes the lock of the folder for a job with these members, unless this value has it.
+    fn lock(&self, members: &[String], epoch: u64) -> Result<()> {
+        let mut lock = self.lock.lock();
+        if !lock.as_ref().is_some_and(|lock| lock.is_of(&self.folder)) {
+            create_folder(&self.folder)?;
+            *lock = Some(FolderLock::take(&self.folder, members, epoch)?);
         }
+        Ok(())
+    }
+
+    /// Prepares the folder for the saves of a training that continues after `step`, in a job with
+    /// these members. Returns the same error on every process if it cannot be written, if another
+    /// job saves there, or if there is a checkpoint of a later step, which the training would meet.
+    /// After the first epoch those are its own.
+    pub(crate) fn claim(&self, p: &mut Program, members: &[String], step: u64) -> Result<()> {
+        check_folder(p, &self.folder)?;
+        let epoch = p.epoch();
         on_first(p, (), || {
+            self.lock(members, epoch)?;
+            if epoch > 1 {
+                return Ok(());
+            }
             let Some(later) = self.steps()?.into_iter().rfind(|later| *later > step) else {
                 return Ok(());
             };

@@ -6,19 +6,19 @@
 //! program's thread does not wait for the disk.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result};
+use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result, read_regular};
 use mpmd_ids::block::thread::{Builder, JoinHandle};
 use mpmd_ids::block::{Mutex, mpsc};
 
-use super::manifest::{ArrayPieces, FORMAT, FileEntry, ListEntry, Manifest, hash};
+use super::manifest::{ArrayPieces, FORMAT, FileEntry, LARGEST, ListEntry, Manifest, hash};
 use super::{Checkpoints, Contents, folder};
 use crate::agree::{agree, on_first};
+use crate::tensors::disk::{sync_folder, write_new};
 use crate::tensors::failed;
-use crate::tensors::files::{Files, PlannedFile, sync_folder, write_synced};
+use crate::tensors::files::{Files, PlannedFile};
 use crate::tensors::host_owners;
 use crate::tensors::owners::{PIECE_BYTES, pieces};
 
@@ -68,9 +68,10 @@ pub(crate) struct Saving {
 impl Saving {
     /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
     /// created the files. Writes nothing if an earlier epoch of the job has saved this step.
+    /// `members` are those of the job.
     pub(crate) fn begin(
         p: &mut Program,
-        to: &Checkpoints,
+        (to, members): (&Checkpoints, &[String]),
         contents: Contents,
         status: &SaveStatus,
     ) -> Result<Self> {
@@ -82,7 +83,11 @@ impl Saving {
         let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
         let hosts = hosts.collect::<Result<Vec<_>>>()?;
         let epoch = p.epoch();
-        if !on_first(p, true, || folder::prepare(&to.folder, step, epoch, &plan))? {
+        let prepare = || {
+            to.lock(members, epoch)?;
+            folder::prepare(&to.folder, step, epoch, &plan)
+        };
+        if !on_first(p, true, prepare)? {
             *status.0.lock() = (step, Phase::Committed);
             return Ok(Self { step, written: None, commit: None, thread: None });
         }
@@ -247,10 +252,10 @@ impl Writer {
             }
             lists.push(ArrayPieces { array: name, pieces: hashes });
         }
-        files.sync()?;
-        let path = folder.join(list_name(self.process.index()));
+        files.sync(self.process == ProcessId(0))?;
+        let path = folder.join(folder::list(self.process.index()));
         let text = serde_json::to_vec(&lists).map_err(|error| failed(&path, &error))?;
-        write_synced(&path, &text)?;
+        write_new(&path, &text).map_err(|error| failed(&path, &error))?;
         sync_folder(&folder)
     }
 
@@ -260,17 +265,14 @@ impl Writer {
         let Manifest { step, epoch, .. } = manifest;
         let folder = folder::files(&self.folder, step, epoch);
         for process in 0..manifest.processes {
-            let name = list_name(process);
+            let name = folder::list(process);
             let path = folder.join(&name);
-            let list = fs::read(&path).map_err(|error| failed(&path, &error))?;
+            let list = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
             manifest.lists.push(ListEntry { name, hash: hash(&list) });
         }
-        sync_folder(&folder)?;
+        // A manifest must not outlive its files. Each process has done the same for their folder.
+        sync_folder(&self.folder)?;
         folder::commit(&self.folder, step, epoch, &manifest.seal()?)?;
         self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
     }
-}
-
-fn list_name(process: usize) -> String {
-    format!("pieces-{process}.json")
 }

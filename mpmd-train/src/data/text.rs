@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::{fs, io};
 
-use mpmd_core::{Error, Program, Result};
+use mpmd_core::{Error, Program, Result, read_regular};
 use mpmd_layout::random::Key;
 
 use super::blocks::Blocks;
@@ -38,7 +38,8 @@ impl Text {
     ///
     /// # Errors
     ///
-    /// If a path cannot be read, or a file given by name is not text. If there is no text.
+    /// If a path cannot be read, or a file given by name is not text or no regular file: each
+    /// process reads it. If there is no text.
     pub fn of(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut files = Vec::new();
         for path in paths {
@@ -225,7 +226,7 @@ fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
     if fs::metadata(file)?.len() > largest {
         return Ok(None);
     }
-    let bytes = fs::read(file)?;
+    let bytes = read_regular(file, u64::MAX)?;
     let is_text = !bytes.contains(&SEPARATOR) && std::str::from_utf8(&bytes).is_ok();
     Ok(is_text.then_some(bytes))
 }
@@ -233,6 +234,7 @@ fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use mpmd_layout::random::bits;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     use super::super::BLOCK;
     use super::*;
@@ -274,6 +276,9 @@ mod tests {
         let walked = Text::of(std::slice::from_ref(&folder));
         let named = Text::of(&[folder.join("b.txt"), folder.join("a/z.txt")]);
         let large = Text::of(&[folder.join("large.txt")]);
+        let pipe = folder.join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let pipes = [Text::of(&[&pipe]), Text::of(&["/dev/zero"])];
         let errors = ["a/latin1", "a/nul", "absent"].map(|name| Text::of(&[folder.join(name)]));
         fs::remove_dir_all(&folder).unwrap();
 
@@ -286,6 +291,9 @@ mod tests {
         assert_eq!(large.unwrap().files(), 1);
         for (error, name) in errors.into_iter().zip(["latin1", "nul", "absent"]) {
             assert!(error.unwrap_err().to_string().contains(name));
+        }
+        for pipe in pipes {
+            assert!(pipe.unwrap_err().to_string().ends_with("no regular file"));
         }
         assert!(Text::of_files(&[]).is_err());
     }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::{Error, Program, Result};
+use mpmd_core::{Error, Program, Result, open_regular};
 use mpmd_layout::random::Key;
 
 use super::Text;
@@ -85,7 +85,7 @@ impl TokenFile {
 
     fn open(path: &Path, width: usize) -> Result<Self> {
         let unreadable = |error| unreadable(path, &error);
-        let file = File::open(path).map_err(unreadable)?;
+        let file = open_regular(path).map_err(unreadable)?;
         let bytes = file.metadata().map_err(unreadable)?.len() as usize;
         if !bytes.is_multiple_of(width) {
             return Err(Error::Environment(format!(
@@ -132,6 +132,8 @@ fn unreadable(path: &Path, error: &std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
     use super::*;
 
     #[test]
@@ -154,5 +156,11 @@ mod tests {
         std::fs::write(&path, bytes).unwrap();
         assert_eq!(read(TokenFile::of_u32(&path)).1[0], 50_000 << 8);
         assert!(TokenFile::of_u16(folder.path().join("absent")).is_err());
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        for path in [&pipe, Path::new("/dev/zero")] {
+            let said = TokenFile::of_u16(path).unwrap_err().to_string();
+            assert!(said.ends_with("no regular file"), "{said}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::{Error, Result, safetensors_dtype};
+use mpmd_core::{Error, Result, open_regular, safetensors_dtype};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -17,7 +17,7 @@ use super::runs::runs;
 
 /// Limit on the length of an accepted header, in bytes. It bounds the memory that a broken file can
 /// make us allocate.
-const LONGEST_HEADER: u64 = 100 << 20;
+pub(crate) const LONGEST_HEADER: u64 = 100 << 20;
 
 /// An open safetensors file: its path and its header. Values are read later, by region. Clones are
 /// cheap.
@@ -38,7 +38,7 @@ impl TensorFile {
     /// If the file cannot be read, is no safetensors file, or is shorter than its header says.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let file = File::open(&path).map_err(|error| failed(&path, &error))?;
+        let file = open_regular(&path).map_err(|error| failed(&path, &error))?;
         let found = file.metadata().map_err(|error| failed(&path, &error))?.len();
         let (header, start) = read_header(&file, found).map_err(|why| failed(&path, &why))?;
         Ok(Self { path: path.into(), file: Arc::new(file), header: Arc::new(header), start })

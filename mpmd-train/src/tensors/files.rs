@@ -1,14 +1,16 @@
 //! The safetensors files of some arrays: which array is where, and their creation and writing.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write as _;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use mpmd_core::{Error, Result};
+use mpmd_core::{Error, Result, read_regular};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
+use rustix::fs::OFlags;
+use serde::Deserialize;
 use serde_json::json;
 
 use super::runs::runs;
@@ -18,6 +20,8 @@ use super::{failed, header};
 pub(crate) const MODEL: &str = "model.safetensors";
 /// The name of the file that says which array is in which file, if there are several.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
+/// Limit on the size of an index that is read, in bytes.
+pub(crate) const LARGEST_INDEX: u64 = 64 << 20;
 
 /// The plan of the files of some arrays. It depends on names, shapes and dtypes only, so it is the
 /// same on every process.
@@ -30,6 +34,7 @@ pub(crate) struct Files {
 /// A file to be written.
 #[derive(Clone)]
 pub(crate) struct PlannedFile {
+    /// The name that the file has unless a file of an older model has it: see [`Files::names`].
     pub(crate) name: String,
     /// The bytes before the first value.
     pub(crate) start: Vec<u8>,
@@ -79,10 +84,7 @@ impl Files {
             let (start, offsets) = header(group, metadata)?;
             let values: usize = group.iter().map(|(_, aval)| aval.bytes()).sum();
             let bytes = (start.len() + values) as u64;
-            let name = match count {
-                1 => MODEL.to_owned(),
-                _ => format!("model-{:05}-of-{count:05}.safetensors", file + 1),
-            };
+            let name = file_name(file, count, 1);
             plan.files.push(PlannedFile { name, start, bytes });
             plan.arrays.extend(group.iter().zip(offsets).map(|((name, aval), offset)| {
                 PlannedArray { name: name.clone(), aval: aval.clone(), file, offset }
@@ -91,25 +93,41 @@ impl Files {
         Ok(plan)
     }
 
-    /// Creates the files in `folder` with their headers and full lengths, and the index if there
-    /// are several. Appends `suffix` to all names. Overwrites files of these names.
+    /// Returns the names of the files in order. There are several lists of names for several files,
+    /// numbered from 1, so that a new model can be complete beside an older one.
+    pub(crate) fn names(&self, list: usize) -> Vec<String> {
+        let count = self.files.len();
+        (0..count).map(|file| file_name(file, count, list)).collect()
+    }
+
+    /// Returns the content of the index, which says by array which of the files `names` has it.
+    /// `None` if there is one file.
+    pub(crate) fn index(&self, names: &[String]) -> Option<Vec<u8>> {
+        if names.len() == 1 {
+            return None;
+        }
+        let values: usize = self.arrays.iter().map(|array| array.aval.bytes()).sum();
+        let files = self.arrays.iter().map(|array| (&array.name, &names[array.file]));
+        let map: BTreeMap<&String, &String> = files.collect();
+        let index = json!({ "metadata": { "total_size": values }, "weight_map": map });
+        Some(format!("{index:#}\n").into_bytes())
+    }
+
+    /// Creates the files in `folder` with their headers and full lengths. Appends `suffix` to all
+    /// names.
+    ///
+    /// # Errors
+    ///
+    /// If there is a file of such a name, or one cannot be written.
     pub(crate) fn create(&self, folder: &Path, suffix: &str) -> Result<()> {
         for planned in &self.files {
             let path = folder.join(planned.name.clone() + suffix);
             let write = || -> std::io::Result<()> {
-                let mut file = File::create(&path)?;
+                let mut file = File::create_new(&path)?;
                 file.write_all(&planned.start)?;
                 file.set_len(planned.bytes)
             };
             write().map_err(|error| failed(&path, &error))?;
-        }
-        if self.files.len() > 1 {
-            let values: usize = self.arrays.iter().map(|array| array.aval.bytes()).sum();
-            let files = self.arrays.iter().map(|array| (&array.name, &self.files[array.file].name));
-            let map: BTreeMap<&String, &String> = files.collect();
-            let index = json!({ "metadata": { "total_size": values }, "weight_map": map });
-            let path = folder.join(INDEX.to_owned() + suffix);
-            write_synced(&path, format!("{index:#}\n").as_bytes())?;
         }
         Ok(())
     }
@@ -133,13 +151,7 @@ impl FilesWriter<'_> {
     pub(crate) fn write(&mut self, array: usize, region: &Region, bytes: &[u8]) -> Result<()> {
         let PlannedArray { name, aval, file, offset } = &self.plan.arrays[array];
         let (path, open) = &mut self.files[*file];
-        let file = match open {
-            Some(file) => file,
-            None => {
-                let opened = OpenOptions::new().write(true).open(&*path);
-                open.insert(opened.map_err(|error| failed(path, &error))?)
-            }
-        };
+        let file = opened(path, open)?;
         let mut rest = bytes;
         for run in runs(aval.shape(), region, aval.dtype().size()) {
             let (now, later) = rest.split_at((run.end - run.start) as usize);
@@ -150,27 +162,52 @@ impl FilesWriter<'_> {
         Ok(())
     }
 
-    /// Blocks until all that was written is on the disk.
-    pub(crate) fn sync(self) -> Result<()> {
-        self.files.iter().try_for_each(|(path, file)| {
-            let synced = file.as_ref().map_or(Ok(()), File::sync_all);
+    /// Blocks until all that was written is on the disk. On the process that has created the files,
+    /// `created`, this includes their headers.
+    pub(crate) fn sync(mut self, created: bool) -> Result<()> {
+        self.files.iter_mut().try_for_each(|(path, open)| {
+            if open.is_none() && !created {
+                return Ok(());
+            }
+            let synced = opened(path, open)?.sync_all();
             synced.map_err(|error| failed(path, &error))
         })
     }
 }
 
-/// Writes a file, and blocks until it is on the disk. Overwrites a file of this name.
-pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || {
-        let mut file = File::create(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(|error| failed(path, &error))
+/// Opens a file for writing, unless that is done.
+fn opened<'a>(path: &Path, open: &'a mut Option<File>) -> Result<&'a File> {
+    if let Some(file) = open {
+        return Ok(file);
+    }
+    let flags = OFlags::NOFOLLOW.bits().cast_signed();
+    let opened = File::options().write(true).custom_flags(flags).open(path);
+    Ok(open.insert(opened.map_err(|error| failed(path, &error))?))
 }
 
-/// Blocks until the names in a folder are on the disk.
-pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|error| failed(folder, &error))
+/// Returns the name of a file of a model.
+fn file_name(file: usize, count: usize, list: usize) -> String {
+    let file = file + 1;
+    match (count, list) {
+        (1, _) => MODEL.to_owned(),
+        (_, 1) => format!("model-{file:05}-of-{count:05}.safetensors"),
+        _ => format!("model-{list}-{file:05}-of-{count:05}.safetensors"),
+    }
+}
+
+/// Returns the names of the safetensors files that the index of a folder lists, without those in
+/// other folders. Empty if there is no valid index.
+pub(crate) fn indexed(folder: &Path) -> BTreeSet<String> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+
+    let text = read_regular(&folder.join(INDEX), LARGEST_INDEX).unwrap_or_default();
+    let index = serde_json::from_slice::<Index>(&text);
+    let names = index.map_or_else(|_| BTreeMap::new(), |index| index.weight_map).into_values();
+    let is_own = |name: &String| {
+        name.ends_with(".safetensors") && Path::new(name).file_name() == Some(name.as_ref())
+    };
+    names.filter(is_own).collect()
 }

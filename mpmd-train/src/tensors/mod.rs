@@ -1,13 +1,16 @@
 //! safetensors files of whole arrays, of which each process reads and writes only some regions.
 
+pub(crate) mod disk;
 mod file;
 pub(crate) mod files;
 pub(crate) mod owners;
 mod runs;
 mod save;
 
-pub(crate) use file::failed;
+pub use disk::{check_folder, replace};
+pub(crate) use file::{LONGEST_HEADER, failed};
 pub use file::{TensorFile, header};
+pub use mpmd_core::read_regular;
 pub use runs::runs;
 pub(crate) use save::host_owners;
 pub use save::save;

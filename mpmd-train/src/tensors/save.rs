@@ -2,21 +2,20 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
-use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result};
+use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 
+use super::disk::{create_folder, partial, remove, replace, sync_folder};
 use super::failed;
-use super::files::{Files, FilesWriter, INDEX, MODEL, sync_folder};
+use super::files::{Files, FilesWriter, INDEX, MODEL, indexed};
 use super::owners::{PIECE_BYTES, owners, pieces};
 use crate::agree::{agree, on_first};
-
-/// Suffix of a file's name until all files are complete.
-const PARTIAL: &str = ".partial";
 
 /// Writes arrays to safetensors files in `folder`, as hubs of models have them. Every process must
 /// call it, and see the same folder. Blocks until the files are complete.
@@ -27,8 +26,14 @@ const PARTIAL: &str = ".partial";
 /// `model.safetensors.index.json`. An array is always in one file.
 ///
 /// Each process writes the regions that its devices hold; a region of several devices is written
-/// by the first of them. The files get their names when all are complete, so a crash before leaves
-/// an older model as it was. Files of an older model that the new one does not have are removed.
+/// by the first of them.
+///
+/// At every moment the folder has the older model whole, or the new one. The files are written
+/// beside the older ones, never through links. If several files are to have the names of older
+/// ones, they are called `model-2-00001-of-00003.safetensors` and so on. When all are complete, the
+/// index or the only file gets its name. Then `model.safetensors` or the index of the older model
+/// is removed, and the files that its index names. A crash may leave files whose names end with
+/// `.partial` and a number, which nothing reads.
 ///
 /// In a dry run it writes nothing.
 ///
@@ -55,11 +60,16 @@ pub fn save(
     let files = Files::plan(&planned, file_bytes, metadata)?;
     let shardings: Vec<Sharding> =
         arrays.iter().map(|(_, array, _)| host_owners(p, array)).collect::<Result<_>>()?;
-    on_first(p, (), || {
-        fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
-        files.create(folder, PARTIAL)
+    let mut rests = None;
+    let suffix = on_first(p, String::new(), || {
+        create_folder(folder)?;
+        let suffix = partial();
+        let path = |name: String| folder.join(name + &suffix);
+        rests = Some(Rests(files.names(1).into_iter().map(path).collect()));
+        files.create(folder, &suffix)?;
+        Ok(suffix)
     })?;
-    let mut writer = files.writer(folder, PARTIAL);
+    let mut writer = files.writer(folder, &suffix);
     let once = MoveOptions::default().cache_plans(false);
     let mut written = Ok(());
     for (place, ((_, array, dtype), to)) in arrays.iter().zip(shardings).enumerate() {
@@ -68,8 +78,22 @@ pub fn save(
             written = write(&mut writer, place, &array, *dtype);
         }
     }
-    agree(p, written.and_then(|()| writer.sync()))?;
-    on_first(p, (), || name(&files, folder))
+    let created = p.process() == ProcessId(0);
+    agree(p, written.and_then(|()| writer.sync(created)))?;
+    let committed = on_first(p, (), || commit(&files, folder, &suffix, || {}));
+    drop(rests);
+    committed
+}
+
+/// The files of a save, which have no names yet that a reader knows. Removes those that are left at
+/// its end.
+struct Rests(Vec<PathBuf>);
+
+impl Drop for Rests {
+    fn drop(&mut self) {
+        // They may have got their names, or not exist yet.
+        self.0.iter().for_each(|path| _ = fs::remove_file(path));
+    }
 }
 
 /// Returns the sharding of an array in which each region is in the host memory of its owner.
@@ -111,26 +135,165 @@ fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
     }
 }
 
-/// Gives the complete files their names, and removes those of an older model.
-fn name(files: &Files, folder: &Path) -> Result<()> {
-    let mut names: Vec<&str> = files.files.iter().map(|file| file.name.as_str()).collect();
-    if names.len() > 1 {
-        names.push(INDEX);
-    }
-    for name in &names {
-        let path = folder.join(name);
-        fs::rename(folder.join(format!("{name}{PARTIAL}")), &path)
-            .map_err(|error| failed(&path, &error))?;
-    }
-    for entry in fs::read_dir(folder).map_err(|error| failed(folder, &error))? {
-        let entry = entry.map_err(|error| failed(folder, &error))?;
-        let old = entry.file_name().to_str().is_some_and(|name| {
-            let part = name.starts_with("model-") && name.ends_with(".safetensors");
-            (part || [MODEL, INDEX].contains(&name)) && !names.contains(&name)
-        });
-        if old {
-            fs::remove_file(entry.path()).map_err(|error| failed(&entry.path(), &error))?;
+/// Gives the complete files, which have names with `suffix`, those of a model. Removes the files of
+/// an older model that the new one does not have. Calls `before` before each change of the folder.
+///
+/// A reader takes `model.safetensors` if there is one, otherwise the files of the index. So one
+/// rename, or the removal of `model.safetensors`, replaces the older model by the new one.
+fn commit(files: &Files, folder: &Path, suffix: &str, mut before: impl FnMut()) -> Result<()> {
+    let old = indexed(folder);
+    let names = reserve(files, folder, &mut before)?;
+    let mut place = || {
+        for (file, name) in files.files.iter().zip(&names) {
+            before();
+            let path = folder.join(name);
+            fs::rename(folder.join(file.name.clone() + suffix), &path)
+                .map_err(|error| failed(&path, &error))?;
         }
+        sync_folder(folder)?;
+        files.index(&names).map_or(Ok(()), |index| {
+            before();
+            replace(&folder.join(INDEX), &index)
+        })
+    };
+    let placed = place();
+    if placed.is_err() && names.len() > 1 {
+        names.iter().for_each(|name| _ = fs::remove_file(folder.join(name)));
+    }
+    placed?;
+    before();
+    remove(&folder.join(if names.len() > 1 { MODEL } else { INDEX }))?;
+    sync_folder(folder)?;
+    for name in old.iter().filter(|name| !names.contains(name)) {
+        before();
+        remove(&folder.join(name))?;
     }
     sync_folder(folder)
+}
+
+/// Returns names for the files. Several files get names that no file in the folder has, and that no
+/// other save will take: empty files have them from now on.
+fn reserve(files: &Files, folder: &Path, before: &mut impl FnMut()) -> Result<Vec<String>> {
+    let mut list = 0;
+    loop {
+        list += 1;
+        let names = files.names(list);
+        if names.len() == 1 {
+            return Ok(names);
+        }
+        let mut taken = 0;
+        let refused = names.iter().find_map(|name| {
+            before();
+            let path = folder.join(name);
+            let created = File::create_new(&path).inspect(|_| taken += 1);
+            Some((path, created.err()?))
+        });
+        let Some((path, error)) = refused else { return Ok(names) };
+        names[..taken].iter().for_each(|name| _ = fs::remove_file(folder.join(name)));
+        if error.kind() != ErrorKind::AlreadyExists {
+            return Err(failed(&path, &error));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use mpmd_layout::aval::f32s;
+    use mpmd_layout::region::Region;
+
+    use super::super::TensorFile;
+    use super::*;
+
+    /// The plan of a model of three arrays in some files.
+    fn plan(files: usize) -> Files {
+        let arrays = ["a", "b", "c"].map(|name| (name.to_owned(), f32s([2])));
+        let file_bytes = match files {
+            1 => 100,
+            2 => 16,
+            _ => 1,
+        };
+        Files::plan(&arrays, file_bytes, &BTreeMap::new()).unwrap()
+    }
+
+    /// Saves a model with this value everywhere. Stops before change number `stop` of the folder,
+    /// as a process that is killed does. Returns false if it has stopped.
+    fn save_until(folder: &Path, files: usize, value: f32, stop: usize) -> bool {
+        let (files, suffix) = (plan(files), partial());
+        files.create(folder, &suffix).unwrap();
+        let mut writer = files.writer(folder, &suffix);
+        let bytes = [value, value].map(f32::to_le_bytes).concat();
+        for array in 0..3 {
+            writer.write(array, &Region::full(&[2]), &bytes).unwrap();
+        }
+        writer.sync(true).unwrap();
+        let mut changes = 0;
+        let before = || {
+            assert!(changes < stop, "the process is killed");
+            changes += 1;
+        };
+        let committed = catch_unwind(AssertUnwindSafe(|| commit(&files, folder, &suffix, before)));
+        committed.map(Result::unwrap).is_ok()
+    }
+
+    /// Loads the model of a folder as programs do that read the layout of hubs. Returns the value
+    /// of all its elements.
+    fn load(folder: &Path) -> f32 {
+        let names = ["a", "b", "c"];
+        let index = fs::read_to_string(folder.join(INDEX)).unwrap_or_default();
+        let single = folder.join(MODEL).exists();
+        let values = names.map(|name| {
+            let file = if single {
+                MODEL.to_owned()
+            } else {
+                let index: serde_json::Value = serde_json::from_str(&index).unwrap();
+                index["weight_map"][name].as_str().unwrap().to_owned()
+            };
+            let mut bytes = [0; 8];
+            let file = TensorFile::open(folder.join(file)).unwrap();
+            file.read(name, &Region::full(&[2]), &mut bytes).unwrap();
+            f32::from_le_bytes(*bytes.first_chunk().unwrap())
+        });
+        assert!(values.iter().all(|value| *value == values[0]), "a mixture: {values:?}");
+        values[0]
+    }
+
+    #[test]
+    fn killed_save_leaves_the_old_or_the_new_model() {
+        for (old, new) in (1..=3).flat_map(|old| (1..=3).map(move |new| (old, new))) {
+            let mut found = Vec::new();
+            for stop in 0.. {
+                let folder = tempfile::tempdir().unwrap();
+                let folder = folder.path();
+                assert!(save_until(folder, old, 1.0, usize::MAX));
+                let ended = save_until(folder, new, 2.0, stop);
+                found.push(load(folder));
+                // The next save succeeds all the same.
+                assert!(save_until(folder, new, 3.0, usize::MAX));
+                assert_eq!(load(folder), 3.0);
+                if ended {
+                    break;
+                }
+            }
+            let case = format!("{old} files, then {new}: {found:?}");
+            assert!(found.is_sorted() && found.len() > 2, "{case}");
+            assert_eq!((found[0], found.last()), (1.0, Some(&2.0)), "{case}");
+        }
+    }
+
+    #[test]
+    fn models_of_equal_files_leave_nothing_of_the_older_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        for (value, list) in [(1.0, ""), (2.0, "2-"), (3.0, ""), (4.0, "2-")] {
+            assert!(save_until(folder, 2, value, usize::MAX));
+            let entries = fs::read_dir(folder).unwrap().flatten();
+            let mut names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
+            names.sort();
+            let parts = [1, 2].map(|part| format!("model-{list}{part:05}-of-00002.safetensors"));
+            assert_eq!(names, [&parts[0], &parts[1], INDEX]);
+            assert_eq!(load(folder), value);
+        }
+    }
 }

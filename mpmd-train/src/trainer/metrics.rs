@@ -8,6 +8,7 @@ use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
 use super::report::StepReport;
+use crate::tensors::disk::beside;
 
 /// A file with one line of JSON for each step, each evaluation and each recovery.
 pub(super) struct Metrics {
@@ -46,8 +47,8 @@ impl Metrics {
         };
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
         // An older process may be about to do the same.
-        let new = path.with_extension(format!("new-{}", std::process::id()));
-        let mut file = File::create(&new).map_err(|error| refused(&error))?;
+        let new = beside(path);
+        let mut file = File::create_new(&new).map_err(|error| refused(&error))?;
         file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
         std::fs::rename(&new, path).map_err(|error| refused(&error))?;
         Ok(Self { file, path: path.to_owned() })

@@ -167,8 +167,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// # Errors
     ///
     /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite. If
-    /// the metrics or a checkpoint cannot be written, or if the folder has a checkpoint of a later
-    /// step than this trainer.
+    /// the metrics or a checkpoint cannot be written. Before the first step, if a process cannot
+    /// write to the folder of checkpoints, if another job saves there, or if it has a checkpoint of
+    /// a later step than this trainer.
     #[track_caller]
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
@@ -178,7 +179,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<Outcome> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
-        let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
+        let mut saves = Saves::new(p, self, run.checkpoints, run.save_every)?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {

@@ -4,7 +4,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
+use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load, members};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
@@ -14,7 +14,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// # Errors
     ///
-    /// If there is a checkpoint of this step already; then nothing is written. If an array's
+    /// If there is a checkpoint of this step already, or another job saves to this folder; then
+    /// nothing is written. If an array's
     /// operation failed, or a file cannot be written. Every process gets the error.
     pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
         self.begin_save(p, to)?.finish(p)
@@ -22,9 +23,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Begins to save a checkpoint: see [`Saving::begin`].
     fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
-        let saving = Saving::begin(p, to, self.contents(), &self.status.save)?;
+        let members = self.members(p)?;
+        let saving = Saving::begin(p, (to, &members), self.contents(), &self.status.save)?;
         self.saved = Some((to.folder().to_owned(), self.steps()));
         Ok(saving)
+    }
+
+    /// Returns the processes of the job. Asks them once.
+    fn members(&mut self, p: &mut Program) -> Result<Vec<String>> {
+        if self.members.is_empty() {
+            self.members = members(p)?;
+        }
+        Ok(self.members.clone())
     }
 
     /// True if the folder has the arrays of the last step, since a save of this trainer was begun
@@ -72,15 +82,18 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    /// Checks that checkpoints after `step` do not meet others.
-    pub(super) fn new(
+    /// Prepares the folder for the saves of `trainer`: see [`Checkpoints::claim`].
+    pub(super) fn new<In: Tree<Leaf = MpmdArray>>(
         p: &mut Program,
+        trainer: &mut Trainer<In>,
         to: Option<Checkpoints>,
         every: Option<u64>,
-        step: u64,
     ) -> Result<Self> {
         match &to {
-            Some(to) => to.refuse_later(p, step)?,
+            Some(to) => {
+                let members = trainer.members(p)?;
+                to.claim(p, &members, trainer.steps())?;
+            }
             None if every.is_some() => {
                 let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
                 return Err(Error::kernel(problem));

@@ -193,7 +193,7 @@ fn run_saves_while_it_trains_and_keeps_the_newest() {
         let last = 12 / every * every;
         assert_eq!(to.steps().unwrap(), [last, 13]);
         let entries = std::fs::read_dir(folder.path().join(processes.to_string())).unwrap();
-        assert_eq!(entries.count(), 4, "two manifests, two folders");
+        assert_eq!(entries.count(), 5, "two manifests, two folders and the lock");
         // An older step restores too.
         on_all(2, |p| {
             let mut trainer = chain(p, 1, false)?;

@@ -208,17 +208,83 @@ fn full_disk_of_one_process_stops_all_with_its_message() {
 #[test]
 fn manifest_that_cannot_be_written_stops_all() {
     let folder = tempfile::tempdir().unwrap();
-    let blocked = folder.path().join("step-00000003.json.partial");
-    fs::create_dir(&blocked).unwrap();
+    let blocked = folder.path().join("step-00000003.json");
     let to = Checkpoints::new(folder.path());
     let results = Simulation::new(4, 4).run(|p| {
         let mut trainer = chain(p, 4, false)?;
-        let run = Run::steps(1 << 40).progress(false).checkpoints(to.clone()).save_every(3);
-        trainer.run(p, run, &windows())
+        let first = p.process().0 == 0;
+        // The files are there by now. The manifest is written after this report.
+        let run = Run::steps(1 << 40).progress(false).on_step(|report| {
+            if first && report.step == 3 {
+                fs::create_dir(&blocked).unwrap();
+            }
+        });
+        trainer.run(p, run.checkpoints(to.clone()).save_every(3), &windows())
     });
-    let expected = format!("{}: Is a directory (os error 21)", blocked.display());
+    let expected = format!("{}: File exists (os error 17)", blocked.display());
     for result in results {
         assert_eq!(result.unwrap_err().to_string(), expected);
     }
     assert_eq!(to.steps().unwrap(), [0; 0]);
+    let left = fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(left, 3, "the lock, the files and the folder in the manifest's place");
+}
+
+/// Runs a training that must fail before its first step. Returns the error, which must be the same
+/// on every process.
+fn refused_before_the_first_step(to: &Checkpoints) -> String {
+    let results = Simulation::new(3, 3).run(|p| {
+        let mut trainer = chain(p, 3, false)?;
+        let said =
+            trainer.run(p, Run::steps(3).progress(false).checkpoints(to.clone()), &windows());
+        assert_eq!(trainer.steps(), 0);
+        Ok(said.unwrap_err().to_string())
+    });
+    let mut said: Vec<String> = results.into_iter().map(Result::unwrap).collect();
+    assert!(said.iter().all(|other| *other == said[0]), "{said:?}");
+    said.remove(0)
+}
+
+#[test]
+fn folder_without_room_for_files_stops_before_the_first_step() {
+    // Nobody can create files there, not even root.
+    let said = refused_before_the_first_step(&Checkpoints::new("/proc"));
+    assert!(said.starts_with("/proc: no file can be created there: "), "{said}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let folder = file.path().join("checkpoints");
+    let said = refused_before_the_first_step(&Checkpoints::new(&folder));
+    assert_eq!(said, format!("{}: Not a directory (os error 20)", folder.display()));
+}
+
+#[test]
+fn second_job_on_a_folder_is_refused_at_its_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path());
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = chain(p, 2, false)?;
+        let mut said = None;
+        // The other job runs meanwhile, between two steps of this one.
+        let first = p.process().0 == 0;
+        let run = Run::steps(4).progress(false).on_step(|report| {
+            if first && report.step == 2 {
+                said = Some(refused_before_the_first_step(&Checkpoints::new(folder.path())));
+            }
+        });
+        trainer.run(p, run.checkpoints(to.clone()).save_every(1), &windows())?;
+        Ok(said)
+    });
+    let said = results.into_iter().next().unwrap().unwrap().unwrap();
+    let holder = format!("process {} on ", std::process::id());
+    assert!(said.starts_with(&format!("{}: {holder}", folder.path().display())), "{said}");
+    assert!(said.contains("saves the checkpoints of another job there"), "{said}");
+    assert_eq!(to.steps().unwrap(), [1, 2, 3, 4]);
+    // It ends with the first job.
+    drop(to);
+    let results = Simulation::new(1, 4).run(|p| {
+        let mut trainer = chain(p, 2, false)?;
+        let to = Checkpoints::new(folder.path());
+        trainer.restore(p, &to)?;
+        trainer.run(p, Run::steps(5).progress(false).checkpoints(to), &windows())
+    });
+    assert_eq!(results.into_iter().next().unwrap().unwrap().steps, 5);
 }

@@ -1,7 +1,7 @@
 //! Jobs that are killed while they save: the last complete checkpoint always loads.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mpmd_core::Simulation;
 use mpmd_core::launch::testing::Processes;
@@ -35,7 +35,8 @@ fn killed_process() {
     result.unwrap();
 }
 
-/// Starts two processes and kills one or both of them within `after` of the start of training.
+/// Starts two processes and kills one or both of them soon after the start of training, or after
+/// the first checkpoint if there is none yet.
 fn kill_once(folder: &Path, rng: &mut fastrand::Rng) {
     let processes = Processes::new(2, std::env::current_exe().unwrap())
         .args(["--exact", "kills::killed_process", "--nocapture"])
@@ -43,6 +44,11 @@ fn kill_once(folder: &Path, rng: &mut fastrand::Rng) {
         .peer_timeout(Duration::from_secs(20));
     let mut job = processes.start().unwrap();
     job.wait_for_output_of(0, "training\n").unwrap_or_else(|e| panic!("{e}\n{}", job.report()));
+    let (to, deadline) = (Checkpoints::new(folder), Instant::now() + Duration::from_secs(60));
+    while to.steps().unwrap().is_empty() {
+        assert!(Instant::now() < deadline, "no checkpoint: {}", job.report());
+        std::thread::sleep(Duration::from_millis(5));
+    }
     std::thread::sleep(Duration::from_micros(rng.u64(0..100_000)));
     let first = rng.usize(0..2);
     job.kill(first).unwrap();

@@ -108,6 +108,37 @@ fn large_models_take_several_files_with_an_index() {
 }
 
 #[test]
+fn saved_models_change_no_file_of_others() {
+    let cache = tempfile::tempdir().unwrap();
+    let [folder, blobs] = ["snapshots/1f", "blobs"].map(|name| cache.path().join(name));
+    [&folder, &blobs].into_iter().for_each(|folder| std::fs::create_dir_all(folder).unwrap());
+    let blob = blobs.join("4a");
+    for file_bytes in [1 << 30, 1] {
+        std::fs::write(&blob, "of another model").unwrap();
+        // A name that a partial file could have, that of a model as a link, and a hard link.
+        let links = ["model.safetensors", "model.safetensors.partial"];
+        for name in links.map(|name| folder.join(name)) {
+            let _ = std::fs::remove_file(&name);
+            std::os::unix::fs::symlink("../../blobs/4a", name).unwrap();
+        }
+        let hard = folder.join("model-00001-of-00003.safetensors");
+        let _ = std::fs::remove_file(&hard);
+        std::fs::hard_link(&blob, &hard).unwrap();
+        std::fs::write(folder.join("model-large.safetensors"), "of somebody else").unwrap();
+        let results = Simulation::new(2, 4).run(|p| save_sample(p, &folder, file_bytes));
+        results.into_iter().for_each(|result| result.unwrap());
+        assert_eq!(std::fs::read(&blob).unwrap(), b"of another model");
+        assert_eq!(std::fs::read(&hard).unwrap(), b"of another model", "no index names it");
+        assert!(folder.join("model-large.safetensors").exists());
+        assert_eq!(folder.join("model.safetensors").exists(), file_bytes > 1);
+    }
+    let index = std::fs::read(folder.join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    // The names without this number were taken.
+    assert_eq!(index["weight_map"]["w"], "model-2-00001-of-00003.safetensors");
+}
+
+#[test]
 fn dtype_that_is_not_offered_is_refused_everywhere() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model");

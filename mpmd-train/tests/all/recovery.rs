@@ -119,7 +119,7 @@ fn training_loses_a_process_and_goes_on_with_the_same_bits() {
 #[test]
 fn training_loses_both_copies_and_goes_on_from_a_checkpoint() {
     let (first, repeated) = goes_on_with(|s| {
-        let at = Duration::from_millis(250);
+        let at = Duration::from_millis(320);
         let all = (0..4).fold(s, |s, _| s.spare_after(Duration::ZERO));
         (1..4).fold(all, |s, process| s.lose_after(ProcessId(process), at))
     });

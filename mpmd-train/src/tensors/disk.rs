@@ -1,0 +1,133 @@
+//! Files and folders that are on the disk when a function returns. Nothing is written through a
+//! link, nor into a file that exists.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+
+use mpmd_core::{Program, Result};
+
+use super::failed;
+use crate::agree::{agree, on_first};
+
+/// Creates `folder` if it is missing, and has each process create and remove a file there. Every
+/// process must call it before it writes there, so that a folder without room for files is found
+/// early. In a dry run it does nothing.
+///
+/// # Errors
+///
+/// If a process cannot. Every process gets the same error.
+pub fn check_folder(p: &mut Program, folder: &Path) -> Result<()> {
+    on_first(p, (), || create_folder(folder))?;
+    let own = if p.is_dry_run() { Ok(()) } else { try_folder(folder) };
+    agree(p, own)
+}
+
+fn try_folder(folder: &Path) -> Result<()> {
+    let file = beside(&folder.join("try"));
+    let tried = File::create_new(&file).and_then(|_| fs::remove_file(&file));
+    tried.map_err(|error| failed(folder, &format!("no file can be created there: {error}")))
+}
+
+/// Writes a file beside `path`, and gives it this name when it is on the disk. So a reader sees the
+/// old file or the new one. Where `path` was a link or has other names, their files keep their
+/// content.
+///
+/// # Errors
+///
+/// If the file cannot be written. Then `path` is as it was.
+pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let partial = beside(path);
+    let placed = write_new(&partial, bytes)
+        .and_then(|()| fs::rename(&partial, path).inspect_err(|_| _ = fs::remove_file(&partial)));
+    placed.map_err(|error| failed(path, &error))?;
+    sync_folder(parent(path))
+}
+
+/// Writes a new file. Removes it if that fails.
+pub(crate) fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create_new(path)?;
+    let written = file.write_all(bytes).and_then(|()| file.sync_all());
+    written.inspect_err(|_| _ = fs::remove_file(path))
+}
+
+/// Removes a file if it exists.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(path, &error)),
+        _ => Ok(()),
+    }
+}
+
+/// Returns a suffix that no other file's name has.
+pub(crate) fn partial() -> String {
+    format!(".partial-{:016x}", fastrand::u64(..))
+}
+
+/// Returns `path` with a suffix that no other file's name has.
+pub(crate) fn beside(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(partial());
+    name.into()
+}
+
+/// Creates a folder and those above it, if they are missing.
+pub(crate) fn create_folder(folder: &Path) -> Result<()> {
+    let above = folder.ancestors().filter(|folder| !folder.as_os_str().is_empty());
+    let missing: Vec<&Path> = above.take_while(|folder| !folder.exists()).collect();
+    fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
+    missing.into_iter().try_for_each(|folder| sync_folder(parent(folder)))
+}
+
+/// Blocks until the names in a folder are on the disk.
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| failed(folder, &error))
+}
+
+/// Returns the folder that has this file or folder.
+fn parent(path: &Path) -> &Path {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn replaced_links_leave_their_files_unchanged() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, link, hard] = ["file", "link", "hard"].map(|name| folder.path().join(name));
+        fs::write(&file, "of somebody else").unwrap();
+        symlink(&file, &link).unwrap();
+        fs::hard_link(&file, &hard).unwrap();
+        for path in [&link, &hard] {
+            replace(path, b"new").unwrap();
+            assert_eq!(fs::read(path).unwrap(), b"new");
+        }
+        assert_eq!(fs::read(&file).unwrap(), b"of somebody else");
+        assert!(replace(folder.path(), b"no folder is replaced").is_err());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no partial file is left");
+        let above = folder.path().parent().unwrap();
+        let left = fs::read_dir(above).unwrap().flatten().map(|entry| entry.path());
+        let name = folder.path().display().to_string();
+        let left = left.filter(|path| path.display().to_string().starts_with(&name));
+        assert_eq!(left.count(), 1, "nor beside a folder");
+    }
+
+    #[test]
+    fn folders_and_their_parents_are_created() {
+        let folder = tempfile::tempdir().unwrap();
+        let deep = folder.path().join("a/b/c");
+        create_folder(&deep).unwrap();
+        create_folder(&deep).unwrap();
+        assert!(deep.is_dir());
+        assert_eq!(
+            (parent(Path::new("x")), parent(Path::new("/a/b"))),
+            (Path::new("."), Path::new("/a"))
+        );
+    }
+}
