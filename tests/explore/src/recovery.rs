@@ -1,6 +1,7 @@
 //! The job of a seed that loses processes and goes on: a training with commits, and the deaths and
 //! stops that hit it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use fastrand::Rng;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::{Commits, Committed, ProcessId, Simulation, SimulationReport};
-use mpmd_ids::block::thread;
+use mpmd_ids::block::{Mutex, thread};
 
 use crate::case::{Job, LONGEST, ORDERS, PEER_TIMEOUT, check_end, check_shards, processes_of};
 use crate::execute::{Shards, bound, made, shards_of};
@@ -74,6 +75,13 @@ impl Committed for State {
     }
 }
 
+/// The number of commits that each process has issued in each epoch of a run.
+type Issued = Mutex<BTreeMap<(u64, ProcessId), u64>>;
+
+/// The number of commits of an epoch after which one of them is whole on every process: no more
+/// than two may be unconfirmed.
+const SURELY_WHOLE: u64 = 3;
+
 /// An array of the state.
 #[derive(Debug)]
 struct Trained {
@@ -114,7 +122,7 @@ impl Training {
     }
 
     /// Runs the training in an epoch. Returns the shards of this process at the end.
-    fn run(&self, p: &mut Program, commits: &Commits) -> Result<Shards> {
+    fn run(&self, p: &mut Program, commits: &Commits, issued: &Issued) -> Result<Shards> {
         let home = |trained: &Trained, epoch: u64| {
             trained.homes[(epoch - 1) as usize % trained.homes.len()].clone()
         };
@@ -123,21 +131,21 @@ impl Training {
             let shape = [ROWS, self.columns];
             state.arrays.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
         }
-        let first = commits.restore(p, &mut state)?;
+        let first = self.restore(p, commits, &mut state, issued)?;
         for step in first..self.steps {
             if matches!(self.commits, At::Start) {
-                p.commit(step, &state)?;
+                self.commit(p, step, &state, issued)?;
             }
             if matches!(self.commits, At::Halves) && !state.is_half {
                 self.work(p, &mut state, step)?;
                 state.is_half = true;
-                p.commit(step, &state)?;
+                self.commit(p, step, &state, issued)?;
             }
             self.work(p, &mut state, step)?;
             state.is_half = false;
             p.step_end()?;
             if matches!(self.commits, At::End | At::Halves) {
-                p.commit(step + 1, &state)?;
+                self.commit(p, step + 1, &state, issued)?;
             }
             // Deaths come in all parts of a step.
             thread::sleep(Duration::from_micros(500));
@@ -149,6 +157,40 @@ impl Training {
         let homes: Vec<Sharding> = self.arrays.iter().map(|trained| home(trained, 1)).collect();
         let state = p.device_put(&state.arrays, homes)?;
         shards_of(state.iter().map(Some))
+    }
+
+    /// Restores the newest commit. Fails with another error if the commits of the epoch before
+    /// cannot be lost, since one of them was whole and only one process was lost.
+    fn restore(
+        &self,
+        p: &mut Program,
+        commits: &Commits,
+        state: &mut State,
+        issued: &Issued,
+    ) -> Result<u64> {
+        let restored = commits.restore(p, state);
+        let lost = commits.last_recovery().map_or(0, |recovery| recovery.new.len());
+        let before = p.epoch() - 1;
+        let most = |issued: &BTreeMap<(u64, ProcessId), u64>| {
+            let of_epoch = issued.iter().filter(|((epoch, _), _)| *epoch == before);
+            of_epoch.map(|(_, count)| *count).max().unwrap_or(0)
+        };
+        match restored {
+            Err(Error::CommitsLost { lost: commits })
+                if lost == 1 && most(&issued.lock()) >= SURELY_WHOLE =>
+            {
+                Err(Error::kernel(format!("one loss took all commits: {commits:?}")))
+            }
+            restored => restored,
+        }
+    }
+
+    fn commit(&self, p: &mut Program, step: u64, state: &State, issued: &Issued) -> Result<()> {
+        p.commit(step, state)?;
+        if step.is_multiple_of(self.every) {
+            *issued.lock().entry((p.epoch(), p.process())).or_default() += 1;
+        }
+        Ok(())
     }
 
     /// Changes each array in place, moves it along one of its ways, and back.
@@ -250,8 +292,8 @@ impl Job for Recovery {
 
     fn run_alone(&self) -> Result<Shards, String> {
         let simulation = self.simulation(1);
-        let (mut results, _) =
-            simulation.run_recovering(1, |p, commits| self.training.run(p, commits));
+        let (mut results, _) = simulation
+            .run_recovering(1, |p, commits| self.training.run(p, commits, &Issued::default()));
         let result = results.remove(0).map_err(|error| format!("alone: {error}"))?;
         result.ok_or_else(|| "alone: it had no place".to_owned())
     }
@@ -259,8 +301,10 @@ impl Job for Recovery {
     fn run(&self, alone: &Shards, log: bool) -> (SimulationReport, Result<(), String>) {
         let simulation = self.simulation(self.processes);
         let simulation = if log { simulation.log() } else { simulation };
-        let (results, report) = simulation
-            .run_recovering(self.training.every, |p, commits| self.training.run(p, commits));
+        let issued = Issued::default();
+        let (results, report) = simulation.run_recovering(self.training.every, |p, commits| {
+            self.training.run(p, commits, &issued)
+        });
         let checked = self.check(results, alone, &report);
         (report, checked)
     }

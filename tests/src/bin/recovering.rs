@@ -1,6 +1,6 @@
 //! `recovering STEPS`: a job that goes on after the loss of a process. Each process prints the sum
-//! of the final values. Some steps after the start of an epoch it prints the bytes of its own and of
-//! other processes' memory that it has mapped.
+//! of the final values. Some steps after the start of an epoch it prints the bytes of shared memory
+//! that it has mapped, its own and that of others.
 
 use std::time::Duration;
 

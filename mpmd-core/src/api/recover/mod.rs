@@ -3,8 +3,8 @@
 //!
 //! 1. `run` calls the program once in each *epoch* of the job. When an epoch ends because a process
 //!    was lost, the others leave it, and meet under the next epoch with a spare in the free place.
-//! 2. `commit` moves each region of the state to a *buddy* process, on another host if there is one.
-//!    In `copies` the owner and the buddy copy it to memory that outlives the epoch.
+//! 2. `commit` moves each region of the state to a *buddy* process: on another host if there is
+//!    one. In `copies` the owner and the buddy copy it to memory that outlives the epoch.
 //! 3. `exec/kept` has the copies of this process, between the epochs too.
 //! 4. `restore` runs in the new epoch. The processes tell each other what they have (`inventory`),
 //!    choose the newest commit that is whole, bring each region home, and move it to its sharding.
