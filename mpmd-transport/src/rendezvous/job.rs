@@ -146,7 +146,7 @@ impl Job {
         std::mem::take(&mut self.actions)
     }
 
-    /// Adds a client that has shown the right token. It must join within the peer timeout.
+    /// Adds a client that has proved to know the token. It must join within the peer timeout.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let join_by = after(now, self.peer_timeout);
         self.links.insert(
