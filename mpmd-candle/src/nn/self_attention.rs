@@ -92,6 +92,10 @@ impl Sizes {
     }
 }
 
+/// The arrays of one head of a sequence that the backward pass reads: (input; result, unless it is
+/// rounded to half precision; gradient of the result; normalizers).
+type Given<'a> = (&'a [f32], Option<&'a [f32]>, &'a [f32], &'a [Normalizer]);
+
 /// The operation of [`self_attention`].
 struct SelfAttention {
     sizes: Sizes,
@@ -184,7 +188,7 @@ impl SelfAttention {
     fn backward_block(
         &self,
         (head, first, rows): (usize, usize, usize),
-        (qkv, out, d_out, normalizers): (&[f32], Option<&[f32]>, &[f32], &[Normalizer]),
+        (qkv, out, d_out, normalizers): Given<'_>,
         d_qkv: &mut [f32],
         (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
     ) {

@@ -5,6 +5,8 @@ use mpmd_candle::nn::{self, Activation, Mask, Module};
 
 const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 
+type Layer<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+
 fn doubles(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
@@ -142,7 +144,7 @@ fn layers_take_an_empty_batch() {
         let (weight, bias) = (of(&[4, 4]), of(&[4]));
         let tokens = Tensor::zeros((0, 3), DType::U32, &Device::Cpu).unwrap();
         let rows = |x: &Tensor| x.reshape((0, 4));
-        let cases: [(&str, &dyn Fn(&Tensor) -> Result<Tensor>); 12] = [
+        let cases: [(&str, Layer<'_>); 12] = [
             ("linear", &|x| nn::Linear::new(weight.clone(), Some(bias.clone())).forward(x)),
             ("layer norm", &|x| nn::LayerNorm::new(bias.clone(), bias.clone(), 1e-5).forward(x)),
             ("gelu", &nn::ops::gelu),

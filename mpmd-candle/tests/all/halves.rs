@@ -118,7 +118,7 @@ fn activations_of_halves_equal_those_of_f32() {
         Activation::Elu(0.7),
         Activation::LeakyRelu(0.1),
     ] {
-        check(&format!("{activation:?}"), &[x.clone()], &|a| activation.forward(&a[0]));
+        check(&format!("{activation:?}"), std::slice::from_ref(&x), &|a| activation.forward(&a[0]));
     }
 }
 
@@ -178,7 +178,7 @@ fn rotary_embeddings_add_up_halves_in_f32() {
     check("rope_i", &arguments, &|a| rope_i(&a[0], &a[1], &a[2]));
     let [x, cos, sin] = &arguments;
     let x = x.transpose(1, 2).unwrap();
-    check("rope_thd", &[x.clone()], &|a| {
+    check("rope_thd", std::slice::from_ref(&x), &|a| {
         let like = |angles: &Tensor| angles.to_dtype(a[0].dtype());
         rope_thd(&a[0], &like(cos)?, &like(sin)?)
     });

@@ -154,8 +154,8 @@ pub trait Stage: Send + Sync + 'static {
         false
     }
 
-    /// Notes that the parameter at `path` is frozen from now on, as if [`Stage::is_frozen`] returned
-    /// true: it is tied to a frozen parameter of another stage. Default: does nothing.
+    /// Notes that the parameter at `path` is frozen from now on, as if [`Stage::is_frozen`]
+    /// returned true: it is tied to a frozen parameter of another stage. Default: does nothing.
     ///
     /// A stage that adds to all its gradients has to leave this one out: its shape is `[0]`.
     fn freeze(&self, path: &str) {

@@ -106,7 +106,9 @@ impl Optimizer {
     /// Returns at once.
     ///
     /// The gradients are divided by the weight of the step's loss. A weight of 0, such as that of
-    /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate. Returns the figures of the step, `f64`s of shape `[3]` on the last stage's mesh: the mean
+    /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate.
+    ///
+    /// Returns the figures of the step, `f64`s of shape `[3]` on the last stage's mesh: the mean
     /// loss before the update, the weight, and the norm of the mean gradient before clipping.
     ///
     /// # Errors
