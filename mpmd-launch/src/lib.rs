@@ -28,6 +28,7 @@ mod dump;
 mod end;
 mod env;
 mod error;
+mod guard;
 mod log;
 mod output;
 mod replace;

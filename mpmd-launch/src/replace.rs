@@ -98,7 +98,8 @@ pub(super) enum Meaning {
 pub(super) struct Standing {
     processes: usize,
     is_complete: bool,
-    is_over: bool,
+    /// True if no process can come to the end of the program any more, or all have.
+    pub(super) is_over: bool,
     parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
 }
@@ -108,7 +109,7 @@ impl Standing {
         Self {
             processes,
             is_complete: server.is_complete(),
-            is_over: server.is_over(),
+            is_over: server.is_over() || server.failure().is_some(),
             parts: server.parts(),
             reports: server.reports(),
         }

@@ -1,8 +1,6 @@
 //! Supervision of a job's processes: starts them, forwards signals, and waits until all have ended.
 //! After a first failure it ends the others, and finds the cause for the `Outcome`.
 
-use std::io::Write;
-use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -19,6 +17,7 @@ use tokio::sync::oneshot;
 
 use super::cause::{ExitKind, Failure, Known};
 use super::error::LaunchError;
+use super::guard::Guard;
 use super::output::{self, Stream};
 use super::replace::{LOOK, Meaning, Replacing, Standing};
 use super::spawn::{Launch, OutputMode};
@@ -235,7 +234,7 @@ impl Processes {
                             let pid = pid.as_raw_nonzero();
                             eprintln!("mpmd: lost the process with pid {pid}: {how}");
                             lost = Some(how);
-                            if !server.is_over() && replacing.take_one() {
+                            if !job.is_over && replacing.take_one() {
                                 // If it has never joined, others wait for this very number.
                                 let is_new = server.is_complete() || job.is_known(number);
                                 let number = if is_new { self.running.len() } else { number };
@@ -432,45 +431,6 @@ fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<(
         work();
     });
     spawned.map(|_| end).map_err(|e| LaunchError::environment("starting a thread", e))
-}
-
-/// A helper process that kills the job's processes if the launcher dies before it can.
-struct Guard(Option<Child>);
-
-impl Guard {
-    fn start(launch: &Launch) -> Result<Self, LaunchError> {
-        let Some((program, args)) = &launch.guard else { return Ok(Self(None)) };
-        // In its own process group, so that signals to the launcher's group do not reach it.
-        let guard = Command::new(program)
-            .args(args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .process_group(0)
-            .spawn();
-        match guard {
-            Ok(guard) => Ok(Self(Some(guard))),
-            Err(e) => Err(LaunchError::environment("starting the job's guard", e)),
-        }
-    }
-
-    fn tell(&mut self, sign: char, group: Pid) {
-        let stdin = self.0.as_mut().and_then(|guard| guard.stdin.as_mut());
-        if let Some(stdin) = stdin
-            && let Err(error) = writeln!(stdin, "{sign}{}", group.as_raw_nonzero())
-        {
-            tracing::warn!("the job's guard is gone: {error}");
-        }
-    }
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        if let Some(mut guard) = self.0.take() {
-            // It ends with its input; no process groups are left for it to kill.
-            drop(guard.stdin.take());
-            let _ = guard.wait();
-        }
-    }
 }
 
 /// Turns the signals that would end or stop this process into events, until it is dropped.

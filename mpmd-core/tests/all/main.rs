@@ -44,6 +44,7 @@ mod put_vjp;
 mod random_programs;
 mod random_puts;
 mod ready_kernels;
+mod recovery;
 mod relays;
 mod replay;
 mod reshard;

@@ -295,8 +295,8 @@ impl Rendezvous {
     /// wait. Its arguments are the epoch, the processes, and the time so far.
     ///
     /// `tell` runs on the thread that also answers the server's pings, so it must not block.
-    pub fn on_busy(&self, tell: Box<dyn Fn(u64, &[ProcessId], Duration) + Send + Sync>) {
-        self.link.state.lock().tell_busy = Some(Arc::from(tell));
+    pub fn on_busy(&self, tell: impl Fn(u64, &[ProcessId], Duration) + Send + Sync + 'static) {
+        self.link.state.lock().tell_busy = Some(Arc::new(tell));
     }
 
     /// Sets the function that returns the status of this process, in any encoding, each time that

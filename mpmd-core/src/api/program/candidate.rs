@@ -58,9 +58,9 @@ impl Candidate {
         let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
         let (process, epoch, identity, member) =
             (self.process, builder.epoch, self.identity, std::mem::take(&mut self.member));
-        self.rendezvous.on_busy(Box::new(move |epoch, busy, waited| {
+        self.rendezvous.on_busy(move |epoch, busy, waited| {
             warn_user(&waits_for(process, epoch, busy, waited));
-        }));
+        });
         let joined = match self.waits {
             true => self.rendezvous.join_epoch(member, epoch, identity),
             false => self.rendezvous.join(member).map(Some),
