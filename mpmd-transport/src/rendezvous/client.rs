@@ -49,8 +49,8 @@ pub struct Joined {
     pub members: Vec<Member>,
 }
 
-/// The secret identity of a process in its job, by which the server knows it again in a later epoch.
-/// Its `Debug` output does not show the key.
+/// The secret identity of a process in its job, by which the server knows it again in a later
+/// epoch. Its `Debug` output does not show the key.
 #[derive(Clone, Copy, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Identity {
     /// A number that no other process can guess, the same in all epochs.
