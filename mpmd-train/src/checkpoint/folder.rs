@@ -258,10 +258,11 @@ mod tests {
             other.join("notes.txt"),
             other.join("model-00009-of-00009.safetensors"),
             other.join("pieces-x.json"),
-            folder.join("step-00000002-epoch-ANYTHING"),
-            folder.join("step-00000002-epoch-1"),
-            folder.join("step-00000002-epoch-02"),
+            folder.join("step-00000002-epoch-ANYTHING").join(MODEL),
+            folder.join("step-00000002-epoch-1").join(MODEL),
+            folder.join("step-00000002-epoch-02").join(MODEL),
         ];
+        foreign.iter().for_each(|path| fs::create_dir_all(path.parent().unwrap()).unwrap());
         foreign.iter().for_each(|path| fs::write(path, "of somebody else").unwrap());
         let target = tempfile::tempdir().unwrap();
         fs::write(target.path().join(MODEL), "of somebody else").unwrap();
