@@ -169,7 +169,7 @@ impl Kept {
         }
     }
 
-    /// Begins an epoch of a run. Drops what is of another run.
+    /// Begins an epoch of a run. Drops commits of another run.
     pub(crate) fn begin_epoch(&mut self, run: u128) {
         if self.run.is_some_and(|own| own != run) {
             *self = Self::new(self.every);

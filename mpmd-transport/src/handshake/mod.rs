@@ -29,13 +29,13 @@
 //! for the other direction, for another protocol, for other facts or for another connection.
 //!
 //! The caller sends nothing that depends on the token before the answerer has proved itself.
-//! Whoever calls gets an answer, but no two answers are alike. A wrong proof gets no reply.
+//! Every caller gets an answer, but no two answers are alike. A wrong proof gets no reply.
 //!
 //! Magic and versions have these places in every version. A caller of another version needs no
 //! token to be told: it gets the first 12 bytes of an answer, with a 1, and 4 zeros.
 //!
-//! The handshake keeps out whoever does not know the token. It encrypts nothing: whoever passes the
-//! bytes on between two ends can take over their connection after the handshake.
+//! The handshake keeps out ends without the token. It encrypts nothing: a relay between two ends can
+//! take over their connection after the handshake.
 //!
 //! The magic of [`rendezvous`](crate::rendezvous) is `MPMDMEET`. The facts about its answerer are 4
 //! bytes, the milliseconds between its pings. [`tcp`](crate::tcp), [`shm`](crate::shm) and

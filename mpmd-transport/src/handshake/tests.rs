@@ -21,7 +21,7 @@ fn answerer(nonce: u8) -> Handshake {
 }
 
 /// Carries the messages between two ends until nobody says more. `bend` may change each message, by
-/// its number. Returns what the ends have refused.
+/// its number. Returns the refusals of the ends.
 fn talk(
     caller: &mut Handshake,
     answerer: &mut Handshake,

@@ -644,7 +644,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
         assert!(joining.join().unwrap().is_err());
         assert_eq!(heard.len(), 42, "it proves nothing to a stranger");
         assert!(!heard.windows(4).any(|part| part == [42; 4]));
-        // What it has heard does not let it in at the real server.
+        // The bytes that it has heard do not let it in at the real server.
         for shown in [&heard[10..42], &earlier[48..]] {
             assert_eq!(answer(&server, &[&heard[..], shown].concat()).len(), 80, "no welcome");
         }

@@ -347,7 +347,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
             let _ = stream.read_to_end(&mut heard);
             assert_eq!(heard.len(), 66, "it proves nothing to a stranger");
             assert!(!heard.windows(4).any(|part| part == &TOKEN[..4]));
-            // What it has heard does not let it in where the real process listens.
+            // The bytes that it has heard do not let it in where the real process listens.
             let mut stream = dial(address);
             stream.write_all(&heard).unwrap();
             let mut answer = [0; 92];

@@ -124,7 +124,7 @@ pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str
     }
 }
 
-/// The copies of commits are no loans, and what was lent in an epoch is freed with it.
+/// The copies of commits are no loans, and memory that was lent in an epoch is freed with it.
 #[test]
 fn memory_of_an_epoch_ends_with_it() {
     const LOSSES: u64 = 5;

@@ -70,7 +70,7 @@ pub(super) struct Source {
 }
 
 impl Commits {
-    /// Returns what every process has, by process. All of them check their copies at the same time.
+    /// Returns the inventories of all processes, which check their copies at the same time.
     pub(super) fn tell_inventories(
         &self,
         p: &mut Program,

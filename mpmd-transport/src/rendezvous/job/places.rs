@@ -1,4 +1,4 @@
-//! The places of a job over its epochs: which process has which.
+//! The places of a job and their processes, over its epochs.
 //!
 //! A job begins in epoch 1, in which a process has the place of its number. After the loss of a
 //! process the others may return: the first of them to join epoch `n + 1` begins it. Nobody else
