@@ -241,12 +241,12 @@ fn read_as(
 }
 
 /// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
-/// `most` bytes. Links may lead to files of the folder only, or from a folder `snapshots/REV` of a
-/// hub cache to `blobs` beside `snapshots`.
+/// `most` bytes. Links may lead to files of the folder only, or from a folder in `snapshots/REV` of
+/// a hub cache to `blobs` beside `snapshots`.
 fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
     let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
-    let snapshots = root.parent().filter(|parent| parent.ends_with("snapshots"));
+    let snapshots = root.ancestors().skip(1).find(|above| above.ends_with("snapshots"));
     let blobs = snapshots.and_then(Path::parent).map(|cache| cache.join("blobs"));
     if !real.starts_with(&root) && !blobs.is_some_and(|blobs| real.starts_with(blobs)) {
         let real = real.display();

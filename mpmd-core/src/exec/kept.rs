@@ -67,9 +67,9 @@ pub(crate) struct Kept {
     /// When a process was first lost since the last restore, and how.
     pub(crate) lost: Option<(Instant, Arc<Failure>)>,
     pub(crate) time: JobTime,
-    /// The newest commit at the start of this epoch and of those before, and their number: epochs
-    /// without a newer commit.
-    pub(crate) stuck: (Option<u64>, u32),
+    /// The commit from which this epoch began, and the number of epochs that began with its state:
+    /// all but the first without a newer commit.
+    pub(crate) stuck: (CommitId, u32),
     /// The memory of the copies. It outlives the epochs, whose memory ends with them.
     pub(crate) memory: Pool,
     /// The run that all of this is of. `None` before the first epoch.
@@ -162,7 +162,7 @@ impl Kept {
             known: CommitId::default(),
             lost: None,
             time: JobTime::begin(),
-            stuck: (None, 0),
+            stuck: (CommitId::default(), 0),
             memory: Pool::new("copies of commits", None),
             run: None,
             number: 0,

@@ -92,17 +92,19 @@ fn wild_numbers_are_refused_by_the_headers() {
     assert!(said.starts_with("config.json: ") && said.contains("more than 1048576"), "{said}");
 }
 
-/// Returns a cache as hubs lay it out, with the files of a folder, and the folder of the model.
-fn cached(name: &str) -> (TempDir, PathBuf) {
+/// Returns a cache as hubs lay it out, with the files of a folder, and the folder of the model:
+/// `inner` in that of its revision.
+fn cached(name: &str, inner: &str) -> (TempDir, PathBuf) {
     let cache = tempfile::tempdir().unwrap();
     let model = cache.path().join("models--a--b");
-    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots/1f2e"));
+    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots/1f2e").join(inner));
     [&blobs, &snapshot].into_iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
     for (number, entry) in fs::read_dir(path(name)).unwrap().enumerate() {
         let entry = entry.unwrap();
         let blob = format!("{number:040x}");
         fs::copy(entry.path(), blobs.join(&blob)).unwrap();
-        symlink(format!("../../blobs/{blob}"), snapshot.join(entry.file_name())).unwrap();
+        let up = if inner.is_empty() { "../.." } else { "../../.." };
+        symlink(format!("{up}/blobs/{blob}"), snapshot.join(entry.file_name())).unwrap();
     }
     (cache, snapshot)
 }
@@ -118,8 +120,8 @@ fn save_to(folder: &Folder, to: &Path) {
 
 #[test]
 fn cache_of_a_hub_is_read_and_its_blobs_never_written() {
-    for name in ["plain", "grouped"] {
-        let (cache, snapshot) = cached(name);
+    for (name, inner) in [("plain", ""), ("grouped", "checkpoint-5")] {
+        let (cache, snapshot) = cached(name, inner);
         let folder = Folder::open(&snapshot).unwrap();
         tokenizer(&folder).unwrap();
         let to = tempfile::tempdir().unwrap();

@@ -292,7 +292,7 @@ mod tests {
         let to = Checkpoints::new(folder.path());
         let results = Simulation::new(2, 4).run(|p| {
             let contents = contents(p, &saved, 1.0)?;
-            Saving::begin(p, (&to, &[]), contents, &SaveStatus::default())?.finish(p)
+            Saving::begin(p, &to, contents, &SaveStatus::default())?.finish(p)
         });
         results.into_iter().for_each(|result| result.unwrap());
         let results = Simulation::new(4, 4).run(|p| {
@@ -316,7 +316,7 @@ mod tests {
         let to = Checkpoints::new(folder.path());
         let results = Simulation::new(1, 4).run(|p| {
             let contents = contents(p, Mesh::replicated, 1.0)?;
-            Saving::begin(p, (&to, &[]), contents, &SaveStatus::default())?.finish(p)
+            Saving::begin(p, &to, contents, &SaveStatus::default())?.finish(p)
         });
         results.into_iter().for_each(|result| result.unwrap());
         let (path, files) =

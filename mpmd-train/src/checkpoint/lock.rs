@@ -5,11 +5,11 @@
 //! that the job has lost, which may still live.
 
 use std::fs::{self, File};
-use std::io::Read as _;
+use std::io::{ErrorKind, Read as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use mpmd_core::{ProcessId, Program, Result};
+use mpmd_core::Result;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -27,21 +27,13 @@ const LARGEST: u64 = 16 << 20;
 pub(super) struct FolderLock(File);
 
 /// The content of the file.
-#[derive(Deserialize, Serialize)]
+#[derive(Deserialize, PartialEq, Serialize)]
 struct Holder {
     process: u32,
     host: String,
+    /// The identity of the job's run, in hexadecimal digits.
+    run: String,
     epoch: u64,
-    /// The processes of the job, as from [`members`].
-    members: Vec<String>,
-}
-
-/// Returns host and process id of each process of the job, on every process. Every process must
-/// call it.
-pub(crate) fn members(p: &mut Program) -> Result<Vec<String>> {
-    let own = || Ok(format!("{}:{}", host(), std::process::id()));
-    let all = (0..p.processes() as u32).map(ProcessId);
-    all.map(|process| p.broadcast_value(process, String::new(), own)).collect()
 }
 
 fn host() -> String {
@@ -50,25 +42,38 @@ fn host() -> String {
 }
 
 impl FolderLock {
-    /// Takes the lock of a folder for an epoch of a job with these members.
+    /// Takes the lock of a folder for an epoch of a run of a job. A second lock of the same process
+    /// holds only as long as its first one.
     ///
     /// # Errors
     ///
     /// If another job holds it, or the file cannot be written.
-    pub(super) fn take(folder: &Path, members: &[String], epoch: u64) -> Result<Self> {
+    pub(super) fn take(folder: &Path, run: u128, epoch: u64) -> Result<Self> {
         let path = folder.join(NAME);
-        let holder =
-            Holder { process: std::process::id(), host: host(), epoch, members: members.to_vec() };
+        let (process, run) = (std::process::id(), format!("{run:032x}"));
+        let holder = Holder { process, host: host(), run, epoch };
         let refused = |why: &dyn std::fmt::Display| failed(&path, why);
         loop {
             let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
             let mut options = File::options();
             let options = options.read(true).write(true).create(true).truncate(false);
-            let file = options.custom_flags(flags).open(&path).map_err(|error| refused(&error))?;
+            let options = options.custom_flags(flags);
+            // The file of another user's job: it is locked all the same, and then replaced.
+            let is_foreign = |error: &std::io::Error| error.kind() == ErrorKind::PermissionDenied;
+            let (file, is_own) = match options.open(&path) {
+                Err(error) if is_foreign(&error) => {
+                    let options = options.write(false).create(false);
+                    (options.open(&path).map_err(|_| refused(&error))?, false)
+                }
+                opened => (opened.map_err(|error| refused(&error))?, true),
+            };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if !is_named(&file, &path) => continue,
                 Err(Errno::WOULDBLOCK) => {}
                 // Some file systems have no locks; there the file only says who saves.
+                Ok(()) if !is_own => {
+                    return holder.take_over(&path).map(Self).map_err(|error| refused(&error));
+                }
                 Ok(()) | Err(Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL) => {
                     return holder
                         .write(&file)
@@ -80,7 +85,10 @@ impl FolderLock {
             let Some(other) = Holder::read(&file) else {
                 return Err(refused(&"another job is just taking this folder: save elsewhere"));
             };
-            if other.epoch < epoch && other.members.iter().any(|member| members.contains(member)) {
+            if other == holder {
+                return Ok(Self(file));
+            }
+            if other.run == holder.run && other.epoch < epoch {
                 return holder.take_over(&path).map(Self).map_err(|error| refused(&error));
             }
             let Holder { process, host, .. } = other;
@@ -110,7 +118,9 @@ impl Holder {
 
     fn write(&self, file: &File) -> std::io::Result<()> {
         file.set_len(0)?;
-        file.write_all_at(&serde_json::to_vec(self)?, 0)
+        file.write_all_at(&serde_json::to_vec(self)?, 0)?;
+        // Other hosts must be able to read it, also after the loss of this one.
+        file.sync_all()
     }
 
     /// Puts a locked file in the place of one that a lost process has locked.
@@ -138,35 +148,33 @@ fn is_named(file: &File, path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn take(folder: &Path, members: &[&str], epoch: u64) -> Result<FolderLock> {
-        let members: Vec<String> = members.iter().map(ToString::to_string).collect();
-        FolderLock::take(folder, &members, epoch)
-    }
-
     #[test]
     fn second_job_is_refused_with_process_and_host() {
         let folder = tempfile::tempdir().unwrap();
-        let first = take(folder.path(), &["a:1", "b:2"], 1).unwrap();
-        for (members, epoch) in [(["a:1", "c:3"], 1), (["c:3", "d:4"], 2)] {
-            let said = take(folder.path(), &members, epoch).unwrap_err().to_string();
+        let first = FolderLock::take(folder.path(), 7, 1).unwrap();
+        for (run, epoch) in [(8, 1), (8, 2)] {
+            let said = FolderLock::take(folder.path(), run, epoch).unwrap_err().to_string();
             let expected = format!("process {} on {} saves", std::process::id(), host());
             assert!(said.contains(&expected), "{said}");
             assert!(said.starts_with(&folder.path().display().to_string()), "{said}");
         }
-        assert!(first.is_of(folder.path()));
-        drop(first);
-        take(folder.path(), &["c:3"], 1).unwrap();
+        // Another value of the same process may save there.
+        let again = FolderLock::take(folder.path(), 7, 1).unwrap();
+        assert!(first.is_of(folder.path()) && again.is_of(folder.path()));
+        drop((first, again));
+        FolderLock::take(folder.path(), 8, 1).unwrap();
     }
 
     #[test]
     fn later_epoch_takes_the_lock_over() {
         let folder = tempfile::tempdir().unwrap();
-        let lost = take(folder.path(), &["a:1", "b:2"], 1).unwrap();
-        let later = take(folder.path(), &["b:2", "c:3"], 2).unwrap();
+        let lost = FolderLock::take(folder.path(), 7, 1).unwrap();
+        let later = FolderLock::take(folder.path(), 7, 2).unwrap();
         assert!(!lost.is_of(folder.path()) && later.is_of(folder.path()));
-        assert!(take(folder.path(), &["b:2", "c:3"], 2).is_err());
+        assert!(FolderLock::take(folder.path(), 7, 1).is_err(), "an ended epoch gets no lock");
         drop(lost);
-        assert!(take(folder.path(), &["d:4"], 1).is_err(), "the later epoch's lock still holds");
+        let other = FolderLock::take(folder.path(), 8, 1);
+        assert!(other.is_err(), "the later epoch's lock still holds");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

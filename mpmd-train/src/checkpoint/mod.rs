@@ -57,7 +57,6 @@ use crate::tensors::disk::create_folder;
 use crate::tensors::{check_folder, failed};
 pub(crate) use load::{Loaded, load};
 use lock::FolderLock;
-pub(crate) use lock::members;
 pub(crate) use save::{Phase, SaveStatus, Saving};
 
 /// The arrays of a training, and its position.
@@ -148,25 +147,25 @@ impl Checkpoints {
         &self.folder
     }
 
-    /// Takes the lock of the folder for a job with these members, unless this value has it.
-    fn lock(&self, members: &[String], epoch: u64) -> Result<()> {
+    /// Takes the lock of the folder for an epoch of a run, unless this value has it.
+    fn lock(&self, run: u128, epoch: u64) -> Result<()> {
         let mut lock = self.lock.lock();
         if !lock.as_ref().is_some_and(|lock| lock.is_of(&self.folder)) {
             create_folder(&self.folder)?;
-            *lock = Some(FolderLock::take(&self.folder, members, epoch)?);
+            *lock = Some(FolderLock::take(&self.folder, run, epoch)?);
         }
         Ok(())
     }
 
-    /// Prepares the folder for the saves of a training that continues after `step`, in a job with
-    /// these members. Returns the same error on every process if it cannot be written, if another
-    /// job saves there, or if there is a checkpoint of a later step, which the training would meet.
-    /// After the first epoch those are its own.
-    pub(crate) fn claim(&self, p: &mut Program, members: &[String], step: u64) -> Result<()> {
+    /// Prepares the folder for the saves of a training that continues after `step`. Returns the same
+    /// error on every process if it cannot be written, if another job saves there, or if there is a
+    /// checkpoint of a later step, which the training would meet. After the first epoch those are
+    /// its own.
+    pub(crate) fn claim(&self, p: &mut Program, step: u64) -> Result<()> {
         check_folder(p, &self.folder)?;
-        let epoch = p.epoch();
+        let (run, epoch) = (p.run_id(), p.epoch());
         on_first(p, (), || {
-            self.lock(members, epoch)?;
+            self.lock(run, epoch)?;
             if epoch > 1 {
                 return Ok(());
             }

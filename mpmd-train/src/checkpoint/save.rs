@@ -68,10 +68,9 @@ pub(crate) struct Saving {
 impl Saving {
     /// Creates the files, issues the copies, and starts the thread. Blocks until process 0 has
     /// created the files. Writes nothing if an earlier epoch of the job has saved this step.
-    /// `members` are those of the job.
     pub(crate) fn begin(
         p: &mut Program,
-        (to, members): (&Checkpoints, &[String]),
+        to: &Checkpoints,
         contents: Contents,
         status: &SaveStatus,
     ) -> Result<Self> {
@@ -82,9 +81,9 @@ impl Saving {
         let plan = Files::plan(&avals, to.file_bytes, &metadata)?;
         let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
         let hosts = hosts.collect::<Result<Vec<_>>>()?;
-        let epoch = p.epoch();
+        let (run, epoch) = (p.run_id(), p.epoch());
         let prepare = || {
-            to.lock(members, epoch)?;
+            to.lock(run, epoch)?;
             folder::prepare(&to.folder, step, epoch, &plan)
         };
         if !on_first(p, true, prepare)? {

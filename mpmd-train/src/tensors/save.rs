@@ -32,8 +32,9 @@ use crate::agree::{agree, on_first};
 /// beside the older ones, never through links. If several files are to have the names of older
 /// ones, they are called `model-2-00001-of-00003.safetensors` and so on. When all are complete, the
 /// index or the only file gets its name. Then `model.safetensors` or the index of the older model
-/// is removed, and the files that its index names. A crash may leave files whose names end with
-/// `.partial` and a number, which nothing reads.
+/// is removed, and the files that its index names. A crash may leave files that nothing reads:
+/// files whose names end with `.partial` and a number, parts of the new model without an index, or
+/// parts of the older one.
 ///
 /// In a dry run it writes nothing.
 ///
@@ -157,7 +158,9 @@ fn commit(files: &Files, folder: &Path, suffix: &str, mut before: impl FnMut()) 
         })
     };
     let placed = place();
-    if placed.is_err() && names.len() > 1 {
+    // The new index may have its name already.
+    let published = indexed(folder);
+    if placed.is_err() && names.len() > 1 && !names.iter().all(|name| published.contains(name)) {
         names.iter().for_each(|name| _ = fs::remove_file(folder.join(name)));
     }
     placed?;

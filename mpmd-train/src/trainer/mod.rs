@@ -45,9 +45,6 @@ pub struct Trainer<In> {
     probed: Vec<MicrobatchShapes<In>>,
     /// The folder and the step of the last checkpoint that was saved or restored.
     saved: Option<(PathBuf, u64)>,
-    /// The processes of the job, for the lock of a folder of checkpoints. Empty before the first
-    /// save.
-    members: Vec<String>,
     /// The figures of the last steps, of a training that may resume; else empty.
     recent: VecDeque<Recent>,
     /// True from a restored commit until the loop goes on from it.
@@ -84,7 +81,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             watches: false,
             probed: Vec::new(),
             saved: None,
-            members: Vec::new(),
             recent: VecDeque::new(),
             is_resumed: false,
             recovery: None,

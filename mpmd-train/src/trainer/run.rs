@@ -179,7 +179,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<Outcome> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
-        let mut saves = Saves::new(p, self, run.checkpoints, run.save_every)?;
+        let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + PLANNED_STEPS);
         } else if !self.watches {

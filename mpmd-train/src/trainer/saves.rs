@@ -4,7 +4,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load, members};
+use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
@@ -15,26 +15,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// # Errors
     ///
     /// If there is a checkpoint of this step already, or another job saves to this folder; then
-    /// nothing is written. If an array's
-    /// operation failed, or a file cannot be written. Every process gets the error.
+    /// nothing is written. If an array's operation failed, or a file cannot be written. Every
+    /// process gets the error.
     pub fn save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<()> {
         self.begin_save(p, to)?.finish(p)
     }
 
     /// Begins to save a checkpoint: see [`Saving::begin`].
     fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
-        let members = self.members(p)?;
-        let saving = Saving::begin(p, (to, &members), self.contents(), &self.status.save)?;
+        let saving = Saving::begin(p, to, self.contents(), &self.status.save)?;
         self.saved = Some((to.folder().to_owned(), self.steps()));
         Ok(saving)
-    }
-
-    /// Returns the processes of the job. Asks them once.
-    fn members(&mut self, p: &mut Program) -> Result<Vec<String>> {
-        if self.members.is_empty() {
-            self.members = members(p)?;
-        }
-        Ok(self.members.clone())
     }
 
     /// True if the folder has the arrays of the last step, since a save of this trainer was begun
@@ -82,18 +73,16 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    /// Prepares the folder for the saves of `trainer`: see [`Checkpoints::claim`].
-    pub(super) fn new<In: Tree<Leaf = MpmdArray>>(
+    /// Prepares the folder for the saves of a training that continues after `step`: see
+    /// [`Checkpoints::claim`].
+    pub(super) fn new(
         p: &mut Program,
-        trainer: &mut Trainer<In>,
         to: Option<Checkpoints>,
         every: Option<u64>,
+        step: u64,
     ) -> Result<Self> {
         match &to {
-            Some(to) => {
-                let members = trainer.members(p)?;
-                to.claim(p, &members, trainer.steps())?;
-            }
+            Some(to) => to.claim(p, step)?,
             None if every.is_some() => {
                 let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
                 return Err(Error::kernel(problem));

@@ -461,16 +461,17 @@ impl SharedBuffer {
     /// part. Also if [lost](Fence::is_lost) work or another process may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
-        let is_lost = self.whole.ready.has_lost()
-            || self.whole.reads.lock().has_lost()
-            || buffer.block().is_some_and(Block::is_retired);
+        let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
         if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }
         let Self { whole, range, verdict } = self;
         match Arc::try_unwrap(whole) {
             Ok(mut whole) => match whole.take() {
-                (Memory::Owned(mut buffer), fences) => {
+                // A block is retired before its last other holder is dropped.
+                (Memory::Owned(mut buffer), fences)
+                    if !buffer.block().is_some_and(Block::is_retired) =>
+                {
                     buffer.fences = fences;
                     Ok(buffer)
                 }

@@ -178,11 +178,18 @@ impl Engine {
             }
         };
         let Some(facts) = handshake.proved_facts() else {
-            self.say_to(from, reply);
+            // Strangers may say hello in the name of a peer that does not listen yet.
+            if self.peers[from.index()].sending < HELLOS_KEPT {
+                self.say_to(from, reply);
+            }
             return Ok(Ok(()));
         };
         let fits = match calls {
-            true => party.check_caller(facts, 1).map(drop),
+            true => match party.check_caller(facts, 1) {
+                // The answer to one peer, passed on to another.
+                Ok((caller, _)) if caller != from => return Ok(Err(Refusal::Stranger)),
+                checked => checked.map(drop),
+            },
             false => party.check_answerer(facts, from),
         };
         // A peer that does not fit is answered too: it learns the reason.

@@ -29,7 +29,7 @@ impl Program {
 
     /// Returns the random identity of the job's run, the same in all its epochs and on all
     /// processes. 0 for a job without a rendezvous.
-    pub(crate) fn run_id(&self) -> u128 {
+    pub fn run_id(&self) -> u128 {
         self.membership.as_ref().and_then(|membership| membership.identity.run).unwrap_or(0)
     }
 

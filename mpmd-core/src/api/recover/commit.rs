@@ -132,7 +132,8 @@ impl Program {
         let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
         let id = kept.lock().next_id(self.epoch(), step, &contents);
         let sources: Vec<_> = arrays.iter().zip(&buddies).zip(homes).collect();
-        let (made, all) = self.issue_copies(id, sources, kept.lock().memory.clone(), at)?;
+        let memory = kept.lock().memory.clone();
+        let (made, all) = self.issue_copies(id, sources, memory, at)?;
         let devices = first_devices(self.topology());
         let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?.replicated();
         let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;

@@ -31,7 +31,7 @@ pub(super) struct Inventory {
     pub(super) commits: Vec<(CommitId, CommitEntry)>,
     /// The newest commit that is known to be whole on every process.
     known: CommitId,
-    pub(super) stuck: (Option<u64>, u32),
+    pub(super) stuck: (CommitId, u32),
     /// The newest step that this process has come to.
     pub(super) reached: u64,
     /// The age of the job, and the part of it that was lost.

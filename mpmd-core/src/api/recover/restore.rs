@@ -67,7 +67,7 @@ impl Commits {
             self.report(p, &inventories, 0, at);
             return Ok(0);
         };
-        self.count_restart(&inventories, id.step)?;
+        self.count_restart(&inventories, id)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
         let contents = contents(p, id, &inventories, &copies)?;
         if let Some(difference) = contents.difference(&asked) {
@@ -95,20 +95,28 @@ impl Commits {
         Ok(id.step)
     }
 
-    /// Counts an epoch that begins at `step`, and fails if there were too many.
-    fn count_restart(&self, inventories: &[Inventory], step: u64) -> Result<()> {
-        let before = inventories.iter().map(|inventory| inventory.stuck);
-        let before = before.filter(|(at, _)| *at == Some(step)).map(|(_, count)| count).max();
-        let count = before.unwrap_or(0) + 1;
-        self.kept.lock().stuck = (Some(step), count);
+    /// Counts an epoch that begins with a commit, and fails if too many began with its state.
+    fn count_restart(&self, inventories: &[Inventory], id: CommitId) -> Result<()> {
+        let before = inventories.iter().map(|one| one.stuck).max().unwrap_or_default();
+        let count = restarts(before, id);
+        self.kept.lock().stuck = (id, count);
         if count > MOST_RESTARTS {
             return Err(Error::Environment(format!(
-                "{count} epochs of the job began at the commit of step {step}, and each lost a \
-                 process before there was a newer one"
+                "{count} epochs of the job began at the commit of step {}, and each lost a process \
+                 before there was a newer one",
+                id.step
             )));
         }
         Ok(())
     }
+}
+
+/// Returns the number of epochs that began with the state of the commit `id`, the last of them now.
+/// `before` is the commit with which the epoch before began, and their number then.
+fn restarts((last, before): (CommitId, u32), id: CommitId) -> u32 {
+    // The first commit of an epoch that restored one has the same state.
+    let is_same = before > 0 && (id == last || id.epoch > last.epoch && id.number == 1);
+    if is_same { before + 1 } else { 1 }
 }
 
 /// Returns the contents of a commit, from the first process that has them.
@@ -224,5 +232,23 @@ mod tests {
             assert!(step > 5, "{step}");
             assert_eq!(values, [0.0, 1.0, 2.0]);
         }
+    }
+
+    #[test]
+    fn restarts_without_a_newer_commit_are_counted() {
+        // All commits are of one step, as in a program that commits many times in it.
+        let id = |epoch, number| CommitId { epoch, number, step: 7, ..CommitId::default() };
+        let mut stuck = Default::default();
+        let mut restart = |epoch, number| {
+            stuck = (id(epoch, number), restarts(stuck, id(epoch, number)));
+            stuck.1
+        };
+        assert_eq!(restart(1, 30), 1);
+        assert_eq!(restart(1, 30), 2, "the copy that epoch 2 made was not whole");
+        assert_eq!(restart(3, 1), 3);
+        assert_eq!(restart(4, 1), 4);
+        assert_eq!(restart(5, 2), 1, "epoch 5 has made a commit of its own");
+        assert_eq!(restart(6, 9), 1);
+        assert_eq!(restart(7, 1), 2);
     }
 }

@@ -407,6 +407,7 @@ fn spares_hear_that_all_processes_are_lost() {
     table.pass(TIME_LIMIT / 2, &[90]);
     let lost = |link| (link, Err(RendezvousError::AllLost { processes: 3 }));
     assert_eq!(table.answers(), [lost(90)]);
+    assert!(table.job.parts().contains(&(ProcessId(1), Part::Out)), "nobody waits for its end");
     table.join_as(91, 1, 4);
     assert_eq!(table.answers(), [lost(91)]);
 }
@@ -577,6 +578,21 @@ fn requests_of_an_ended_epoch_fail_at_once() {
         table.now,
     );
     assert_eq!(table.job.reports(), []);
+}
+
+#[test]
+fn failure_of_a_process_that_has_left_outlives_its_epoch() {
+    let mut table = Table::running();
+    table.die(11);
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "it failed".to_owned());
+    let report = Report { failure, hash: None };
+    table.job.said(10, Request::Report { ask: 3, report: report.clone() }, table.now);
+    table.leave(10, false);
+    // Process 2 has only seen the loss of process 1, and goes on first.
+    table.leave(12, true);
+    table.join(2, 2);
+    assert_eq!(table.job.reports(), [(ProcessId(0), report)]);
+    assert!(table.job.parts().contains(&(ProcessId(0), Part::Left(ProcessId(0)))));
 }
 
 #[test]

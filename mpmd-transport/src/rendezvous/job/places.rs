@@ -263,12 +263,16 @@ impl Job {
         self.vacant = self.seats.iter().map(is_gone).collect();
         let former = |seat: Seat| Former { key: seat.key, link: seat.link };
         self.before = self.seats.iter_mut().map(|seat| seat.take().map(former)).collect();
+        // A process that has left with a failure has failed the job, however late that is seen.
+        let has_left = |place| self.known.values().any(|known| known.part == Part::Left(place));
+        self.reports.retain(|(by, _)| has_left(*by));
         for known in self.known.values_mut() {
-            if let Part::Left(_) = known.part {
+            if let Part::Left(place) = known.part
+                && self.reports.iter().all(|(by, _)| *by != place)
+            {
                 known.part = Part::Out;
             }
         }
-        self.reports.clear();
         for (name, arrivals) in std::mem::take(&mut self.barriers) {
             for Arrival { link, wait, .. } in arrivals {
                 let what = format!("barrier {name:?}");
@@ -445,11 +449,14 @@ impl Job {
         if self.phase != Phase::Running || self.present() > 0 {
             return;
         }
-        for end in self.seats.iter_mut().flatten().filter_map(|seat| seat.ended.as_mut()) {
-            if end.how == HowEnded::Returns {
+        let mut late = Vec::new();
+        for seat in self.seats.iter_mut().flatten() {
+            if let Some(end) = seat.ended.as_mut().filter(|end| end.how == HowEnded::Returns) {
                 end.how = HowEnded::Died;
+                late.push(seat.key);
             }
         }
+        late.into_iter().for_each(|key| self.has_part(key, Part::Out));
         self.dismiss_spares();
     }
 
