@@ -34,8 +34,8 @@
 //! Magic and versions have these places in every version. A caller of another version needs no
 //! token to be told: it gets the first 12 bytes of an answer, with a 1, and 4 zeros.
 //!
-//! The handshake keeps out ends without the token. It encrypts nothing: a relay between two ends can
-//! take over their connection after the handshake.
+//! The handshake keeps out ends without the token. It encrypts nothing: a relay between two ends
+//! can take over their connection after the handshake.
 //!
 //! The magic of [`rendezvous`](crate::rendezvous) is `MPMDMEET`. The facts about its answerer are 4
 //! bytes, the milliseconds between its pings. [`tcp`](crate::tcp), [`shm`](crate::shm) and
