@@ -157,10 +157,10 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Prepares the folder for the saves of a training that continues after `step`. Returns the same
-    /// error on every process if it cannot be written, if another job saves there, or if there is a
-    /// checkpoint of a later step, which the training would meet. After the first epoch those are
-    /// its own.
+    /// Prepares the folder for the saves of a training that continues after `step`. Returns the
+    /// same error on every process if it cannot be written, if another job saves there, or if there
+    /// is a checkpoint of a later step, which the training would meet. After the first epoch those
+    /// are its own.
     pub(crate) fn claim(&self, p: &mut Program, step: u64) -> Result<()> {
         check_folder(p, &self.folder)?;
         let (run, epoch) = (p.run_id(), p.epoch());
