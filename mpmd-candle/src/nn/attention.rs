@@ -1,7 +1,7 @@
 //! Attention in memory that does not grow with the square of the sequence's length.
 //!
 //! The kernel computes the scores of a block of queries at a time and drops them. It keeps two
-//! numbers for each query, its [`Normalizer`], from which the backward pass computes the
+//! numbers for each query, its `Normalizer`, from which the backward pass computes the
 //! probabilities again. With a causal mask a block ignores later keys.
 
 use std::sync::OnceLock;
