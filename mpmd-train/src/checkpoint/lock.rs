@@ -27,7 +27,7 @@ const LARGEST: u64 = 16 << 20;
 pub(super) struct FolderLock(File);
 
 /// The content of the file.
-#[derive(Deserialize, PartialEq, Serialize)]
+#[derive(Deserialize, Serialize)]
 struct Holder {
     process: u32,
     host: String,
@@ -42,8 +42,7 @@ fn host() -> String {
 }
 
 impl FolderLock {
-    /// Takes the lock of a folder for an epoch of a run of a job. A second lock of the same process
-    /// holds only as long as its first one.
+    /// Takes the lock of a folder for an epoch of a run of a job.
     ///
     /// # Errors
     ///
@@ -85,9 +84,6 @@ impl FolderLock {
             let Some(other) = Holder::read(&file) else {
                 return Err(refused(&"another job is just taking this folder: save elsewhere"));
             };
-            if other == holder {
-                return Ok(Self(file));
-            }
             if other.run == holder.run && other.epoch < epoch {
                 return holder.take_over(&path).map(Self).map_err(|error| refused(&error));
             }
@@ -158,10 +154,8 @@ mod tests {
             assert!(said.contains(&expected), "{said}");
             assert!(said.starts_with(&folder.path().display().to_string()), "{said}");
         }
-        // Another value of the same process may save there.
-        let again = FolderLock::take(folder.path(), 7, 1).unwrap();
-        assert!(first.is_of(folder.path()) && again.is_of(folder.path()));
-        drop((first, again));
+        assert!(first.is_of(folder.path()));
+        drop(first);
         FolderLock::take(folder.path(), 8, 1).unwrap();
     }
 
