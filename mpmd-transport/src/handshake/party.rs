@@ -67,8 +67,7 @@ impl Party {
         facts: &[u8],
         channels: u32,
     ) -> Result<(ProcessId, u32), TransportError> {
-        let (from, to, channel) =
-            (ProcessId(u32_at(facts, 0)), u32_at(facts, 16), u32_at(facts, 20));
+        let (from, to, channel) = (process(facts), u32_at(facts, 16), u32_at(facts, 20));
         self.check(from, facts)?;
         let misfit = |why| Err(TransportError::Protocol { peer: from, why });
         if to != self.process.0 || from == self.process || u32_at(facts, 0) >= self.processes {
@@ -138,6 +137,11 @@ impl Party {
         let Self { process, processes, epoch, .. } = self;
         [&process.0.to_le_bytes()[..], &processes.to_le_bytes(), &epoch.to_le_bytes()].concat()
     }
+}
+
+/// Returns the process that these are the facts about.
+pub(crate) fn process(facts: &[u8]) -> ProcessId {
+    ProcessId(u32_at(facts, 0))
 }
 
 fn u32_at(facts: &[u8], at: usize) -> u32 {

@@ -23,7 +23,7 @@ use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
 use crate::deadline::after;
 use crate::handshake::Handshake;
-use crate::handshake::party::Party;
+use crate::handshake::party::{self, Party};
 use crate::token::random_bytes;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
@@ -86,6 +86,9 @@ pub(super) fn meet(
     let mut strangers: Vec<End> = Vec::new();
     let mut most_strangers = MOST_STRANGERS;
     let mut refused: Option<io::Error> = None;
+    // Peers that are gone or do not fit. The others are met all the same: one that waits for the
+    // rest of a handshake could not know why that does not come.
+    let mut failed: Vec<(ProcessId, TransportError)> = Vec::new();
     loop {
         let is_refused = match meeting.accept_all(listener, &mut strangers, &mut most_strangers) {
             Ok(()) => false,
@@ -95,26 +98,31 @@ pub(super) fn meet(
             }
         };
         for end in std::mem::take(&mut strangers) {
-            match meeting.hear_caller(end, &peers)? {
-                Heard::Nothing(end) => strangers.push(end),
-                Heard::Met(peer, met) => peers[peer.index()] = Some(*met),
-                Heard::End => {}
+            match meeting.hear_caller(end, &peers) {
+                Ok(Heard::Nothing(end)) => strangers.push(end),
+                Ok(Heard::Met(peer, met)) => peers[peer.index()] = Some(*met),
+                Ok(Heard::End) => {}
+                Err((peer, error)) => failed.push((peer, error)),
             }
         }
         for (peer, end) in std::mem::take(&mut called) {
-            match meeting.hear_answerer(peer, end)? {
-                Heard::Nothing(end) => called.push((peer, end)),
-                Heard::Met(peer, met) => peers[peer.index()] = Some(*met),
-                Heard::End => {}
+            match meeting.hear_answerer(peer, end) {
+                Ok(Heard::Nothing(end)) => called.push((peer, end)),
+                Ok(Heard::Met(peer, met)) => peers[peer.index()] = Some(*met),
+                Ok(Heard::End) => {}
+                Err(error) => failed.push((peer, error)),
             }
         }
         let is_missing = |index: &usize| {
-            *index != me && config.peers[*index].is_some() && peers[*index].is_none()
+            *index != me
+                && config.peers[*index].is_some()
+                && peers[*index].is_none()
+                && failed.iter().all(|(peer, _)| peer.index() != *index)
         };
         let missing: Vec<String> =
             (0..peers.len()).filter(is_missing).map(|index| index.to_string()).collect();
         if missing.is_empty() {
-            return Ok(peers);
+            return failed.into_iter().next().map_or(Ok(peers), |(_, error)| Err(error));
         }
         let (listening, until) = match is_refused {
             false => (Some(listener.as_fd()), meeting.deadline),
@@ -123,6 +131,9 @@ pub(super) fn meet(
         let ends = strangers.iter().chain(called.iter().map(|(_, end)| end));
         let fds: Vec<_> = listening.into_iter().chain(ends.map(|end| end.socket.as_fd())).collect();
         if !something_comes(&fds, until).map_err(with)? && Instant::now() >= meeting.deadline {
+            if let Some((_, error)) = failed.into_iter().next() {
+                return Err(error);
+            }
             let refused =
                 refused.map(|error| format!(" (the last that could not be accepted: {error})"));
             return Err(TransportError::TimedOut {
@@ -224,9 +235,13 @@ impl Meeting<'_> {
     }
 
     /// Reads a packet of a process that has connected, if one has arrived, and replies. A stranger
-    /// is closed. A process that has proved itself gets the descriptors, if `peers` has none of its
-    /// number yet.
-    fn hear_caller(&self, mut end: End, peers: &[Option<Met>]) -> Result<Heard, TransportError> {
+    /// is closed. A process that has proved itself is welcomed, if `peers` has none of its number
+    /// yet. An error comes with the process at fault.
+    fn hear_caller(
+        &self,
+        mut end: End,
+        peers: &[Option<Met>],
+    ) -> Result<Heard, (ProcessId, TransportError)> {
         let packet = match end.socket.receive() {
             Ok(None) => return Ok(Heard::Nothing(end)),
             Ok(Some(packet)) => packet,
@@ -244,16 +259,28 @@ impl Meeting<'_> {
             let is_sent = end.socket.send(&reply, &[]);
             return Ok(if let Ok(true) = is_sent { Heard::Nothing(end) } else { Heard::End });
         };
-        let (peer, _) = self.party.check_caller(facts, 1)?;
-        let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
+        let peer = party::process(facts);
+        self.party.check_caller(facts, 1).map_err(|error| (peer, error))?;
         if self.config.peers[peer.index()].is_none() || peers[peer.index()].is_some() {
             return Ok(Heard::End);
         }
+        self.welcome(peer, end, packet, &reply).map_err(|error| (peer, error))
+    }
+
+    /// Gives the descriptors to a process that has proved itself, and takes its own.
+    fn welcome(
+        &self,
+        peer: ProcessId,
+        end: End,
+        packet: Packet,
+        reply: &[u8],
+    ) -> Result<Heard, TransportError> {
+        let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
         let [door] = descriptors(peer, packet)?;
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
         let memory = Arc::new(Mapped::new(bytes).map_err(with)?);
         let give = [self.own.memory.as_fd(), memory.as_fd()];
-        end.socket.send_until(&reply, &give, self.deadline).map_err(with)?;
+        end.socket.send_until(reply, &give, self.deadline).map_err(with)?;
         let met = pair(self.config.process, end.socket, door, &memory, true).map_err(with)?;
         Ok(Heard::Met(peer, Box::new(met)))
     }

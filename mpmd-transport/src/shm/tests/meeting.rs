@@ -206,6 +206,27 @@ fn process_that_ended_after_its_proof_is_gone() {
     assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
 }
 
+/// Process 0 finds that process 1 is gone before process 2 has said hello.
+#[test]
+fn gone_peer_does_not_keep_others_waiting() {
+    let (zero, two, own) = (Opened::open().unwrap(), Opened::open().unwrap(), OwnDoor::new());
+    let (zero_at, two_at, own) = (zero.address(), two.address(), own.unwrap());
+    let address: Address = zero_at.parse().unwrap();
+    let dead = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
+    let of = |process| config(process, &[&zero_at, &zero_at, &two_at]);
+    let zero_config = of(0);
+    let zero = later(move || zero.connect(&zero_config).map(drop));
+    prove_over(&dead, &of(1), &[own.descriptor()]);
+    let until = Instant::now() + TIME_LIMIT;
+    dead.receive_until(until).expect("it is welcomed");
+    assert_ne!(dead.receive_until(until).err().unwrap().kind(), io::ErrorKind::TimedOut);
+    let mut two_config = of(2);
+    two_config.peers[1] = None;
+    two.connect(&two_config).map(drop).expect("process 0 meets it all the same");
+    let error = zero.join().unwrap().unwrap_err();
+    assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
+}
+
 #[test]
 fn nothing_is_said_to_other_users() {
     let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
