@@ -12,8 +12,8 @@ use mpmd_transport::rendezvous::Token;
 pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
     let Some(words) = words else { return only_job() };
     if let Ok(pid) = words.parse() {
-        let env = JobEnv::of_process(pid);
-        let Some((_, env)) = env.with_context(|| format!("looking at process {pid}"))? else {
+        let env = JobEnv::of_process(pid, None);
+        let Some(env) = env.with_context(|| format!("looking at process {pid}"))? else {
             bail!("process {pid} belongs to no job: a job has a launcher, such as mpmd run");
         };
         return Ok((env.coordinator, env.token));
@@ -57,8 +57,8 @@ fn jobs() -> BTreeMap<String, (u32, Token)> {
     let mut jobs = BTreeMap::new();
     for pid in pids {
         // A process that ends meanwhile, or has variables of its own, is none of a job.
-        let Ok(Some((owner, env))) = JobEnv::of_process(pid) else { continue };
-        if owner != user || env.plan.is_some() || (env.processes == 1 && !env.hosted) {
+        let Ok(Some(env)) = JobEnv::of_process(pid, Some(user)) else { continue };
+        if env.plan.is_some() || (env.processes == 1 && !env.hosted) {
             continue;
         }
         let (first, _) = jobs.entry(env.coordinator).or_insert((pid, env.token));

@@ -126,8 +126,8 @@ impl JobEnv {
     }
 
     /// Reads the environment that the process `pid` was started with, as
-    /// [`from_env`](Self::from_env) does. Returns (the user of the process, its environment), or
-    /// `None` if no launcher has started it.
+    /// [`from_env`](Self::from_env) does. Returns `None` if no launcher has started it. With `user`,
+    /// also if it runs as another user; then it reads no variables.
     ///
     /// Another user may have chosen these variables. So the file of `MPMD_JOB_TOKEN_FILE` is read
     /// only if it belongs to the user of that process.
@@ -136,21 +136,24 @@ impl JobEnv {
     ///
     /// If the variables cannot be read, or the process changes its user, as `sudo` does. Else as
     /// [`from_env`](Self::from_env).
-    pub fn of_process(pid: u32) -> Result<Option<(u32, Self)>, LaunchError> {
+    pub fn of_process(pid: u32, user: Option<u32>) -> Result<Option<Self>, LaunchError> {
         let failed = |error: std::io::Error| {
             LaunchError::environment(format!("reading the variables of process {pid}"), error)
         };
-        let user = user_of(pid).map_err(failed)?;
+        let owner = user_of(pid).map_err(failed)?;
+        if user.is_some_and(|user| user != owner) {
+            return Ok(None);
+        }
         let bytes = std::fs::read(format!("/proc/{pid}/environ")).map_err(failed)?;
         // The number may belong to a new process by now.
-        if user_of(pid).map_err(failed)? != user {
+        if user_of(pid).map_err(failed)? != owner {
             return Err(failed(std::io::Error::other("the process has ended")));
         }
         let text = String::from_utf8_lossy(&bytes);
         let variables: HashMap<&str, &str> =
             text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
         let look = |name: &str| variables.get(name).map(|value| (*value).to_owned());
-        Ok(Self::from_vars(&look, &[user])?.map(|env| (user, env)))
+        Self::from_vars(&look, &[owner])
     }
 
     /// Reads the variables that `look` finds. A file with a secret must belong to one of `owners`.

@@ -1,5 +1,7 @@
 //! Tests of `JobEnv`: reads the variables of each launcher.
 
+use std::time::Instant;
+
 use super::*;
 use mpmd_layout::topology::DeviceKind::{Cpu, Cuda};
 
@@ -351,33 +353,42 @@ fn environment_of_another_process_is_read_for_its_user() {
     let file = folder.path().join("secret");
     std::fs::write(&file, [b'a'; 40]).unwrap();
     std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
-    let of_user = |user: Option<u32>| {
+    let of_user = |user: Option<u32>, asked: Option<u32>| {
         let mut sleeper = std::process::Command::new("sleep");
         sleeper.arg("60").envs(JOB_17).env("MPMD_JOB_TOKEN_FILE", &file);
         if let Some(user) = user {
             sleeper.uid(user);
         }
         let mut sleeper = sleeper.spawn().unwrap();
-        // The environment is that of `sleep` once it has begun.
-        let exe = format!("/proc/{}/exe", sleeper.id());
+        // The environment is that of `sleep` once it has begun; for a moment there is none.
+        let [exe, environ] =
+            ["exe", "environ"].map(|name| format!("/proc/{}/{name}", sleeper.id()));
         let own = std::env::current_exe().unwrap();
-        while std::fs::read_link(&exe).is_ok_and(|exe| exe == own) {
+        let until = Instant::now() + Duration::from_secs(30);
+        while std::fs::read_link(&exe).is_ok_and(|exe| exe == own)
+            || std::fs::read(&environ).is_ok_and(|environ| environ.is_empty())
+        {
+            assert!(Instant::now() < until, "it does not begin");
             std::thread::yield_now();
         }
-        let read = JobEnv::of_process(sleeper.id());
+        let read = JobEnv::of_process(sleeper.id(), asked);
         sleeper.kill().unwrap();
         sleeper.wait().unwrap();
         read
     };
     let token = Token::of_secret(&[b'a'; 40], "mpmd  h:17");
     let own = rustix::process::geteuid();
-    let (user, env) = of_user(None).unwrap().unwrap();
-    assert_eq!((user, env.token), (own.as_raw(), token));
+    for asked in [None, Some(own.as_raw())] {
+        assert_eq!(of_user(None, asked).unwrap().unwrap().token, token);
+    }
+    assert!(of_user(None, Some(own.as_raw() + 1)).unwrap().is_none());
     if !own.is_root() {
         println!("skipped: only root can be another user");
         return;
     }
-    let error = of_user(Some(12345)).unwrap_err().to_string();
+    // Its file is not even looked at unless the process was asked for.
+    assert!(of_user(Some(12345), Some(0)).unwrap().is_none());
+    let error = of_user(Some(12345), None).unwrap_err().to_string();
     assert!(error.contains("it belongs to user 0, who is not trusted here"), "{error}");
 }
 

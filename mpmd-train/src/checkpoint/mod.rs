@@ -73,7 +73,8 @@ pub(crate) struct Contents {
 /// A folder of checkpoints, how to write them, and which one to restore.
 ///
 /// From the first save on, or from the start of a run that saves, the folder is locked until the
-/// value and its clones are dropped. Other jobs cannot save there meanwhile.
+/// value and its clones are dropped. Other jobs cannot save there meanwhile, nor can a value that
+/// this program creates anew for the same folder: clone this one.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,

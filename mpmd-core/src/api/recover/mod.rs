@@ -6,8 +6,9 @@
 //! 2. `commit` moves each region of the state to a *buddy* process: on another host if there is
 //!    one. In `copies` the owner and the buddy copy it to memory that outlives the epoch.
 //! 3. `exec/kept` has the copies of this process, between the epochs too.
-//! 4. `restore` runs in the new epoch. The processes tell each other what they have (`inventory`),
-//!    choose the newest commit that is whole, bring each region home, and move it to its sharding.
+//! 4. `restore` runs in the new epoch. The processes exchange lists of their copies (`inventory`)
+//!    and choose the newest commit that is whole. Then they bring each region home, and move it to
+//!    its sharding.
 
 mod commit;
 mod copies;

@@ -33,10 +33,10 @@ impl Commits {
     ///
     /// # Errors
     ///
-    /// [`Error::CommitsLost`] if regions are lost with both of their processes, with the arrays
-    /// that are concerned: a checkpoint file can help. If the arrays differ from those of the
-    /// commit in number, name, shape or dtype. If several epochs began at this commit and none came
-    /// to a newer one. Every process gets the same error.
+    /// [`Error::CommitsLost`] names the arrays of regions that are lost with both of their
+    /// processes: a checkpoint file can help. If the arrays differ from those of the commit in
+    /// number, name, shape or dtype. If several epochs began at this commit and none came to a newer
+    /// one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());

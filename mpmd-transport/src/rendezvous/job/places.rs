@@ -4,8 +4,8 @@
 //! process the others may return: the first of them to join epoch `n + 1` begins it. Nobody else
 //! can. A process is known by the secret key of its [`Identity`], and gets the place that it had.
 //! The places of processes that do not return go to spares, which wait for one. A process that was
-//! given up has no place in a later epoch, unless its old one is still free. One that still runs
-//! code of its own, and whose old connection stands, is awaited.
+//! given up has no place in a later epoch, unless its old one is still free. A process that still
+//! runs code of its own is awaited as long as its old connection stands.
 
 use std::sync::Arc;
 use std::time::Duration;
