@@ -5,8 +5,8 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::TransportError;
-use mpmd_transport::{Failure, FailureKind};
 
 use crate::device::cuda::{CudaError, NoCuda};
 use mpmd_launch::LaunchError;

@@ -63,9 +63,9 @@ pub use mpmd_launch as launch;
 #[doc(hidden)]
 pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
+pub use mpmd_proto::{Failure, FailureKind};
 pub use mpmd_record::dry_run;
 pub use mpmd_record::dry_run as plan;
-pub use mpmd_transport::{Failure, FailureKind};
 pub use trace::{Label, Role};
 
 /// Names that nearly every program needs.

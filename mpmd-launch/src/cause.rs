@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
 use mpmd_ids::ProcessId;
-use mpmd_transport::FailureKind;
+use mpmd_proto::FailureKind;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
 use rustix::process::Signal;
 
@@ -209,7 +209,7 @@ mod tests {
     use std::time::Duration;
 
     use FailureKind::{Diverged, Kernel, Left, PeerLost};
-    use mpmd_transport::Failure as Reported;
+    use mpmd_proto::Failure as Reported;
 
     use super::*;
 

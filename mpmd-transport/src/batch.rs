@@ -5,7 +5,7 @@
 
 use crate::memory::{OutOfMemory, Pool, SharedBuffer};
 use crate::transport::{CopyOut, Payload};
-use crate::wire::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES};
+use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES};
 
 /// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
 /// message.

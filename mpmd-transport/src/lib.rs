@@ -5,14 +5,10 @@
 //!
 //! - [`memory`]: buffers and the pools that they come from. Transports read from them and write
 //!   into them.
-//! - [`wire`]: the fixed, versioned header that every message starts with.
 //! - [`batch`]: several small messages in one.
-//! - [`control`]: the encoding of small control payloads.
 //! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and
 //!   [`ucx`].
 //! - [`mixed`]: two transports at once, each for some of the peers.
-//! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
-//!   reads no clock; its driver feeds it events and carries out its actions.
 //! - `handshake`: the pure state machine by which two ends of a connection prove to each other that
 //!   they know the job's token.
 //! - [`rendezvous`]: how processes meet before there is a transport.
@@ -20,7 +16,6 @@
 //! - [`deadline`]: deadlines for waits that may be endless.
 
 pub mod batch;
-pub mod control;
 pub mod deadline;
 mod handshake;
 pub mod inproc;
@@ -28,16 +23,12 @@ pub mod memory;
 pub mod mixed;
 pub mod probe;
 pub mod rendezvous;
-pub mod router;
 pub mod shm;
 mod strangers;
 pub mod tcp;
 mod token;
 pub mod transport;
 pub mod ucx;
-pub mod wire;
 
 pub use memory::{OwnedBuffer, Pool, SharedBuffer};
-pub use router::{Failure, FailureKind};
 pub use transport::{Handler, Parking, Payload, Ticket, Transport, TransportError};
-pub use wire::{Header, Kind, ProcessId};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportError, check_post};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// A transport that reaches some peers by one transport (`near`) and the others by another (`far`).
 ///

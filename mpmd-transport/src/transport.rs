@@ -2,7 +2,7 @@
 //!
 //! A transport carries headers with payloads and reports arrived messages. It does not match
 //! messages, does not order them and waits for nothing: two messages to one peer may overtake each
-//! other. The [router](crate::router) does all of that.
+//! other. The [router](mpmd_proto::router) does all of that.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use mpmd_ids::block::Instant;
 
 use crate::memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
-use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
+use mpmd_proto::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
 ///

@@ -7,7 +7,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use mpmd_ids::ProcessId;
-use mpmd_transport::{Handler, Header, Kind, Payload, SharedBuffer, Ticket, Transport};
+use mpmd_proto::{Header, Kind};
+use mpmd_transport::{Handler, Payload, SharedBuffer, Ticket, Transport};
 
 use super::step::ELEMENTS;
 

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::{MpmdArray, Program, Region, ViewMut, spec};
 use mpmd_core::{Result, Simulation};
+use mpmd_ids::ProcessId;
 use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceKind;
-use mpmd_transport::ProcessId;
 
 use super::found::{Samples, Test};
 use super::handover::handover;

@@ -8,9 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
+use mpmd_proto::{Header, Kind, ProcessId};
 use mpmd_transport::{
-    Handler, Header, Kind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket, Transport,
-    TransportError,
+    Handler, OwnedBuffer, Payload, Pool, SharedBuffer, Ticket, Transport, TransportError,
 };
 
 /// Message type of a ping. The receiver answers at once with a `PONG` of as many bytes.

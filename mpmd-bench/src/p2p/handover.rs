@@ -16,10 +16,10 @@ use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
 use mpmd_core::{Error, Result};
+use mpmd_ids::ProcessId;
 use mpmd_layout::aval::u8s;
 use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, LinkClass};
-use mpmd_transport::ProcessId;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use mpmd_ids::ProcessId;
 use mpmd_ids::block::Spin;
 use mpmd_launch::JobEnv;
 use mpmd_transport::inproc::{Fabric, Faults};
-use mpmd_transport::{Pool, ProcessId, Transport};
+use mpmd_transport::{Pool, Transport};
 
 use super::ends::{Ends, NEXT, READY};
 use super::found::{Samples, Test};

@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, thread};
+use mpmd_proto::Header;
 use mpmd_transport::inproc::{Fabric, Faults, Inproc};
-use mpmd_transport::{
-    Handler, Header, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError,
-};
+use mpmd_transport::{Handler, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError};
 
 use crate::api::program::Builder;
 use crate::prelude::*;

@@ -4,8 +4,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use mpmd_ids::ProcessId;
-use mpmd_transport::router::{Action, Body, OpRecord, Router, Span};
-use mpmd_transport::{Handler, Header, Kind, Payload, Ticket, TransportError};
+use mpmd_proto::router::{Action, Body, OpRecord, Router, Span};
+use mpmd_proto::{Header, Kind};
+use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 
 use super::under_way::HandedOver;
 use super::{InProcess, OpGuard, Outgoing, Runtime};

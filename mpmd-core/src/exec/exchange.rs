@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::async_buffer::{AsyncBuffer, Outcome};
 use super::mailbox::Key;

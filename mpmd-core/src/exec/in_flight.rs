@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use mpmd_ids::block::{Condvar, Instant, Mutex};
-use mpmd_transport::Failure;
+use mpmd_proto::Failure;
 
 use super::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
@@ -373,8 +373,7 @@ mod tests {
         guard.sent();
         assert!(slot.peek().is_some_and(|outcome| outcome.is_ok()));
         let (guard, slot) = begin(2);
-        let failure =
-            Failure::new(mpmd_transport::FailureKind::Kernel, mpmd_ids::ProcessId(0), 3, "");
+        let failure = Failure::new(mpmd_proto::FailureKind::Kernel, mpmd_ids::ProcessId(0), 3, "");
         guard.fail_sends(&Arc::new(failure));
         assert!(slot.peek().is_some_and(|outcome| outcome.is_err()));
         guard.clone().sent();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use mpmd_ids::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
-use mpmd_transport::router::Failure;
+use mpmd_proto::router::Failure;
 use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
 

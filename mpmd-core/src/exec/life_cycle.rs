@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{mpsc, now, since};
+use mpmd_proto::router::{Failure, Router};
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
-use mpmd_transport::router::{Failure, Router};
 
 use super::start::TICK;
 use super::{Doing, Runtime};

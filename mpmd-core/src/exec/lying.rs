@@ -2,11 +2,10 @@
 //! nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
-use mpmd_transport::router::{self, Answer, Failure, FailureKind, OpRecord};
+use mpmd_proto::router::{self, Answer, Failure, FailureKind, OpRecord};
+use mpmd_proto::{Header, Kind, control};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{
-    Handler, Header, Kind, OwnedBuffer, SharedBuffer, Ticket, TransportError, batch, control,
-};
+use mpmd_transport::{Handler, OwnedBuffer, SharedBuffer, Ticket, TransportError, batch};
 
 use super::*;
 use crate::device::copy::copy_region;

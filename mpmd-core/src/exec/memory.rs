@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{mpsc, now};
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
-use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
 use super::Runtime;

@@ -7,7 +7,7 @@
 //!    and reserves `memory` for the results. A dry run ends here: `recorder` and `planned` write
 //!    the operation down.
 //! 2. *Send and receive.* `put` starts a `device_put`. `send` packs pieces and offers them to the
-//!    [router](mpmd_transport::router), `receive` takes them from it. `driver` carries events
+//!    [router](mpmd_proto::router), `receive` takes them from it. `driver` carries events
 //!    between router and transport, and `under_way` tracks the payloads that the transport moves.
 //!    `exchange` sends the messages of collectives, inside a process by way of `mailbox`. `reach`
 //!    knows the memory that devices and peers can read.
@@ -60,7 +60,7 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
-use mpmd_transport::router::{Cargo, Router};
+use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
@@ -73,7 +73,7 @@ pub(crate) use in_flight::{Counts, InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
 /// The router's view of a replayed step.
-pub(crate) use mpmd_transport::router::{Span, Values};
+pub(crate) use mpmd_proto::router::{Span, Values};
 pub(crate) use parker::Parker;
 pub(crate) use put::{PutPlan, PutWhat, Source};
 pub(crate) use reach::follow;

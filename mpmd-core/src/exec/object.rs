@@ -13,8 +13,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
 use mpmd_ids::block::{Mutex, MutexGuard};
+use mpmd_proto::Failure;
+use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::{Loan, Reservation};
-use mpmd_transport::{Failure, SharedBuffer};
 
 use super::Runtime;
 use super::in_flight::{OnLoan, Reading};

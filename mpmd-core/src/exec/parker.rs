@@ -267,7 +267,8 @@ mod tests {
 
     use mpmd_ids::ProcessId;
     use mpmd_ids::block::{Condvar, Mutex, mpsc};
-    use mpmd_transport::{Failure, FailureKind, Handler, Header, Parking, SharedBuffer, Ticket};
+    use mpmd_proto::{Failure, FailureKind, Header};
+    use mpmd_transport::{Handler, Parking, SharedBuffer, Ticket};
 
     use super::*;
     use crate::exec::Resolver;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::DevicePlace;
-use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::async_buffer::AsyncBuffer;

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
+use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::ALIGNMENT;
-use mpmd_transport::router::{Failure, FailureKind, Router};
 use mpmd_transport::transport::Fetch;
 use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer, TransportError};
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::chunks::COPY_INLINE;

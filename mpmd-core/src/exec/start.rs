@@ -6,7 +6,7 @@
 //! - one thread for each device: kernels, strictly in the order of their operations;
 //! - the *copy workers*: copies between buffers, packing and unpacking of pieces, unless they are
 //!   small;
-//! - the transport's threads: incoming messages, which go to the [router](mpmd_transport::router);
+//! - the transport's threads: incoming messages, which go to the [router](mpmd_proto::router);
 //! - the *ticker*: heartbeats, probes, hang reports;
 //! - *callbacks*: user closures that wait for arrays.
 
@@ -16,9 +16,10 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
+use mpmd_proto::router;
+use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::Arena;
-use mpmd_transport::router::{Failure, FailureKind, Router};
-use mpmd_transport::{Pool, Transport, router};
+use mpmd_transport::{Pool, Transport};
 
 use super::chunks::Chunks;
 use super::mailbox::Mailbox;

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use mpmd_ids::ProcessId;
+use mpmd_proto::Header;
 use mpmd_transport::batch::{self, MOST_BATCH, MOST_BATCHED};
-use mpmd_transport::{Header, Payload, SharedBuffer, Ticket};
+use mpmd_transport::{Payload, SharedBuffer, Ticket};
 
 use super::Runtime;
 

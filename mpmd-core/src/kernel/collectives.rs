@@ -26,7 +26,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
-use mpmd_transport::{Failure, FailureKind, SharedBuffer};
+use mpmd_proto::{Failure, FailureKind};
+use mpmd_transport::SharedBuffer;
 
 use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;

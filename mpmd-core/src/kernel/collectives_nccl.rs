@@ -19,9 +19,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use mpmd_ids::block::now;
+use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;
-use mpmd_transport::{Failure, FailureKind};
 
 use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::Failure;
+use mpmd_proto::Failure;
 
 use super::collectives_nccl::Joined;
 use super::signature::Collective;

@@ -126,8 +126,8 @@ impl JobEnv {
     }
 
     /// Reads the environment that the process `pid` was started with, as
-    /// [`from_env`](Self::from_env) does. Returns `None` if no launcher has started it. With `user`,
-    /// also if it runs as another user; then it reads no variables.
+    /// [`from_env`](Self::from_env) does. Returns `None` if no launcher has started it. With
+    /// `user`, also if it runs as another user; then it reads no variables.
     ///
     /// Another user may have chosen these variables. So the file of `MPMD_JOB_TOKEN_FILE` is read
     /// only if it belongs to the user of that process.

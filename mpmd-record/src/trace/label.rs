@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use mpmd_transport::router::Note;
+use mpmd_proto::router::Note;
 use serde::{Deserialize, Serialize};
 
 /// The part of a pipeline step that an operation belongs to: stage, microbatch and role.

@@ -11,7 +11,7 @@
 use super::{Handshake, Protocol, Refusal};
 use crate::token::Token;
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Lengths in bytes of the facts about a caller and an answerer.
 const FACTS: [usize; 2] = [24, 16];

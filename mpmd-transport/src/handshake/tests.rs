@@ -2,7 +2,7 @@
 
 use super::party::Party;
 use super::*;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 const PROTOCOL: Protocol = Protocol { magic: *b"MPMDTEST", version: 3, facts: [2, 4] };
 const OTHER: Protocol = Protocol { magic: *b"MPMDELSE", ..PROTOCOL };

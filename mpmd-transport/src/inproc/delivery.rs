@@ -6,7 +6,7 @@ use mpmd_ids::block::{note, thread};
 
 use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::fabric::{Core, Event};
 

@@ -13,7 +13,7 @@ use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
 use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Ticket, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::Faults;
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, check_post};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 use fabric::Core;
 

@@ -11,7 +11,7 @@ use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Request};
 use super::server::{clock, random};
 use super::{Down, Member, RendezvousError, Report, Token};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). Any thread may call its
 /// methods. Those that ask the server block, for a bounded time.

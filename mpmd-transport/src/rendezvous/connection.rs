@@ -15,7 +15,7 @@ use super::local::Line;
 use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
 use super::server::clock;
 use super::{Down, JoinConfig, Member, RendezvousError};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Connects to the server and starts a thread that reads the connection. Returns the connection and
 /// the address of its end here.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// The reason why a rendezvous failed. Some of these travel from the server to its clients.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]

@@ -16,7 +16,7 @@ use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
 use super::{RendezvousError, Report};
 pub(super) use crate::deadline::after;
 pub(super) use crate::strangers::Link;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// An action that the server must carry out.
 #[derive(Debug, PartialEq)]

@@ -13,7 +13,7 @@ use super::connection::{Connection, State, Wire};
 use super::job::{Action, Job, Link};
 use super::protocol::{Reply, Request};
 use super::{JoinConfig, Rendezvous, Token};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// The service where the simulated processes of one job meet: the same as a
 /// [`Server`](super::Server), with the same state, without sockets. In a simulated world its time

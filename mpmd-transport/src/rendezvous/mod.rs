@@ -9,8 +9,8 @@
 //!
 //! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they
 //! know the job's [`Token`]. In it the server tells the interval of its pings. Then both sides send
-//! frames: a 4-byte length, at most [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a
-//! [`control`](crate::control) payload, all little-endian. The list of members is split over
+//! frames: a 4-byte length, at most [`MAX_CONTROL_BYTES`](mpmd_proto::wire::MAX_CONTROL_BYTES), and
+//! a [`control`](mpmd_proto::control) payload, all little-endian. The list of members is split over
 //! several frames if it must be. The description of one process must fit a frame; the whole list
 //! has no limit.
 //!
@@ -36,8 +36,8 @@ mod server;
 
 use serde::{Deserialize, Serialize};
 
-use crate::router::Failure;
-use crate::wire::ProcessId;
+use mpmd_proto::router::Failure;
+use mpmd_proto::wire::ProcessId;
 
 pub use client::{ClockOffset, Identity, JoinConfig, Joined, Rendezvous};
 pub use error::RendezvousError;

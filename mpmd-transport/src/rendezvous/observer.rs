@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::connection::{Connection, open};
 use super::protocol::{Answer, Request};
 use super::{JoinConfig, RendezvousError, Token};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// A connection to a job's [`Server`](super::Server) that is not a process of the job and cannot
 /// change it.

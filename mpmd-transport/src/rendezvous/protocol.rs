@@ -8,9 +8,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Identity, Member, RendezvousError, Report};
-use crate::control;
 use crate::handshake::Protocol;
-use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
+use mpmd_proto::control;
+use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.

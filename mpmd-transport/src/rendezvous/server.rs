@@ -23,7 +23,7 @@ use crate::handshake::Handshake;
 use crate::handshake::stream::shake_hands;
 use crate::strangers::Strangers;
 use crate::token::random_bytes;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// The service where the processes of one job meet. Dropping a `Server` stops the service.
 ///

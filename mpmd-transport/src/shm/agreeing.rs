@@ -15,7 +15,7 @@ use super::shared::Shared;
 use crate::deadline::after;
 use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// First bytes of a packet with a sample's description. `NO_MORE` ends the samples. `NONE` says
 /// that there are none, with the reason.

@@ -29,7 +29,7 @@ use crate::memory::{
     SharedBuffer,
 };
 use crate::transport::{Fetch, FetchDone, Payload, Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// The longest failure text sent to a peer, in bytes.
 const MOST_TEXT: usize = 400;

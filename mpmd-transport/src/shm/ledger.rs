@@ -14,7 +14,7 @@ use super::note::{LoanId, Note};
 use super::ring::{Consumer, Corrupt};
 use crate::memory::SharedBuffer;
 use crate::transport::Ticket;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Number of loans after which the rings of returns are read. A loan causes at most two notes of
 /// each borrower, and a ring has room for more than twice as many.

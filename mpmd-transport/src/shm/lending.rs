@@ -14,7 +14,7 @@ use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, Lent, TO_OWNER, T
 use super::shared::Shared;
 use crate::memory::{Segment, SharedBuffer};
 use crate::transport::{Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// The smallest segment, in bytes, that is announced: a smaller one is mapped quickly.
 const WORTH_ANNOUNCING: usize = 1 << 20;

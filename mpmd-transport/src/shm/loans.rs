@@ -14,7 +14,7 @@ use super::note::{LoanId, Note};
 use super::record::{COPY, Lent};
 use super::ring::Producer;
 use crate::memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// The way back for the loans of one peer's memory. Outlives the transport, as arrays do.
 pub(super) struct Returns {

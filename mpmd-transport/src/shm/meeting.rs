@@ -26,7 +26,7 @@ use crate::handshake::Handshake;
 use crate::handshake::party::{self, Party};
 use crate::token::random_bytes;
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 const MAGIC: [u8; 8] = *b"MPMDSHM\0";
 /// Limit on the connections within a handshake. With more of them, the oldest is closed.

@@ -115,7 +115,7 @@ pub use bare::BareWord;
 pub use present::{Opened, Shm};
 
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// The transport's name as the user writes it.
 pub const NAME: &str = "shm";

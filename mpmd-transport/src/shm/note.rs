@@ -1,6 +1,6 @@
 //! The records in a ring of returns, by which a borrower informs the owner of memory.
 
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Record kinds of a ring of returns. They differ from those of a ring of messages.
 pub(super) const RETURNED: u32 = 5;

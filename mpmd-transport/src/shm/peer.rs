@@ -18,7 +18,7 @@ use super::ring::{Consumer, Producer};
 use super::socket::Socket;
 use crate::memory::{Arriving, MOST_WORDS, Segment};
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// First bytes of a packet that gives a segment: this, the segment's number and its length, with
 /// the descriptor.

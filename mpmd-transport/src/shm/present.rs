@@ -18,7 +18,7 @@ use super::{NAME, ShmConfig, environment};
 use crate::deadline::after;
 use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// Interval at which the thread looks for dead peers and finished loans.
 const ROUND: Duration = Duration::from_millis(50);

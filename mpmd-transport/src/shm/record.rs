@@ -4,7 +4,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::memory::MOST_WORDS;
-use crate::wire::{HEADER_BYTES, Header, Kind};
+use mpmd_proto::wire::{HEADER_BYTES, Header, Kind};
 
 /// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;

@@ -19,7 +19,7 @@ use super::record::{GOODBYE, RETIRED};
 use super::socket::{ended, has_exited};
 use crate::memory::{Arena, Pool};
 use crate::transport::{Handler, Ticket, TransportError};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Limit on the records taken from one peer in a row.
 const IN_A_ROW: usize = 64;

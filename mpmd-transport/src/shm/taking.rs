@@ -13,7 +13,7 @@ use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
 use super::shared::Shared;
 use crate::memory::{Fences, SharedBuffer};
 use crate::transport::{CopyOut, Handler, Payload, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 impl Shared {
     /// Takes at most `most` records of a peer, and passes their messages to the handler.

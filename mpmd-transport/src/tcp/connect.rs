@@ -24,7 +24,7 @@ use crate::handshake::stream::shake_hands;
 use crate::strangers::{Link, Strangers};
 use crate::token::random_bytes;
 use crate::transport::TransportError;
-use crate::wire::{ProcessId, VERSION};
+use mpmd_proto::wire::{ProcessId, VERSION};
 
 use super::drive::{Drive, Pair};
 use super::{Tcp, TcpConfig};

@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 
 use crate::memory::SharedBuffer;
 use crate::transport::{FetchDone, Ticket, TransportError};
-use crate::wire::{HEADER_BYTES, Header};
+use mpmd_proto::wire::{HEADER_BYTES, Header};
 
 /// Messages up to this many bytes, with the header, are written by the posting thread, if the
 /// socket takes them.
@@ -392,7 +392,7 @@ impl Endings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::Kind;
+    use mpmd_proto::wire::Kind;
 
     #[test]
     fn unwritten_parts_are_right_at_every_offset() {

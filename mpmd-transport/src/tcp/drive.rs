@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use crate::deadline::after;
 use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Handler, Payload, Ticket, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::connection::{Connection, Ending, Endings};
 use super::read::{self, End, LINGER};

@@ -1,9 +1,10 @@
 //! The transport over TCP sockets between every pair of processes.
 //!
-//! Each pair has two connections, *control* and *bulk*: [`Kind::Data`](crate::Kind::Data) goes over
-//! bulk and everything else over control. So a grant or a heartbeat never queues behind payload.
-//! Bulk payloads are read from the socket straight into the buffer they are fetched into. While
-//! nobody fetches a payload, it waits in the sockets and delays only later data of the same peer.
+//! Each pair has two connections, *control* and *bulk*: [`Kind::Data`](mpmd_proto::Kind::Data) goes
+//! over bulk and everything else over control. So a grant or a heartbeat never queues behind
+//! payload. Bulk payloads are read from the socket straight into the buffer they are fetched into.
+//! While nobody fetches a payload, it waits in the sockets and delays only later data of the same
+//! peer.
 //!
 //! One named thread drives all sockets and calls the handler, with a tokio runtime of its own.
 //! There is one exception: [`Transport::post`] writes a small control message itself if the socket
@@ -31,7 +32,7 @@ use tokio::sync::oneshot;
 
 use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Handler, Ticket, Transport, check_post};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 pub use connect::Listener;
 use drive::{Close, Shared};

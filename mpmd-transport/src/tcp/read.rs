@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::memory::{OwnedBuffer, Pool};
 use crate::transport::{Fetch, FetchDone, Handler, Payload};
-use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
 use super::drive::Shared;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::{NAME, Report, UcxConfig};
 use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// UCX, opened but not connected. Has no values without the feature `ucx`.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::{settings, sys};
 use crate::transport::TransportError;
-use crate::wire::{ProcessId, VERSION};
+use mpmd_proto::wire::{ProcessId, VERSION};
 
 /// A worker's address as a process publishes it: `wire version/UCX version/checksum/hex`. `/cuda`
 /// follows if its UCX moves memory of CUDA devices. UCX reads addresses without checking their

@@ -24,7 +24,7 @@ use super::traffic::{Operation, Said, Stored};
 use super::{Spin, UcxConfig, settings, sys};
 use crate::handshake::Handshake;
 use crate::transport::{Handler, TransportError};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Ids of the kinds of messages.
 pub(super) mod id {

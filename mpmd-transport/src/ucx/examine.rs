@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::{Opened, Report, Spin, UcxConfig, engine, sys};
 use crate::memory::Pool;
 use crate::transport::{Transport, TransportError};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Reports UCX's version and the resources that it finds on this machine. Opens two ends in this
 /// process and connects them, to see the lanes that they use.

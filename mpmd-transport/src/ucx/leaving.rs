@@ -13,7 +13,7 @@ use super::engine::{Engine, after, id};
 use super::queue::Command;
 use super::traffic::prefix;
 use crate::transport::{Ticket, TransportError};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Extra time, beyond its deadline, that a leaving process gives the peers to hear its goodbye.
 pub(super) const LAST_CALL: Duration = Duration::from_millis(500);

@@ -18,7 +18,7 @@ use crate::handshake::Refusal;
 use crate::handshake::party::{HELLO_BYTES, Party};
 use crate::token::random_bytes;
 use crate::transport::TransportError;
-use crate::wire::{ProcessId, VERSION};
+use mpmd_proto::wire::{ProcessId, VERSION};
 
 const MAGIC: [u8; 8] = *b"MPMDUCX\0";
 /// Limit on the hellos that are kept until this process starts to connect.

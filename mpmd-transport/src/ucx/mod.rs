@@ -83,7 +83,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::memory::Pool;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 #[cfg(not(feature = "ucx"))]
 pub use absent::{Opened, Ucx, examine};

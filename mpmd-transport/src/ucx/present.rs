@@ -11,7 +11,7 @@ use super::queue::{Command, Queue};
 use super::{NAME, UcxConfig, engine};
 use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// Extra time that a shutdown waits for a handler call in progress, beyond its deadline and the
 /// engine's own last wait.

@@ -15,7 +15,7 @@ use super::UcxConfig;
 use super::safe::Signal;
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// The result of connecting to all peers. Both lists are indexed by process.
 pub(super) struct Met {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::engine::{Engine, id};
 use super::traffic::prefix;
 use crate::transport::TransportError;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);

@@ -8,7 +8,7 @@ use super::result::{UcxError, Way};
 use super::safe::{Body, Held, OpId, Sent};
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
-use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
 /// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.
 /// For smaller ones a round trip does not pay.

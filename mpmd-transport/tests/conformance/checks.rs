@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_transport::{Header, Kind as MessageKind, Pool, SharedBuffer, Ticket, TransportError};
+use mpmd_proto::{Header, Kind as MessageKind};
+use mpmd_transport::{Pool, SharedBuffer, Ticket, TransportError};
 
 use crate::cluster::{Cluster, Kind, id, is_gone};
 use crate::recorder::Manner;

@@ -8,12 +8,12 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::rendezvous::{
     Down, Identity, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Part, Rendezvous,
     RendezvousError, Report, Server, ServerConfig, Token, VERSION,
 };
-use mpmd_transport::router::{Failure, FailureKind};
 
 use crate::handshake::{End, Reply};
 

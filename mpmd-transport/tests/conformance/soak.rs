@@ -6,11 +6,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{
-    Handler, Header, Kind as MessageKind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer,
-    Ticket, TransportError,
-};
+use mpmd_transport::{Handler, OwnedBuffer, Payload, Pool, SharedBuffer, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use mpmd_proto::wire::VERSION;
+use mpmd_proto::{Header, Kind as MessageKind};
 use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
-use mpmd_transport::wire::VERSION;
-use mpmd_transport::{Header, Kind as MessageKind, Transport, TransportError};
+use mpmd_transport::{Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, TOKEN, config, id, is_gone, listen};
 use crate::handshake::{End, Reply};

@@ -101,7 +101,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
 /// Sends messages just below, at and just above the size limit for eager messages. Then sends more
 /// of them than the eager credit allows. Prints the received shards.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
-    const LIMIT: usize = mpmd_transport::router::EAGER_BYTES as usize;
+    const LIMIT: usize = mpmd_proto::router::EAGER_BYTES as usize;
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(7))];
     let fill = |region: &Region, mut view: ViewMut<'_>| -> Result<()> {
         for (value, index) in view.as_mut_slice::<u8>()?.iter_mut().zip(region.range(0)) {
@@ -116,7 +116,7 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
             moved.push(p.device_put(&x, to)?);
         }
     }
-    let unasked = mpmd_transport::router::EAGER_CREDIT as usize / LIMIT;
+    let unasked = mpmd_proto::router::EAGER_CREDIT as usize / LIMIT;
     for i in 0..unasked * 3 / 2 {
         let x = p.array_from_fn(f32s([LIMIT / 4]), &ends[0], numbered(i as u64))?;
         moved.push(p.device_put(&x, &ends[1])?);

@@ -49,6 +49,7 @@ const UNSAFE: &[&str] = &[
 /// All packages without an entry (examples, tests, tools) lie above.
 const LAYERS: &[&[&str]] = &[
     &["mpmd-ids", "mpmd-derive"],
+    &["mpmd-proto"],
     &["mpmd-layout", "mpmd-schedule", "mpmd-transport"],
     &["mpmd-launch", "mpmd-record"],
     &["mpmd-core"],
@@ -72,8 +73,7 @@ const TRANSPORT_USERS: &[&str] = &[
 const TRANSPORTS: &[&str] = &[
     "mpmd_transport::Transport",
     "mpmd_transport::transport::Transport",
-    "mpmd_transport::Router",
-    "mpmd_transport::router::Router",
+    "mpmd_proto::router::Router",
     "mpmd_transport::inproc",
     "mpmd_transport::mixed",
     "mpmd_transport::tcp",
@@ -89,7 +89,7 @@ const IMPURE: &[&str] =
 /// The places that block through `mpmd_ids::block` only, so that a simulation can replace it.
 const SIMULATED: &[&str] = &[
     "mpmd-core/src",
-    "mpmd-transport/src/router",
+    "mpmd-proto/src",
     "mpmd-transport/src/inproc",
     "mpmd-transport/src/rendezvous/job",
 ];
@@ -207,10 +207,10 @@ fn crates_are_layered(source: &Source) -> Vec<Finding> {
 
 /// Finds uses of bincode outside its one module. It encodes control messages only.
 fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
-    if source.path == "mpmd-transport/src/control.rs" {
+    if source.path == "mpmd-proto/src/control.rs" {
         return Vec::new();
     }
-    let message = "bincode is for mpmd-transport/src/control.rs only";
+    let message = "bincode is for mpmd-proto/src/control.rs only";
     source.lines_with("bincode").map(|line| finding(line, message)).collect()
 }
 
@@ -376,16 +376,16 @@ mod tests {
     #[test]
     fn bincode_elsewhere_is_found() {
         let check = |path| broken(bincode_in_one_module, path, "// bincode\nuse bincode::config;");
-        assert_eq!(check("mpmd-transport/src/wire.rs"), [2]);
+        assert_eq!(check("mpmd-proto/src/wire.rs"), [2]);
         assert_eq!(check("mpmd-core/src/exec/array.rs"), [2]);
-        assert_eq!(check("mpmd-transport/src/control.rs"), NONE);
+        assert_eq!(check("mpmd-proto/src/control.rs"), NONE);
     }
 
     #[test]
     fn other_ways_into_a_transport_are_found() {
-        let bad = "use mpmd_transport::{ProcessId, Transport};\n\
+        let bad = "use mpmd_transport::{Pool, Transport};\n\
             fn f() { mpmd_transport::tcp::connect() }\n\
-            use mpmd_transport::*;\nuse mpmd_transport as t;\nfn g() -> t::router::Router {}";
+            use mpmd_transport::*;\nuse mpmd_proto as p;\nfn g() -> p::router::Router {}";
         let check = |path| broken(one_way_in, path, bad);
         assert_eq!(check("mpmd-core/src/api/device_put.rs"), [1, 2, 3, 5]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs"), [1, 2, 3, 5]);
@@ -395,7 +395,7 @@ mod tests {
         {
             assert_eq!(check(path), NONE, "{path}");
         }
-        let good = "use mpmd_transport::memory::Pool;\nuse mpmd_transport::router::Failure;";
+        let good = "use mpmd_transport::memory::Pool;\nuse mpmd_proto::router::Failure;";
         assert_eq!(broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good), NONE);
     }
 
@@ -419,7 +419,7 @@ mod tests {
             use mpmd_ids::block::Instant;\nfn h() { Instant::now() }\nfn i(t: T) { t.elapsed() }";
         let check = |path| broken(blocking_in_one_module, path, bad);
         assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6, 8, 9]);
-        assert_eq!(check("mpmd-transport/src/router/peer.rs"), [1, 2, 3, 4, 6, 8, 9]);
+        assert_eq!(check("mpmd-proto/src/router/peer.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
         assert_eq!(check("mpmd-ids/src/block.rs"), NONE);

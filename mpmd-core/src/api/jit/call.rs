@@ -5,8 +5,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
+use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Reservation};
-use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};

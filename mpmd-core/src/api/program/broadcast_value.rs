@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::now;
-use mpmd_transport::control;
+use mpmd_proto::control;
+use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_proto::wire::MAX_CONTROL_BYTES;
 use mpmd_transport::deadline::after;
-use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::wire::MAX_CONTROL_BYTES;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

@@ -8,11 +8,11 @@ use std::time::Duration;
 use mpmd_ids::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
     Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server,
 };
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::{DEFAULT_PEER_TIMEOUT, gpus_of};
 use super::membership::{Membership, Returning, blame};

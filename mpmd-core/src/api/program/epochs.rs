@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_ids::block::Mutex;
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;
 use super::membership::Returning;

@@ -6,8 +6,8 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_ids::block::now;
+use mpmd_proto::router::{OpRecord, Span};
 use mpmd_transport::deadline::after;
-use mpmd_transport::router::{OpRecord, Span};
 
 use super::Program;
 use crate::error::{Error, Result};

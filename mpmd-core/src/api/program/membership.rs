@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_launch::LaunchError;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{Down, Identity, Rendezvous, RendezvousError, Report, Server};
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::neighbours::Neighbours;
 use crate::error::Error;

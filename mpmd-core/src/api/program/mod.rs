@@ -34,8 +34,8 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Mutex, thread};
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Pool;
-use mpmd_transport::router::{Failure, FailureKind};
 
 pub use builder::Builder;
 pub(crate) use candidate::Start;

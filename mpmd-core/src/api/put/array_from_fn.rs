@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
-use mpmd_transport::{Failure, FailureKind};
+use mpmd_proto::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
 use crate::error::{IssueProblem, Result, panic_text};

@@ -14,8 +14,8 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::spec;
 use mpmd_layout::topology::DeviceId;
+use mpmd_proto::router::Failure;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
-use mpmd_transport::router::Failure;
 use mpmd_transport::{Pool, SharedBuffer};
 
 use super::commit::first_devices;

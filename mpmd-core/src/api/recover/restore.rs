@@ -35,8 +35,8 @@ impl Commits {
     ///
     /// [`Error::CommitsLost`] names the arrays of regions that are lost with both of their
     /// processes: a checkpoint file can help. If the arrays differ from those of the commit in
-    /// number, name, shape or dtype. If several epochs began at this commit and none came to a newer
-    /// one. Every process gets the same error.
+    /// number, name, shape or dtype. If several epochs began at this commit and none came to a
+    /// newer one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());

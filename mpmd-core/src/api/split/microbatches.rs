@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::{Failure, FailureKind};
+use mpmd_proto::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
 use crate::device::copy::{contiguous_bytes, copy_region};

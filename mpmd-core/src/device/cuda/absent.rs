@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_ids::block::Instant;
+use mpmd_proto::Failure;
 use mpmd_transport::memory::{
     DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool,
 };
-use mpmd_transport::{Failure, OwnedBuffer, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
 use super::{CudaError, Ended, Part, Then};

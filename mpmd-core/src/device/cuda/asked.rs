@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::Failure;
+use mpmd_proto::Failure;
 use mpmd_transport::memory::DevicePlace;
 
 use super::CudaError;

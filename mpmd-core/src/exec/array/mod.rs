@@ -10,7 +10,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use mpmd_transport::{Failure, FailureKind};
+use mpmd_proto::{Failure, FailureKind};
 
 pub use future::{ArrayFuture, all_ready};
 pub(crate) use handle::{Handle, NewArrays, WeakHandle};

@@ -4,8 +4,8 @@ use std::mem::replace;
 use std::sync::Arc;
 
 use mpmd_ids::block::Mutex;
+use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
-use mpmd_transport::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::device::copy::copy_region;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{Divided, Reservation};
-use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::device::{

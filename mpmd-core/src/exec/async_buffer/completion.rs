@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{Fence, Latch};
-use mpmd_transport::router::Failure;
 
 use super::AsyncBuffer;
 
@@ -57,7 +57,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use mpmd_ids::ProcessId;
-    use mpmd_transport::router::FailureKind;
+    use mpmd_proto::router::FailureKind;
 
     use super::*;
 

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 
 use mpmd_ids::block::Instant;
+use mpmd_proto::router::Failure;
 use mpmd_transport::SharedBuffer;
-use mpmd_transport::router::Failure;
 
 use inner::{ENDED, Filling, GIVEN_UP, HOLDER, ISSUED, Inner, State, USE, USES};
 pub(crate) use resolver::{IssuedPromises, Resolver, Resolvers};
@@ -377,7 +377,7 @@ mod tests {
     use std::time::Duration;
 
     use mpmd_ids::block::{Mutex, thread};
-    use mpmd_transport::router::FailureKind;
+    use mpmd_proto::router::FailureKind;
 
     use super::*;
 

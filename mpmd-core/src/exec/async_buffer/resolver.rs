@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::inner::Inner;
 use super::{AsyncBuffer, Outcome};

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
 use crate::device::cuda::Gpu;

@@ -2,7 +2,7 @@
 
 use super::super::{Identity, Member, Part};
 use super::*;
-use crate::router::{Failure, FailureKind};
+use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 

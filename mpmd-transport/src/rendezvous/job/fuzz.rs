@@ -6,7 +6,7 @@ use mpmd_fuzz::{Rng, integer};
 use super::super::protocol::{frame, parts};
 use super::super::{Identity, Member};
 use super::*;
-use crate::router::{Failure, FailureKind};
+use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 

@@ -9,7 +9,7 @@ use super::super::RendezvousError;
 use super::super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, Reply};
 use super::places::Seat;
 use super::{Action, Job, Link, Phase, after, processes};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// A look at the job for which the status of some processes is still missing.
 pub(super) struct Look {

@@ -15,7 +15,7 @@ use mpmd_ids::block::Instant;
 use super::super::protocol::{Answer, Reply};
 use super::super::{Identity, Member, Part, RendezvousError};
 use super::{Action, Arrival, Job, Link, Phase, Wait, after, check_name, processes};
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// A process that has joined.
 pub(super) struct Seat {

@@ -15,7 +15,7 @@ use crate::memory::{
 };
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// All simulated devices of a test, and a log of their use.
 #[derive(Default)]

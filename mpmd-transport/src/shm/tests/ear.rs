@@ -6,7 +6,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::shm::ShmConfig;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 /// Time limit for a wait: longer than anything in these tests takes.
 pub(super) const TIME_LIMIT: Duration = Duration::from_secs(20);

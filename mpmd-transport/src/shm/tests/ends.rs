@@ -8,7 +8,7 @@ use super::ear::{Ear, TIME_LIMIT, config, later};
 use crate::memory::{Pool, SharedBuffer};
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// Returns two connected and started processes, both real, and their handlers.
 fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {

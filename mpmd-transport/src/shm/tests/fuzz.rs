@@ -26,7 +26,7 @@ use crate::shm::ring::{Producer, Ring};
 use crate::shm::shared::Shared;
 use crate::shm::socket::Socket;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// Number of faulty peers of one process under test, each used for one case.
 const PEERS: usize = 32;

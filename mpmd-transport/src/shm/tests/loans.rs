@@ -14,7 +14,7 @@ use crate::shm::note::{CLOSED, LAST, LoanId, PASSED_ON, RETURNED};
 use crate::shm::record::Lent;
 use crate::shm::ring::Ring;
 use crate::transport::Ticket;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 const OWNER: ProcessId = ProcessId(0);
 /// Capacity in bytes of each ring of returns: 16 notes.

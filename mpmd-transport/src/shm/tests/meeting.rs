@@ -15,7 +15,7 @@ use crate::shm::ring::Ring;
 use crate::shm::socket::{Listener, Socket, something_comes};
 use crate::shm::{Opened, ShmConfig};
 use crate::transport::Transport;
-use crate::wire::ProcessId;
+use mpmd_proto::wire::ProcessId;
 
 /// Creates a file in memory of `bytes` bytes, sealed or not.
 pub(super) fn file(bytes: u64, sealed: bool) -> OwnedFd {

@@ -26,7 +26,7 @@ use crate::shm::ring::{Producer, Ring};
 use crate::shm::socket::Socket;
 use crate::shm::{Opened, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
-use crate::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// Index of the ring into which the higher process of a pair pushes messages. `RETURNS` is that of
 /// its ring of returns.

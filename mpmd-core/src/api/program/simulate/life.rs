@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
+use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::rendezvous::{LocalLink, LocalServer};
-use mpmd_transport::router::{Failure, FailureKind};
 
 use crate::error::{Error, Result};
 use crate::exec::Runtime;

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use cudarc::nccl::sys;
 use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
-use mpmd_transport::Failure;
+use mpmd_proto::Failure;
 use mpmd_transport::memory::DevicePlace;
 
 use library::{Functions, IN_PROGRESS, SUCCESS, data_type, functions, operation};
@@ -535,7 +535,7 @@ fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
 #[cfg(test)]
 mod tests {
     use mpmd_ids::ProcessId;
-    use mpmd_transport::FailureKind;
+    use mpmd_proto::FailureKind;
 
     use super::*;
 
