@@ -3,6 +3,8 @@
 //! Every case is repeated. The median is the figure to quote; p10 and p90 show the noise of the
 //! machine.
 
+#![forbid(unsafe_code)]
+
 mod case;
 mod check;
 mod dispatch;

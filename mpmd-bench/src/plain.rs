@@ -45,7 +45,7 @@ mod by_hand {
     use std::time::Duration;
 
     use anyhow::Result;
-    use mpmd_core::device::cuda::plain::{self, Plain};
+    use mpmd_device::cuda::plain::{self, Plain};
 
     use super::Way;
 
@@ -71,7 +71,7 @@ mod by_hand {
     use std::time::Duration;
 
     use anyhow::Result;
-    use mpmd_core::device::cuda::NoCuda;
+    use mpmd_device::cuda::NoCuda;
 
     use super::Way;
 
@@ -86,7 +86,7 @@ mod by_hand {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::device::cuda;
+    use mpmd_device::cuda;
 
     use super::*;
 

@@ -3,6 +3,8 @@
 //! An element of a product is summed by one thread, in an order that depends only on the shapes. So
 //! the result has the same bits with any number of threads.
 
+#![allow(unsafe_code)]
+
 use gemm::Parallelism;
 
 /// A read-only matrix with dense rows, perhaps transposed.

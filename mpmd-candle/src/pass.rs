@@ -1,6 +1,8 @@
 //! The pass of a stage that runs on this thread. Layers reach it without an argument, since the
 //! signatures of candle's layers and custom operations have no place for one.
 
+#![allow(unsafe_code)]
+
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ptr::NonNull;

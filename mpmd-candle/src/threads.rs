@@ -7,6 +7,8 @@
 //! process, which one device uses at a time, and whose idle threads spin. It is off unless the user
 //! sets `CANDLE_NUM_THREADS`, or loads this code as a library into a process with several threads.
 
+#![allow(unsafe_code)]
+
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

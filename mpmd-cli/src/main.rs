@@ -1,5 +1,7 @@
 //! The `mpmd` command line.
 
+#![forbid(unsafe_code)]
+
 mod check;
 mod doctor;
 mod draw;

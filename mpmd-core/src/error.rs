@@ -5,10 +5,10 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_device::cuda::{CudaError, NoCuda};
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 
-use crate::device::cuda::{CudaError, NoCuda};
 use mpmd_launch::LaunchError;
 use mpmd_layout::aval::{AvalError, DType};
 use mpmd_layout::reshard::ReshardError;

@@ -23,11 +23,12 @@
 //! }
 //! ```
 
+#![forbid(unsafe_code)]
+
 // `#[derive(Tree)]` names this crate from outside. With this name it also works inside the crate.
 extern crate self as mpmd;
 
 mod api;
-pub mod device;
 mod error;
 mod exec;
 mod files;
@@ -78,11 +79,11 @@ pub mod prelude {
     pub use crate::api::program::Program;
     pub use crate::api::put::MoveOptions;
     pub use crate::api::split::{Sections, SplitOptions};
-    pub use crate::device::collective::Reduce;
     pub use crate::error::{Error, Result};
     pub use crate::exec::array::MpmdArray;
     pub use crate::exec::host_array::HostArray;
     pub use crate::kernel::{
         Context, Kernel, Signature, View, ViewMut, elementwise, kernel, like_input,
     };
+    pub use mpmd_device::collective::Reduce;
 }

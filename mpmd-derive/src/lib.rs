@@ -1,6 +1,8 @@
 //! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd::tree::Tree`, beside the
 //! trait.
 
+#![forbid(unsafe_code)]
+
 use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote};
 use syn::spanned::Spanned;

@@ -4,6 +4,8 @@
 //! devices. The programs' kernels call it, and tests compare it with definitions and finite
 //! differences.
 
+#![forbid(unsafe_code)]
+
 pub mod arrays;
 pub mod job;
 pub mod math;

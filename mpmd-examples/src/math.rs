@@ -5,8 +5,8 @@ use std::fmt::{Debug, Display};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
-use mpmd_core::device::cpu::matmul::Scalar;
-pub use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_device::cpu::matmul::Scalar;
+pub use mpmd_device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_train::optimizer::Float;
 
 /// A floating-point type of the examples: `f32` or `f64`.

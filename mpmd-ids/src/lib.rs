@@ -2,6 +2,8 @@
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
+#![forbid(unsafe_code)]
+
 pub mod block;
 
 use std::fmt;

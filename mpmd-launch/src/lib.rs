@@ -21,6 +21,8 @@
 //! }
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod bind;
 mod cause;
 mod device;

@@ -24,6 +24,8 @@
 //! }
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod config;
 mod folder;
 mod lora;

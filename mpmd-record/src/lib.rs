@@ -9,6 +9,8 @@
 //! The core writes all of them. Everything here is a function of them; only
 //! [`trace::ProcessTrace`] reads files.
 
+#![forbid(unsafe_code)]
+
 pub mod activity;
 pub mod dry_run;
 pub mod trace;

@@ -6,6 +6,8 @@
 //! decides whether the result can run over a channel, [`simulate`] says when each step of it runs
 //! by given [`Costs`], and [`timeline`] is the form in which the result is drawn.
 
+#![forbid(unsafe_code)]
+
 mod ascending;
 pub mod check;
 mod costs;

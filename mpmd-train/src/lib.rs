@@ -37,6 +37,8 @@
 //! Start the program with `Program::builder().devices(2).run(…)`. Then it also works with one
 //! process, which has both devices.
 
+#![forbid(unsafe_code)]
+
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 

@@ -15,6 +15,8 @@
 //! - [`probe`]: tests which system calls between processes this machine allows.
 //! - [`deadline`]: deadlines for waits that may be endless.
 
+#![allow(unsafe_code)]
+
 pub mod batch;
 pub mod deadline;
 mod handshake;

@@ -104,6 +104,8 @@
 //! `mpmd check -n 4 -- ./program` proves, without running kernels, that the program cannot hang,
 //! and shows its memory and its traffic.
 
+#![forbid(unsafe_code)]
+
 #[cfg(feature = "candle")]
 pub use mpmd_candle as candle;
 pub use mpmd_core::{

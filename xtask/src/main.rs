@@ -1,5 +1,7 @@
 //! `cargo xtask`: the commands for users in the README, and for CI.
 
+#![forbid(unsafe_code)]
+
 mod bench;
 mod captured;
 mod commands;

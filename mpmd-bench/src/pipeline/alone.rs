@@ -3,8 +3,8 @@
 use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
-use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_core::{Error, Result};
+use mpmd_device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_schedule::{Action, ActionKind};
 use mpmd_transport::memory::{OwnedBuffer, Pool};
 use rustix::time::{ClockId, clock_gettime};

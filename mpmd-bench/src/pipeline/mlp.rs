@@ -3,7 +3,7 @@
 //! Each layer is `relu(x w + b)` with a square matrix `w`; `x` is `[rows, dim]`. The loss is the
 //! mean square error over rows and columns.
 
-use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
 /// The sizes of the network: each field is a number of things.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use mpmd_core::device::cuda::{self, Driver, GpuInfo, NoCuda};
+use mpmd_device::cuda::{self, Driver, GpuInfo, NoCuda};
 use mpmd_ids::ProcessId;
 use mpmd_launch::variables;
 use mpmd_layout::bytes_text;
@@ -224,7 +224,7 @@ fn turns(gpus: usize) -> Finding {
 impl Cuda {
     /// Returns the facts of a machine with two GPUs and no faults.
     pub(super) fn well() -> Self {
-        use mpmd_core::device::cuda::{Attributes, Uuid, Version};
+        use mpmd_device::cuda::{Attributes, Uuid, Version};
         let attributes = Attributes {
             processors: 132,
             copy_engines: 3,

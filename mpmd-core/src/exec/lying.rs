@@ -1,6 +1,7 @@
 //! Fuzz test: a dishonest peer sends random messages to a runtime, over a transport that checks
 //! nothing.
 
+use mpmd_device::copy::copy_region;
 use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_proto::router::{self, Answer, Failure, FailureKind, OpRecord};
 use mpmd_proto::{Header, Kind, control};
@@ -8,7 +9,6 @@ use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, OwnedBuffer, SharedBuffer, Ticket, TransportError, batch};
 
 use super::*;
-use crate::device::copy::copy_region;
 use crate::exec::array::LocalShard;
 use mpmd_layout::aval::{ShapedArray, f32s};
 use mpmd_layout::region::Region;

@@ -58,6 +58,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use mpmd_device::cuda::{self, Gpu};
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_proto::router::{Cargo, Router};
@@ -84,7 +85,6 @@ use under_way::UnderWay;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
-use crate::device::cuda::{self, Gpu};
 use crate::exec::recorder::Recorder;
 use crate::trace::Trace;
 use crate::trace::spans::{self, KernelSpan};

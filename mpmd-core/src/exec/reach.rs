@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::{CudaError, Gpu, Part};
 use mpmd_ids::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::DevicePlace;
@@ -9,7 +10,6 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::async_buffer::AsyncBuffer;
 use super::{OpGuard, Runtime};
-use crate::device::cuda::{CudaError, Gpu, Part};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::{DeviceId, DeviceKind};

@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use mpmd_device::copy::copy_region;
+use mpmd_device::cuda::Part;
 use mpmd_ids::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
@@ -10,8 +12,6 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use super::chunks::COPY_INLINE;
 use super::transfer::Transfer;
 use super::{AsyncBuffer, OpGuard, Outcome, Runtime};
-use crate::device::copy::copy_region;
-use crate::device::cuda::Part;
 use mpmd_record::trace::PieceStep;
 
 /// A piece to send, and the guard that keeps its operation in flight.

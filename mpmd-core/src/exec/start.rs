@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use mpmd_device::cuda::{self, Gpu};
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
 use mpmd_proto::router;
@@ -26,7 +27,6 @@ use super::mailbox::Mailbox;
 use super::recorder::Recorder;
 use super::worker::{self, Crew, Worker};
 use super::{InFlight, LocalDevice, Parker, Runtime, RuntimeConfig, Status, driver};
-use crate::device::cuda::{self, Gpu};
 use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
 /// Interval of the ticker thread.

@@ -4,9 +4,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_device::copy::contiguous_bytes;
 use mpmd_ids::ProcessId;
 
-use crate::device::copy::contiguous_bytes;
 use crate::exec::Runtime;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;

@@ -25,6 +25,8 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_device::collective::CollectiveKind;
+use mpmd_device::collective::{Reduce, Reducible, combine};
 use mpmd_ids::ProcessId;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
@@ -32,8 +34,6 @@ use mpmd_transport::SharedBuffer;
 use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;
 use super::signature::Collective;
-use crate::device::collective::CollectiveKind;
-use crate::device::collective::{Reduce, Reducible, combine};
 use crate::error::{Error, Result};
 use crate::exec::{Flow, Group, Pattern, Round};
 use mpmd_layout::aval::{DType, Element};

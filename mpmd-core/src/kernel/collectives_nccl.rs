@@ -18,6 +18,10 @@
 use std::fmt;
 use std::sync::Arc;
 
+use mpmd_device::collective::CollectiveKind;
+use mpmd_device::cuda::{
+    Communicator, CommunicatorId, Joint, NotJoined, StreamTurn, nccl_has, new_id,
+};
 use mpmd_ids::block::now;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::deadline::after;
@@ -26,21 +30,11 @@ use mpmd_transport::memory::DevicePlace;
 use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};
 use super::signature::Collective;
-use crate::device::collective::CollectiveKind;
-use crate::device::cuda::{Communicator, CommunicatorId, Joint, NotJoined, StreamTurn, new_id};
 use crate::error::Result;
 use crate::exec::Runtime;
 use crate::kernel::cuda::{Cuda, Part};
-use mpmd_layout::aval::{DType, Element};
+use mpmd_layout::aval::Element;
 use mpmd_layout::topology::{DeviceId, Topology};
-
-/// Returns true if NCCL supports this dtype.
-pub(crate) fn nccl_has(dtype: DType) -> bool {
-    !matches!(
-        dtype,
-        DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128 | DType::Object
-    )
-}
 
 impl Collective {
     /// Returns true if these devices use NCCL for device values. A pure function: all devices of

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::StreamTurn;
 use mpmd_proto::Failure;
 
 use super::collectives_nccl::Joined;
 use super::signature::Collective;
 use super::view::ViewMut;
-use crate::device::cuda::StreamTurn;
 use crate::error::{Error, Result};
 use crate::exec::{Exchange, Group, OpGuard, Round};
 use crate::kernel::cuda::Cuda;

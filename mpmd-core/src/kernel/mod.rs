@@ -20,13 +20,12 @@ mod sent;
 mod signature;
 mod view;
 
-pub use crate::device::collective::{CollectiveKind, Reduce, Reducible};
+pub use mpmd_device::collective::{CollectiveKind, Reduce, Reducible};
+
 pub use crate::error::ViewError;
 pub use closure::{Closures, Elementwise, InferShapes, elementwise, kernel, like_input};
 pub(crate) use closure::{arrays, check_dtypes, names};
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
-#[cfg(all(test, feature = "cuda"))]
-pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
 pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
 pub use host::{HostKernel, HostWork};
@@ -36,9 +35,9 @@ pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{Untyped, View, ViewMut};
 
-use crate::device::cuda::source::Source;
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
+use mpmd_device::cuda::source::Source;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::tree::Tree;
 
@@ -127,7 +126,7 @@ pub trait Kernel: Send + Sync + 'static {
 
     /// Returns the sources that the kernel launches on CUDA devices. They are prepared from the
     /// moment at which the kernel is bound to its mesh, so that nothing is compiled while it runs.
-    /// Include [`CUBLAS`](crate::device::cuda::source::CUBLAS) if the kernel multiplies matrices.
+    /// Include [`CUBLAS`](mpmd_device::cuda::source::CUBLAS) if the kernel multiplies matrices.
     /// Called only if the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()

@@ -1,12 +1,12 @@
 //! Upper bounds of the messages that a collective sends. Plans use them: they know the declarations
 //! but not the calls.
 
+use mpmd_device::collective::CollectiveKind;
 use mpmd_ids::ProcessId;
 
 use super::collectives::share;
 use super::collectives_nccl::AGREEING_BYTES;
 use super::signature::Collective;
-use crate::device::collective::CollectiveKind;
 use crate::exec::Flow;
 
 impl Collective {

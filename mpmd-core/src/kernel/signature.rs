@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::device::collective::{CollectiveKind, Reduce};
+use mpmd_device::collective::{CollectiveKind, Reduce};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 
@@ -205,20 +205,6 @@ impl Collective {
                 }
                 Ok(())
             }
-        }
-    }
-}
-
-impl CollectiveKind {
-    /// Returns the name of the `Context` method for this kind.
-    pub(crate) fn verb(&self) -> &'static str {
-        match self {
-            Self::AllReduce(_) => "all_reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter(_) => "reduce_scatter",
-            Self::AllToAll => "all_to_all",
-            Self::Permute(_) => "permute",
-            Self::Broadcast(_) => "broadcast",
         }
     }
 }

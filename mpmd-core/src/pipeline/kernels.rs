@@ -7,16 +7,14 @@ use half::{bf16, f16};
 use super::bundle::Bundle;
 use super::context::{Extras, Given, Mode, StageContext};
 use super::stage::{PlacedShape, SideShapes, Stage};
-use crate::device::cuda::kernels::ADD;
-use crate::device::cuda::{source::Source, work::Grid};
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::{
-    device::collective::{Reduce, combine},
-    kernel::{
-        Collective, Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below,
-    },
+use crate::kernel::{
+    Collective, Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut, below,
 };
+use mpmd_device::collective::{Reduce, combine};
+use mpmd_device::cuda::kernels::ADD;
+use mpmd_device::cuda::{source::Source, work::Grid};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 

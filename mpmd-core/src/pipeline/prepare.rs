@@ -7,10 +7,10 @@ use std::sync::Arc;
 use super::stage::Stage;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
-use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Kernel, Shapes, Signature, Views, ViewsMut};
+use mpmd_device::cuda::source::Source;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 

@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
+use mpmd_device::copy::contiguous_bytes;
 use mpmd_ids::ProcessId;
 use mpmd_transport::Pool;
 
 use super::bundle::Bundle;
 use super::graph::StageGraph;
 use crate::api::program::Program;
-use crate::device::copy::contiguous_bytes;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::Shapes;

@@ -405,7 +405,7 @@ fn kernel_failing_on_a_device_is_named_others_continue() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
-    if mpmd_core::device::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
+    if mpmd_device::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
         return println!("SKIPPED: there is one GPU, and all of it fails");
     }
     let _limit = watchdog(60);

@@ -28,7 +28,7 @@ macro_rules! elsewhere {
 /// Returns the number of devices that NCCL can use together, but no more than `most`; 0 without
 /// CUDA or NCCL. 0 or 1 are too few for the tests.
 fn devices_up_to(most: usize) -> usize {
-    match (mpmd_core::device::cuda::found(), mpmd_core::device::cuda::nccl()) {
+    match (mpmd_device::cuda::found(), mpmd_device::cuda::nccl()) {
         (Ok(driver), Ok(_)) => driver.gpus.len().min(most),
         _ => 0,
     }

@@ -1,13 +1,13 @@
 //! A custom kernel, in CUDA C for CUDA devices and in Rust for CPUs: `cargo run --features cuda
 //! --bin cuda_kernel`.
 
+use mpmd_device::cuda;
 use std::process::ExitCode;
 
 use clap::Parser;
 use mpmd::cuda::{Grid, Source};
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
-use mpmd_core::device::cuda;
 
 /// Compute y = a x + y on one device: a CUDA device if there is one, otherwise the CPU.
 #[derive(Parser)]

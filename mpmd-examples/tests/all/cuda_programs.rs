@@ -1,12 +1,11 @@
 //! The programs on CUDA devices, as a user starts them. The tests use the software driver, or a
 //! real one with `MPMD_TEST_GPU=1`.
 
+use mpmd_device::cuda::{NoCuda, found};
 use std::fs::File;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-
-use mpmd_core::device::cuda::{NoCuda, found};
 
 /// Time limit for one program: far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);

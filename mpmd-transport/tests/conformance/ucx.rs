@@ -1,6 +1,8 @@
 //! Failures that only UCX has: other versions, other jobs, silent peers, and a slow transport
 //! between two processes of a host.
 
+#![allow(unsafe_code)]
+
 use std::ffi::{c_int, c_void};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};

@@ -9,6 +9,8 @@
 //! Loom does not try to reorder a store before an earlier load. The ordering of the ring's head
 //! forbids that.
 
+#![allow(unsafe_code)]
+
 #[expect(dead_code, reason = "models do not need all of it")]
 #[path = "../../src/shm/doorbell.rs"]
 mod doorbell;

@@ -73,6 +73,8 @@
 //! * A block's threads run one after another until one waits for others: code that spins on another
 //!   thread of the block never ends.
 
+#![allow(unsafe_code)]
+
 mod alloc;
 mod blas;
 mod compile;

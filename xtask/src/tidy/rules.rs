@@ -22,7 +22,6 @@ pub(crate) const RULES: &[Rule] = &[
     lines_are_short,
     files_are_short,
     text_is_clean,
-    unsafe_stays_below,
     crates_are_layered,
     bincode_in_one_module,
 ];
@@ -34,17 +33,6 @@ pub(crate) const PRODUCTION_RULES: &[Rule] =
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
 
-/// The folders that may contain `unsafe`: foreign memory and drivers, and their replacement in
-/// tests.
-const UNSAFE: &[&str] = &[
-    "mpmd-transport",
-    "mpmd-core/src/device",
-    "mpmd-candle/src/matmul",
-    "mpmd-candle/src/pass",
-    "mpmd-candle/src/threads",
-    "tests/softcuda",
-];
-
 /// The crates from the lowest layer to the highest. A crate depends on crates of lower layers only.
 /// All packages without an entry (examples, tests, tools) lie above.
 const LAYERS: &[&[&str]] = &[
@@ -52,6 +40,7 @@ const LAYERS: &[&[&str]] = &[
     &["mpmd-proto"],
     &["mpmd-layout", "mpmd-schedule", "mpmd-transport"],
     &["mpmd-launch", "mpmd-record"],
+    &["mpmd-device"],
     &["mpmd-core"],
     &["mpmd-candle", "mpmd-train"],
     &["mpmd"],
@@ -89,6 +78,7 @@ const IMPURE: &[&str] =
 /// The places that block through `mpmd_ids::block` only, so that a simulation can replace it.
 const SIMULATED: &[&str] = &[
     "mpmd-core/src",
+    "mpmd-device/src",
     "mpmd-proto/src",
     "mpmd-transport/src/inproc",
     "mpmd-transport/src/rendezvous/job",
@@ -164,15 +154,6 @@ fn text_is_clean(source: &Source) -> Vec<Finding> {
         findings.push(finding(source.text.lines().count(), "no newline at the end of the file"));
     }
     findings
-}
-
-/// Finds `unsafe` outside the code that touches foreign memory.
-fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
-    if is_in(source, UNSAFE) {
-        return Vec::new();
-    }
-    let message = format!("unsafe is for {} only", UNSAFE.join(", "));
-    source.lines_with("unsafe").map(|line| finding(line, message.clone())).collect()
 }
 
 /// Finds dependencies on crates of the same layer or a higher one. So invariant
@@ -306,7 +287,7 @@ mod tests {
     #[test]
     fn places_of_rules_exist() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        for place in [UNSAFE, PLANNERS, SIMULATED].concat() {
+        for place in [PLANNERS, SIMULATED].concat() {
             let path = root.join(place);
             assert!(path.is_dir() || path.with_extension("rs").is_file(), "{place}");
         }
@@ -344,16 +325,6 @@ mod tests {
         assert_eq!(broken(text_is_clean, "a.toml", "a\nb"), [2]);
         assert_eq!(broken(text_is_clean, "a.toml", ""), NONE);
         assert_eq!(broken(text_is_clean, "a.rs", "a \nb"), NONE);
-    }
-
-    #[test]
-    fn unsafe_code_in_the_wrong_place_is_found() {
-        let check = |path| broken(unsafe_stays_below, path, "\n// unsafe\nunsafe { f() }\n");
-        assert_eq!(check("mpmd-core/src/exec/array.rs"), [3]);
-        assert_eq!(check("tests/src/lib.rs"), [3]);
-        assert_eq!(check("mpmd-core/src/device/cpu/matmul.rs"), NONE);
-        assert_eq!(check("mpmd-transport/src/memory/pool.rs"), NONE);
-        assert_eq!(broken(unsafe_stays_below, "a.rs", "#![forbid(unsafe_code)] // unsafe"), NONE);
     }
 
     #[test]

@@ -5,13 +5,13 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
+use mpmd_device::copy::copy_region;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};
 use crate::api::program::Program;
-use crate::device::copy::copy_region;
 use crate::error::{Error, Result, panic_text};
 use crate::exec::array::{Handle, MpmdArray};
 use crate::exec::host_array::HostArray;

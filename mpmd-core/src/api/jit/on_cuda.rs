@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, poison_objects, prepare_outputs};
-use crate::device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
 use crate::exec::object::ObjectCell;
 use crate::exec::{AsyncBuffer, Exchange, Parker};
 use crate::kernel::cuda::{CallMemory, Cuda};

@@ -1,8 +1,8 @@
 //! Compiles a kernel's CUDA code in the background from the moment it is bound to a mesh.
 
-use crate::device::cuda::{CudaError, WarmUp};
 use crate::exec::Runtime;
 use crate::kernel::Kernel;
+use mpmd_device::cuda::{CudaError, WarmUp};
 use mpmd_layout::topology::Mesh;
 
 /// Pending compilations of a bound kernel: (local device index, compilation), for each of this

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_device::cuda;
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Spin;
 use mpmd_transport::Transport;
@@ -12,7 +13,6 @@ use mpmd_transport::Transport;
 use super::membership::Membership;
 use super::version::Checks;
 use super::{Program, connect};
-use crate::device::cuda;
 use crate::error::{Error, Result};
 use crate::exec::recorder::{Order, Recorder};
 use crate::exec::{Dump, Runtime, RuntimeConfig};

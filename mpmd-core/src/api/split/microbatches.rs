@@ -4,10 +4,10 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
+use mpmd_device::copy::{contiguous_bytes, copy_region};
 use mpmd_proto::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
-use crate::device::copy::{contiguous_bytes, copy_region};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime, follow};

@@ -4,12 +4,12 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_device::copy::copy_region;
 use mpmd_ids::block::{Instant, Mutex, now};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::deadline::after;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
-use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::host_array::HostArray;
 use crate::exec::{AsyncBuffer, Doing, Outcome};

@@ -3,15 +3,15 @@
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_device::copy::copy_region;
+use mpmd_device::cuda::kernels::ADD;
+use mpmd_device::cuda::work::Grid;
+use mpmd_device::cuda::{Gpu, Part, RawArg, RawStream};
 use mpmd_ids::block::Mutex;
 use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use crate::device::copy::copy_region;
-use crate::device::cuda::kernels::ADD;
-use crate::device::cuda::work::Grid;
-use crate::device::cuda::{Gpu, Part, RawArg, RawStream};
 use crate::exec::async_buffer::{AsyncBuffer, IssuedPromises, Resolver};
 use crate::exec::chunks::COPY_INLINE;
 use crate::exec::chunks::Chunked;

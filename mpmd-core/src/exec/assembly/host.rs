@@ -5,16 +5,16 @@ use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_device::{
+    copy::{contiguous_bytes, copy_part, copy_region},
+    sum::add_region,
+};
 use mpmd_ids::ProcessId;
 use mpmd_ids::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use crate::device::{
-    copy::{contiguous_bytes, copy_part, copy_region},
-    sum::add_region,
-};
 use crate::exec::async_buffer::Resolver;
 use crate::exec::transfer::Transfer;
 use crate::exec::{OpGuard, Outcome, Runtime};

@@ -8,6 +8,7 @@ mod host;
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::Part;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 pub(crate) use device::{DeviceAssembly, Sum};
@@ -16,7 +17,6 @@ pub(crate) use host::HostAssembly;
 use super::async_buffer::AsyncBuffer;
 use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
-use crate::device::cuda::Part;
 use mpmd_layout::region::Region;
 
 /// A shard of this process that waits for pieces. Clones refer to the same shard.

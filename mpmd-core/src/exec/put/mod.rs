@@ -10,6 +10,9 @@ mod start;
 use std::fmt;
 use std::sync::{Arc, Once};
 
+use mpmd_device::copy::contiguous_bytes;
+use mpmd_device::cuda::WarmUp;
+use mpmd_device::cuda::kernels::ADD;
 use mpmd_ids::ProcessId;
 
 use super::transfer::Transfer;
@@ -19,9 +22,6 @@ use start::Start;
 
 use super::assembly::Sum;
 use super::{AsyncBuffer, OpGuard, Runtime};
-use crate::device::copy::contiguous_bytes;
-use crate::device::cuda::WarmUp;
-use crate::device::cuda::kernels::ADD;
 use crate::exec::array::{LocalShard, Made};
 use crate::exec::host_array::HostArray;
 use crate::exec::recorder::KnownDescriptor;

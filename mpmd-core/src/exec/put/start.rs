@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::Gpu;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
-use crate::device::cuda::Gpu;
 use crate::exec::assembly::Sum;
 use crate::exec::receive::Receive;
 use crate::exec::send::Send;

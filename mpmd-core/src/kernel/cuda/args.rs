@@ -191,7 +191,7 @@ impl From<usize> for Arg<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cuda::work::Grid;
+    use mpmd_device::cuda::work::Grid;
 
     #[test]
     fn grids_cover_all_elements_with_at_least_one_block() {

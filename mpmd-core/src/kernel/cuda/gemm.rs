@@ -1,9 +1,9 @@
 //! Products of row-major matrices, and their translation to cuBLAS, which takes column-major
 //! matrices.
 
-use crate::device::cuda::work::{Math, Types};
-use crate::device::cuda::{Operand, Product};
 use crate::error::{Error, Result};
+use mpmd_device::cuda::work::{Math, Types};
+use mpmd_device::cuda::{Operand, Product};
 use mpmd_layout::aval::DType;
 
 /// A product `C = alpha * op(A) * op(B) + beta * C` of row-major matrices, or a batch of products.

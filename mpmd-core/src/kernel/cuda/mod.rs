@@ -22,6 +22,10 @@ mod staged;
 
 use std::fmt;
 
+pub use mpmd_device::cuda::CudaError;
+pub use mpmd_device::cuda::source::{CUBLAS, Source};
+pub use mpmd_device::cuda::work::{Grid, Math};
+use mpmd_device::cuda::{Gpu, RawArg, RawStream};
 use mpmd_transport::memory::{DevicePlace, OutOfMemory};
 
 pub use args::{Arg, Part};
@@ -31,10 +35,6 @@ pub use scratch::Scratch;
 
 use args::{Memory, Value};
 
-pub use crate::device::cuda::CudaError;
-pub use crate::device::cuda::source::{CUBLAS, Source};
-pub use crate::device::cuda::work::{Grid, Math};
-use crate::device::cuda::{Gpu, RawArg, RawStream};
 use crate::error::ViewError;
 use crate::error::{Error, Result};
 use mpmd_layout::aval::{DType, Element};

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use mpmd_device::cuda::spare::{Spare, place, take};
 use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
 
 use super::Part;
-use crate::device::cuda::spare::{Spare, place, take};
 use mpmd_layout::aval::DType;
 
 /// Device memory for values that live no longer than a call. The initial values are arbitrary.

@@ -2,11 +2,11 @@
 
 use super::real::{Real, with_real};
 use super::{bytes, wrong_dtype};
-use crate::device::sum::add_region;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::host::{HostKernel, HostWork, check_region};
 use crate::kernel::{Kernel, View, ViewMut};
+use mpmd_device::sum::add_region;
 use mpmd_layout::aval::{DType, ShapedArray};
 
 /// Returns a kernel that adds two arrays of one shape and dtype.

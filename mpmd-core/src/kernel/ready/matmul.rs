@@ -1,13 +1,13 @@
 //! The matrix product.
 
 use super::check_whole;
-use crate::device::cpu::matmul::{Scalar, matmul as product};
-use crate::device::cuda::source::{CUBLAS, Source};
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::cuda::Gemm;
 use crate::kernel::host::check_region;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_device::cpu::matmul::{Scalar, matmul as product};
+use mpmd_device::cuda::source::{CUBLAS, Source};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 

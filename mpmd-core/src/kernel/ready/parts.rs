@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::bytes;
-use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::host::{HostKernel, HostWork};
 use crate::kernel::{Kernel, View, ViewMut};
+use mpmd_device::copy::copy_region;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 

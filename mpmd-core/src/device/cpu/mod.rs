@@ -1,4 +1,0 @@
-//! The CPU back end.
-
-pub mod matmul;
-pub(crate) mod stream;

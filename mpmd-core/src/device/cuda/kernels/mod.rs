@@ -1,7 +1,0 @@
-//! CUDA kernels of mpmd itself.
-
-use crate::device::cuda::source::Source;
-
-/// In-place sums: `add_f32`, `add_f64`, `add_f16`, `add_bf16`. Arguments: number of elements, sums,
-/// summands.
-pub(crate) static ADD: Source = Source::cuda("add.cu", include_str!("add.cu")).exact();

@@ -1,0 +1,4 @@
+//! The CPU back end.
+
+pub mod matmul;
+pub mod stream;

@@ -1,0 +1,258 @@
+//! Matrix products with cuBLAS.
+
+use std::sync::Arc;
+
+use cudarc::cublas::sys;
+use mpmd_ids::block::Mutex;
+use mpmd_transport::OwnedBuffer;
+use mpmd_transport::memory::{DevicePlace, Pool};
+
+use super::asked::{Operand, Product};
+use super::calls::{self, Answer, static_text};
+use super::compile::Architecture;
+use super::error::CudaError;
+use super::gpu::{Context, Gpu};
+use super::stream::RawStream;
+use crate::cuda::work::{Math, Types};
+use mpmd_layout::aval::DType;
+
+/// Workspace sizes that cuBLAS's documentation recommends: from compute capability 9.0 on, and for
+/// older devices.
+const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
+
+/// cuBLAS on one device: a handle for the compute stream and a workspace, so that calls allocate no
+/// memory.
+pub(super) struct Blas {
+    handle: Mutex<Handle>,
+}
+
+struct Handle {
+    raw: sys::cublasHandle_t,
+    context: Arc<Context>,
+    /// cuBLAS's scratch memory on the device. Returns to its pool after the handle is destroyed,
+    /// which waits for the device.
+    #[expect(dead_code, reason = "held for its drop")]
+    workspace: OwnedBuffer,
+}
+
+// SAFETY: a handle may be used by any thread that has bound its context, by one at a time.
+unsafe impl Send for Handle {}
+
+impl Blas {
+    /// Creates the handle and allocates the workspace. May wait for the device, so this belongs
+    /// into a warm-up.
+    ///
+    /// # Errors
+    ///
+    /// If cuBLAS is missing or fails, or the pool has no room for the workspace.
+    pub(super) fn new(
+        context: &Arc<Context>,
+        stream: &RawStream,
+        architecture: Architecture,
+        pool: &Pool,
+    ) -> Result<Self, CudaError> {
+        const DOING: &str = "making cuBLAS ready";
+        super::driver::cublas().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
+        let missing: Vec<&str> =
+            calls::CUBLAS.iter().copied().filter(|symbol| !has(symbol)).collect();
+        if !missing.is_empty() {
+            let text = format!(
+                "no cuBLAS found that can be used: the library here has no {}",
+                missing.join(", ")
+            );
+            return Err(CudaError::new(DOING, "", text));
+        }
+        let bytes = WORKSPACE_BYTES[usize::from(architecture.major() < 9)];
+        let workspace = pool.allocate(bytes).map_err(|error| {
+            CudaError::new(DOING, "", format!("no memory for cuBLAS's workspace: {error}"))
+        })?;
+        let address = workspace.device().map_or(0, |place| place.address);
+        context.bind()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the context is bound, and there is room for the handle.
+        check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
+        let handle = Handle { raw, context: context.clone(), workspace };
+        // SAFETY: the handle and the stream are alive and of this context. The workspace lives as
+        // long as the handle and is aligned to 256 bytes, as all device segments are. Only work of
+        // this stream uses it. The order matters: setting the stream resets the workspace.
+        unsafe {
+            check(DOING, calls::cublasSetStream_v2(raw, stream.handle().cast()))?;
+            check(
+                DOING,
+                calls::cublasSetWorkspace_v2(
+                    raw,
+                    std::ptr::with_exposed_provenance_mut(address as usize),
+                    bytes,
+                ),
+            )?;
+            // Sums of half-precision products stay in f32 even if cuBLAS splits a product.
+            let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            check(DOING, calls::cublasSetMathMode(raw, mode))?;
+        }
+        Ok(Self { handle: Mutex::new(handle) })
+    }
+
+    /// Issues `C = alpha A B + beta C` to the handle's stream, without waiting for its result. `[a,
+    /// b, c]` are the memory of the row-major matrices A, B and C.
+    fn product(&self, product: &Product, [a, b, c]: [DevicePlace; 3]) -> Result<(), CudaError> {
+        let Product { m, n, k, first, second, result, batch, types, .. } = *product;
+        let handle = self.handle.lock();
+        let [factor, into] = [types.factors, types.result].map(data_type);
+        let compute = compute_type(types);
+        // The scalars must have the type of the sums.
+        let singles = [product.alpha as f32, product.beta as f32];
+        let doubles = [product.alpha, product.beta];
+        let scalars = if types.factors == DType::F64 {
+            doubles.each_ref().map(|scalar| std::ptr::from_ref(scalar).cast())
+        } else {
+            singles.each_ref().map(|scalar| std::ptr::from_ref(scalar).cast())
+        };
+        let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
+        let at = |place: DevicePlace| std::ptr::with_exposed_provenance_mut(place.address as usize);
+        let [first_at, second_at, result_at] = [b, a, c].map(at);
+        let [first_op, second_op] = [first, second].map(operation);
+        // SAFETY: the handle is alive, and the issuing thread has bound its context. Sizes were
+        // checked against the lengths of the places (`Gemm::product`). The scalars live until the
+        // call returns, which reads them.
+        let issued = unsafe {
+            if batch == 1 {
+                calls::cublasGemmEx(
+                    handle.raw,
+                    first_op,
+                    second_op,
+                    m,
+                    n,
+                    k,
+                    scalars[0],
+                    first_at,
+                    factor,
+                    first.leading,
+                    second_at,
+                    factor,
+                    second.leading,
+                    scalars[1],
+                    result_at,
+                    into,
+                    result.leading,
+                    compute,
+                    algorithm,
+                )
+            } else {
+                calls::cublasGemmStridedBatchedEx(
+                    handle.raw,
+                    first_op,
+                    second_op,
+                    m,
+                    n,
+                    k,
+                    scalars[0],
+                    first_at,
+                    factor,
+                    first.leading,
+                    first.stride,
+                    second_at,
+                    factor,
+                    second.leading,
+                    second.stride,
+                    scalars[1],
+                    result_at,
+                    into,
+                    result.leading,
+                    result.stride,
+                    batch,
+                    compute,
+                    algorithm,
+                )
+            }
+        };
+        check("multiplying matrices", issued)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let Ok(_visit) = self.context.visit() else { return };
+        // SAFETY: made in `Blas::new`, destroyed once. It waits for the device.
+        if let Err(error) = check("closing cuBLAS", unsafe { calls::cublasDestroy_v2(self.raw) }) {
+            tracing::debug!(%error, "closing cuBLAS");
+        }
+    }
+}
+
+impl Gpu {
+    /// Issues a matrix product to the device's compute stream, which the unused first argument must
+    /// be. `places` are the memory of the two factors and of the result. Creates the cuBLAS handle
+    /// first if no warm-up has done so.
+    ///
+    /// # Errors
+    ///
+    /// If cuBLAS is missing or fails.
+    pub fn gemm(
+        &self,
+        _: &RawStream,
+        pool: &Pool,
+        product: &Product,
+        places: [DevicePlace; 3],
+    ) -> Result<(), CudaError> {
+        if self.blas_if_ready().is_none() {
+            tracing::warn!(
+                "initialising cuBLAS during a call, because no kernel lists it as a source \
+                 (`cuda::CUBLAS`)"
+            );
+        }
+        self.blas(pool)?.product(product, places)
+    }
+}
+
+fn operation(operand: Operand) -> sys::cublasOperation_t {
+    if operand.transposed {
+        sys::cublasOperation_t::CUBLAS_OP_T
+    } else {
+        sys::cublasOperation_t::CUBLAS_OP_N
+    }
+}
+
+/// Returns cuBLAS's number for a dtype: that of f32 for all but f64, f16 and bf16. `Gemm::product`
+/// has already refused other dtypes.
+fn data_type(dtype: DType) -> sys::cudaDataType_t {
+    match dtype {
+        DType::F64 => sys::cudaDataType_t::CUDA_R_64F,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+fn compute_type(types: Types) -> sys::cublasComputeType_t {
+    match (types.factors, types.math) {
+        (DType::F64, _) => sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
+        (_, Math::F32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        (_, Math::Tf32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        (_, Math::F16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16F,
+        (_, Math::Bf16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF,
+    }
+}
+
+fn has(symbol: &str) -> bool {
+    // SAFETY: called once cuBLAS was found; its symbols are only looked for.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
+}
+
+fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
+    if answer.is_success() {
+        return Ok(());
+    }
+    // SAFETY: cuBLAS has static texts for each status, and for numbers that are none.
+    let (name, text) = unsafe {
+        (
+            static_text(calls::cublasGetStatusName(answer)),
+            static_text(calls::cublasGetStatusString(answer)),
+        )
+    };
+    let number = || format!("cuBLAS error {}", answer.0);
+    Err(CudaError::new(
+        doing,
+        name.unwrap_or_else(number),
+        format!("{}, {}", number(), text.unwrap_or_default()),
+    ))
+}

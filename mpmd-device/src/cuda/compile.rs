@@ -1,0 +1,350 @@
+//! Compilation of kernel sources with NVRTC. Each source is compiled once per architecture in a
+//! process; the disk cache keeps results between processes.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_char};
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use cudarc::nvrtc::sys;
+use mpmd_ids::block::{Mutex, now, since};
+
+use super::cache::{Cache, Key};
+use super::calls::{self, Answer, static_text};
+use super::error::CudaError;
+use crate::cuda::source::Kind;
+use crate::cuda::source::Source;
+
+/// A device's architecture: its compute capability as `major * 10 + minor`.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct Architecture(pub(super) u32);
+
+impl Architecture {
+    pub(super) fn new(major: u32, minor: u32) -> Self {
+        Self(major * 10 + minor)
+    }
+
+    pub(super) fn major(self) -> u32 {
+        self.0 / 10
+    }
+}
+
+/// A compiled kernel source that the driver can load.
+#[derive(Clone, Debug)]
+pub(super) struct Image {
+    /// Ends with a zero byte, which the driver requires for text.
+    bytes: Arc<[u8]>,
+    binary: bool,
+    /// True if read from the disk cache.
+    kept: bool,
+}
+
+impl Image {
+    fn new(mut bytes: Vec<u8>, binary: bool) -> Self {
+        if bytes.last() != Some(&0) {
+            bytes.push(0);
+        }
+        Self { bytes: bytes.into(), binary, kept: false }
+    }
+
+    /// Wraps PTX text.
+    pub(super) fn of_text(text: &str) -> Self {
+        Self::new(text.into(), false)
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Returns true if this is machine code for one architecture. Else it is PTX.
+    pub(super) fn is_binary(&self) -> bool {
+        self.binary
+    }
+
+    /// Returns true if the image comes from the disk cache. If the driver refuses such an image,
+    /// compile it again.
+    pub(super) fn is_kept(&self) -> bool {
+        self.kept
+    }
+}
+
+/// The form of compiled code.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+enum Form {
+    /// CUBIN: machine code for one architecture.
+    Binary,
+    /// PTX: for this architecture and later ones; the driver compiles it.
+    Assembly,
+}
+
+/// Returns the image of a source for an architecture. Compiles it, unless this process or the disk
+/// cache has it. Waits if another thread is compiling it.
+///
+/// # Errors
+///
+/// If NVRTC is missing, or the source does not compile: with NVRTC's log.
+pub(super) fn image(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
+    let nvrtc = nvrtc()?;
+    if nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture) {
+        return in_process(source, architecture, Form::Binary);
+    }
+    // The device is newer than NVRTC: the driver compiles PTX for the newest architecture that
+    // NVRTC knows.
+    assembly(source, architecture)
+}
+
+/// Returns the image of a source as PTX, which the driver compiles further. The PTX is for the
+/// newest architecture known to NVRTC that is not newer than `architecture`. Compiles the source,
+/// unless this process or the disk cache has that PTX.
+///
+/// # Errors
+///
+/// If NVRTC is missing, or the source does not compile.
+pub(super) fn assembly(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
+    let known =
+        nvrtc()?.architectures.iter().filter(|known| **known <= architecture).max().copied();
+    in_process(source, known.unwrap_or(architecture), Form::Assembly)
+}
+
+/// Images of this process, also those still being compiled. The key is (address of the source,
+/// architecture, form).
+type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
+
+fn in_process(
+    source: &'static Source,
+    architecture: Architecture,
+    form: Form,
+) -> Result<Image, CudaError> {
+    static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
+    let key = (std::ptr::from_ref(source).addr(), architecture, form);
+    let compiled = IMAGES.lock().get_or_insert_default().entry(key).or_default().clone();
+    compiled.get_or_init(|| from_disk_or_new(source, architecture, form, &Cache::of_user())).clone()
+}
+
+fn from_disk_or_new(
+    source: &Source,
+    architecture: Architecture,
+    form: Form,
+    cache: &Cache,
+) -> Result<Image, CudaError> {
+    let options = options(source, architecture, form);
+    let nvrtc = nvrtc()?;
+    let key = Key::new(source, &options, &nvrtc.version);
+    let binary = form == Form::Binary;
+    if let Some(bytes) = cache.read(&key) {
+        tracing::debug!(source = source.name(), "loaded from the cache");
+        return Ok(Image { kept: true, ..Image::new(bytes, binary) });
+    }
+    new(source, &options, form, &key, cache)
+}
+
+/// Compiles a source again, after the driver has refused its cached image. Replaces the image on
+/// disk, but not the one that this process keeps.
+pub(super) fn anew(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
+    let nvrtc = nvrtc()?;
+    let known = nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture);
+    let form = if known { Form::Binary } else { Form::Assembly };
+    let youngest =
+        nvrtc.architectures.iter().filter(|known| **known <= architecture).max().copied();
+    let architecture = if known { architecture } else { youngest.unwrap_or(architecture) };
+    let options = options(source, architecture, form);
+    new(source, &options, form, &Key::new(source, &options, &nvrtc.version), &Cache::of_user())
+}
+
+fn new(
+    source: &Source,
+    options: &[String],
+    form: Form,
+    key: &Key,
+    cache: &Cache,
+) -> Result<Image, CudaError> {
+    let begin = now();
+    let bytes = compile(source, options, form)?;
+    tracing::debug!(source = source.name(), took = ?since(begin), "compiled");
+    cache.write(key, &bytes);
+    Ok(Image::new(bytes, form == Form::Binary))
+}
+
+fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<String> {
+    let what = match form {
+        Form::Binary => "sm",
+        Form::Assembly => "compute",
+    };
+    let mut options = vec![
+        format!("--gpu-architecture={what}_{}", architecture.0),
+        "--std=c++17".to_owned(),
+        // Used by profilers and compute-sanitizer; free at run time.
+        "--generate-line-info".to_owned(),
+    ];
+    if source.kind == (Kind::Cuda { exact: true }) {
+        options.push("--fmad=false".to_owned());
+    }
+    options.extend(headers().map(|folder| format!("--include-path={}", folder.display())));
+    options
+}
+
+/// Returns the folder `include` of the CUDA toolkit that `CUDA_HOME` or `CUDA_PATH` names, if it
+/// exists. Sources may include `cuda_fp16.h` and the like from there.
+fn headers() -> Option<PathBuf> {
+    let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().find_map(std::env::var_os)?;
+    let folder = PathBuf::from(home).join("include");
+    folder.is_dir().then_some(folder)
+}
+
+/// NVRTC, the CUDA compiler, after a check that its library has the needed functions.
+struct Nvrtc {
+    version: String,
+    /// The supported architectures. Empty if NVRTC does not report them.
+    architectures: Vec<Architecture>,
+}
+
+fn nvrtc() -> Result<&'static Nvrtc, CudaError> {
+    static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
+    let found = NVRTC.get_or_init(|| {
+        const DOING: &str = "compiling for a CUDA device";
+        let version =
+            super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
+        let missing: Vec<&str> =
+            calls::NVRTC.iter().copied().filter(|symbol| !has(symbol)).collect();
+        if !missing.is_empty() {
+            let text = format!(
+                "no NVRTC found that can be used: the library here has no {}",
+                missing.join(", ")
+            );
+            return Err(CudaError::new(DOING, "", text));
+        }
+        Ok(Nvrtc { version, architectures: architectures() })
+    });
+    found.as_ref().map_err(CudaError::clone)
+}
+
+fn architectures() -> Vec<Architecture> {
+    if !["nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"].into_iter().all(has) {
+        return Vec::new();
+    }
+    let mut count = 0;
+    // SAFETY: NVRTC has both functions; there is room for the number, and for as many as it says.
+    let known = unsafe {
+        if !calls::nvrtcGetNumSupportedArchs(&raw mut count).is_success() {
+            return Vec::new();
+        }
+        let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
+        if !calls::nvrtcGetSupportedArchs(known.as_mut_ptr()).is_success() {
+            return Vec::new();
+        }
+        known
+    };
+    known.into_iter().filter_map(|number| u32::try_from(number).ok().map(Architecture)).collect()
+}
+
+fn has(symbol: &str) -> bool {
+    // SAFETY: called once NVRTC was found; its symbols are only looked for.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
+}
+
+/// An NVRTC program, destroyed when dropped.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created in `compile`, destroyed once.
+        let _ = unsafe { calls::nvrtcDestroyProgram(&raw mut self.0) };
+    }
+}
+
+fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, CudaError> {
+    let text = c_string(source, source.text())?;
+    let name = c_string(source, source.name())?;
+    let options =
+        options.iter().map(|option| c_string(source, option)).collect::<Result<Vec<_>, _>>()?;
+    let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+    let mut program = std::ptr::null_mut();
+    // SAFETY: text and name end with zeros, there are no headers, and there is room for the
+    // program.
+    let created = unsafe {
+        calls::nvrtcCreateProgram(
+            &raw mut program,
+            text.as_ptr(),
+            name.as_ptr(),
+            0,
+            std::ptr::null(),
+            std::ptr::null(),
+        )
+    };
+    check(source, created)?;
+    let program = Program(program);
+    // SAFETY: the program is alive. There are `options.len()` options, each of which ends with a
+    // zero.
+    let compiled =
+        unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
+    let mut size = 0;
+    // SAFETY: the program is alive and compiled; there is room for the number, and for as many
+    // bytes as it says.
+    unsafe {
+        match form {
+            Form::Binary => {
+                check(source, calls::nvrtcGetCUBINSize(program.0, &raw mut size))?;
+                let mut bytes = vec![0u8; size];
+                check(source, calls::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()))?;
+                Ok(bytes)
+            }
+            Form::Assembly => {
+                check(source, calls::nvrtcGetPTXSize(program.0, &raw mut size))?;
+                let mut bytes = vec![0u8; size];
+                check(source, calls::nvrtcGetPTX(program.0, bytes.as_mut_ptr().cast()))?;
+                Ok(bytes)
+            }
+        }
+    }
+}
+
+/// Returns NVRTC's log of a compilation, successful or not. Empty if NVRTC gives none.
+fn log(program: &Program) -> String {
+    let mut size = 0;
+    // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.
+    let bytes = unsafe {
+        if !calls::nvrtcGetProgramLogSize(program.0, &raw mut size).is_success() {
+            return String::new();
+        }
+        let mut bytes = vec![0u8; size];
+        if size == 0
+            || !calls::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()).is_success()
+        {
+            return String::new();
+        }
+        bytes
+    };
+    let said = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(said).trim_end().to_owned()
+}
+
+fn c_string(source: &Source, text: &str) -> Result<CString, CudaError> {
+    CString::new(text).map_err(|_| {
+        CudaError::new(
+            format!("compiling {}", source.name()),
+            "",
+            "the source, its name or an option contains a zero byte",
+        )
+    })
+}
+
+fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
+    if answer.is_success() {
+        return Ok(());
+    }
+    // SAFETY: NVRTC has a static text for each status, and one for numbers that are none.
+    let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
+    let (doing, number) =
+        (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
+    Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
+}

@@ -1,0 +1,347 @@
+//! [`Driver`]: the CUDA driver of this machine and its devices, or the reason why there is none.
+//!
+//! The libraries are loaded at their first use, so one executable runs with and without them.
+//! `cudarc` panics if a library or one of its functions is missing. [`found`] checks for both first
+//! and returns an error instead. So code that has a [`Driver`] may call all functions that `DRIVER`
+//! in `calls` lists.
+
+#[cfg(feature = "cuda")]
+mod ask;
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+/// The CUDA driver, as this process sees it. It does not change while the process runs.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct Driver {
+    /// The newest CUDA version that the driver supports.
+    pub version: Version,
+    /// The visible graphics processors, in the order of their ordinals; at least one. The variable
+    /// `CUDA_VISIBLE_DEVICES` hides some and numbers the others.
+    pub gpus: Vec<Gpu>,
+}
+
+/// A graphics processor.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct Gpu {
+    /// The driver's number of the device in this process.
+    pub ordinal: u32,
+    /// The product name.
+    pub name: String,
+    /// The identity of the device, the same in every process.
+    pub uuid: Uuid,
+    /// Total memory in bytes, used or not.
+    pub memory_bytes: u64,
+    /// The compute capability of the device, such as 9.0.
+    pub capability: Version,
+    /// Further properties of the device.
+    pub attributes: Attributes,
+}
+
+/// Properties of a graphics processor.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
+pub struct Attributes {
+    /// The number of streaming multiprocessors.
+    pub processors: u32,
+    /// The number of engines that copy while kernels run. With two, copies run in both directions
+    /// at once.
+    pub copy_engines: u32,
+    /// True if the host and all devices share one address range, so that an address identifies its
+    /// device.
+    pub unified_addressing: bool,
+    /// True if other processes can open the device's memory and events (CUDA IPC).
+    pub ipc: bool,
+    /// True if only one process may use the device, as set by `nvidia-smi -c EXCLUSIVE_PROCESS`.
+    pub exclusive: bool,
+    /// True if no process may use the device for computing.
+    pub prohibited: bool,
+    /// True if the device shares the host's memory. Such devices have no IPC of memory.
+    pub integrated: bool,
+    /// The most shared memory, in bytes, that a block can request (opt-in limit).
+    pub shared_memory_bytes: u32,
+}
+
+/// The identity of a graphics processor, the same in all processes.
+#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Uuid(pub [u8; 16]);
+
+/// A version of CUDA, of one of its libraries, or of an architecture.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Version {
+    /// The number before the point.
+    pub major: u32,
+    /// The number after the point.
+    pub minor: u32,
+}
+
+/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault, unless
+/// the program was built without the feature `cuda`.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NoCuda {
+    /// The program was built without the feature `cuda`.
+    #[error("no CUDA driver found: this program was built without the feature `cuda`")]
+    NotBuilt,
+    /// None of the library's file names can be loaded.
+    #[error(
+        "no {library} found: looked for {}; the loader looks in its own folders and in \
+         LD_LIBRARY_PATH, which is {}",
+        some_of(.looked_for),
+        .library_path.as_deref().unwrap_or("not set")
+    )]
+    NoLibrary {
+        /// The library's name in messages: `CUDA driver`, `NVRTC`.
+        library: &'static str,
+        /// All file names that were tried.
+        looked_for: Vec<String>,
+        /// The value of `LD_LIBRARY_PATH`, if set.
+        library_path: Option<String>,
+    },
+    /// The library lacks functions: it is incomplete or too old for this program.
+    #[error("no {library} found that can be used: the library here has no {}", .symbols.join(", "))]
+    NoSymbols {
+        /// The library's name in messages.
+        library: &'static str,
+        /// The missing functions.
+        symbols: Vec<String>,
+    },
+    /// A function of the library fails. This includes a kernel module that is missing or of another
+    /// version.
+    #[error("no {library} found that can be used: {call} fails with {name} ({text})")]
+    Refused {
+        /// The library's name in messages.
+        library: &'static str,
+        /// The function that was called.
+        call: &'static str,
+        /// The name of the error.
+        name: String,
+        /// The library's description of the error.
+        text: String,
+    },
+    /// The driver is older than [`OLDEST`].
+    #[error(
+        "no CUDA driver found that can be used: the one here is for CUDA {version}, this program \
+         needs {OLDEST}"
+    )]
+    TooOld {
+        /// The CUDA version that the driver supports.
+        version: Version,
+    },
+    /// The driver works but shows no graphics processor.
+    #[error(
+        "the CUDA driver shows no graphics processor; CUDA_VISIBLE_DEVICES is {}",
+        .visible.as_deref().unwrap_or("not set")
+    )]
+    NoGpu {
+        /// The value of `CUDA_VISIBLE_DEVICES`, if set.
+        visible: Option<String>,
+    },
+    /// The binding `cudarc` panicked while it looked for the library.
+    #[error("no {library} found that can be used: {why}")]
+    Broken {
+        /// The library's name in messages.
+        library: &'static str,
+        /// The panic message.
+        why: String,
+    },
+}
+
+impl NoCuda {
+    /// Returns true if the missing library is NCCL.
+    pub fn is_of_nccl(&self) -> bool {
+        match self {
+            Self::NoLibrary { library, .. }
+            | Self::NoSymbols { library, .. }
+            | Self::Refused { library, .. }
+            | Self::Broken { library, .. } => *library == NCCL,
+            _ => false,
+        }
+    }
+}
+
+/// NCCL's name in messages.
+const NCCL: &str = "NCCL";
+
+/// The oldest CUDA version that a driver must support.
+pub const OLDEST: Version = Version { major: 12, minor: 0 };
+
+/// Returns the CUDA driver. It is looked for once in a process: the first call starts the driver
+/// and may take seconds. Never panics.
+///
+/// # Errors
+///
+/// If there is no driver, it does not work, or it shows no graphics processor.
+pub fn found() -> Result<&'static Driver, NoCuda> {
+    #[cfg(feature = "cuda")]
+    return ask::driver();
+    #[cfg(not(feature = "cuda"))]
+    Err(NoCuda::NotBuilt)
+}
+
+/// Returns the version of NVRTC, the compiler of kernels, as text such as `12.8`. Loads the library
+/// if it is not loaded yet.
+///
+/// # Errors
+///
+/// If NVRTC cannot be loaded or does not work, or the program was built without the feature `cuda`.
+pub fn nvrtc() -> Result<String, NoCuda> {
+    #[cfg(feature = "cuda")]
+    return ask::nvrtc();
+    #[cfg(not(feature = "cuda"))]
+    Err(NoCuda::NotBuilt)
+}
+
+/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`. Loads
+/// the library if it is not loaded yet.
+///
+/// # Errors
+///
+/// If cuBLAS cannot be loaded or does not work, or the program was built without the feature
+/// `cuda`.
+pub fn cublas() -> Result<String, NoCuda> {
+    #[cfg(feature = "cuda")]
+    return ask::cublas();
+    #[cfg(not(feature = "cuda"))]
+    Err(NoCuda::NotBuilt)
+}
+
+/// Returns the version of NCCL, the library for collectives, as text such as `2.22.3`. Loads the
+/// library if it is not loaded yet.
+///
+/// # Errors
+///
+/// If NCCL cannot be loaded or does not work, or the program was built without the feature `cuda`.
+pub fn nccl() -> Result<String, NoCuda> {
+    #[cfg(feature = "cuda")]
+    return ask::nccl();
+    #[cfg(not(feature = "cuda"))]
+    Err(NoCuda::NotBuilt)
+}
+
+impl Version {
+    /// Converts CUDA's number for a version: 12080 is 12.8.
+    pub fn of_number(number: u32) -> Self {
+        Self { major: number / 1000, minor: number % 1000 / 10 }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Formats the identity as `nvidia-smi -L` does: `GPU-` and groups of hexadecimal digits.
+impl fmt::Display for Uuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GPU")?;
+        let mut bytes = self.0.iter();
+        for length in [4, 2, 2, 2, 6] {
+            f.write_str("-")?;
+            bytes.by_ref().take(length).try_for_each(|byte| write!(f, "{byte:02x}"))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Uuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Serialised as the text `major.minor`.
+impl Serialize for Version {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Serialised as text, as `nvidia-smi -L` writes it.
+impl Serialize for Uuid {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Lists up to four of the names that a Linux system is likely to have, and the number of others.
+fn some_of(names: &[String]) -> String {
+    const FEW: usize = 4;
+    // Names with a version number before `.so` do not exist on Linux.
+    let plain = |name: &&String| {
+        let stem = name.split_once(".so").map_or(name.as_str(), |(stem, _)| stem);
+        !stem.contains(|c: char| c.is_ascii_digit())
+    };
+    let shown: Vec<&str> = names.iter().filter(plain).take(FEW).map(String::as_str).collect();
+    match names.len() - shown.len() {
+        0 => shown.join(", "),
+        others => format!("{} and {others} other names", shown.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_and_uuids_are_written_as_cuda_does() {
+        assert_eq!(Version::of_number(12080).to_string(), "12.8");
+        assert_eq!(Version::of_number(13000).to_string(), "13.0");
+        assert!(Version::of_number(11080) < OLDEST && Version::of_number(12000) >= OLDEST);
+        let uuid =
+            Uuid([0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff]);
+        assert_eq!(uuid.to_string(), "GPU-12345678-9abc-def0-0102-0304050607ff");
+    }
+
+    #[test]
+    fn missing_library_error_lists_names_and_search_path() {
+        let names =
+            ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
+        let none = |library_path: Option<&str>| NoCuda::NoLibrary {
+            library: "CUDA driver",
+            looked_for: names.map(str::to_owned).to_vec(),
+            library_path: library_path.map(str::to_owned),
+        };
+        let said = none(None).to_string();
+        let expected = "no CUDA driver found: looked for libcuda.so, libcuda.so.12, libcuda.so.1 \
+            and 2 other names; \
+                        the loader looks in its own folders and in LD_LIBRARY_PATH, which is not \
+                        set";
+        assert_eq!(said, expected);
+        assert!(none(Some("/a:/b")).to_string().ends_with("which is /a:/b"));
+        assert_eq!(some_of(&["liba.so".to_owned()]), "liba.so");
+        let hidden = NoCuda::NoGpu { visible: Some("7".to_owned()) };
+        assert!(
+            hidden
+                .to_string()
+                .contains("driver shows no graphics processor; CUDA_VISIBLE_DEVICES is 7")
+        );
+    }
+
+    #[test]
+    fn found_is_repeatable_and_never_panics() {
+        assert_eq!(found(), found());
+        match found() {
+            Ok(driver) => {
+                assert!(driver.gpus.iter().enumerate().all(|(i, gpu)| gpu.ordinal as usize == i))
+            }
+            Err(error) => assert!(error.to_string().contains("CUDA driver"), "{error}"),
+        }
+        for library in [nvrtc(), cublas(), nccl()] {
+            assert!(
+                library.is_ok_and(|version| !version.is_empty())
+                    || nvrtc().is_err()
+                    || found().is_err()
+            );
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn without_the_feature_all_are_not_built() {
+        assert_eq!(found(), Err(NoCuda::NotBuilt));
+        assert_eq!([nvrtc(), cublas(), nccl()], [const { Err(NoCuda::NotBuilt) }; 3]);
+        assert!(NoCuda::NotBuilt.to_string().contains("built without the feature `cuda`"));
+    }
+}

@@ -1,0 +1,96 @@
+//! Errors of CUDA's libraries and devices.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// A failed call of a CUDA library, or failed work of a device. Clones share one error.
+///
+/// Work fails after it was issued: then `doing` names the operation that waited for it. After such
+/// a failure the device does nothing more in this process, and every later operation fails with the
+/// same message.
+#[derive(Clone, Eq, PartialEq)]
+pub struct CudaError(Arc<Inner>);
+
+#[derive(Eq, PartialEq)]
+struct Inner {
+    doing: String,
+    name: String,
+    text: String,
+    /// True if the work may still run: its end will never be known.
+    is_lost: bool,
+}
+
+impl CudaError {
+    /// Creates an error: while `doing`, a library returned the status `name` with the description
+    /// `text`.
+    pub fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
+        let is_lost = false;
+        Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
+    }
+
+    /// Returns the error with a library's log appended; unchanged if the log is empty.
+    #[cfg(feature = "cuda")]
+    pub(super) fn with_log(&self, log: &str) -> Self {
+        let Inner { doing, name, text, .. } = &*self.0;
+        let text =
+            if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
+        Self::new(doing.clone(), name.clone(), text)
+    }
+
+    /// Returns the error with the name of the enclosing operation in front of its own operation.
+    #[cfg(feature = "cuda")]
+    pub(super) fn in_the_course_of(&self, operation: String) -> Self {
+        let Inner { doing, name, text, .. } = &*self.0;
+        Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
+    }
+
+    /// Returns the error marked as lost: the work may still be running.
+    #[cfg(feature = "cuda")]
+    pub(super) fn lost(&self) -> Self {
+        let Inner { doing, name, text, .. } = &*self.0;
+        let (doing, name, text) = (doing.clone(), name.clone(), text.clone());
+        Self(Arc::new(Inner { doing, name, text, is_lost: true }))
+    }
+
+    /// Returns true if the failed work may still be running. Its memory must not be reused.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_lost(&self) -> bool {
+        self.0.is_lost
+    }
+
+    /// Returns true if the driver cannot load this form of module (machine code or PTX). Another
+    /// form may work.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_unknown_image(&self) -> bool {
+        let unknown = [
+            "CUDA_ERROR_NO_BINARY_FOR_GPU",
+            "CUDA_ERROR_INVALID_IMAGE",
+            "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        ];
+        unknown.contains(&self.name())
+    }
+
+    /// Returns the library's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`. Empty if the
+    /// error does not come from a library.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { doing, name, text, .. } = &*self.0;
+        if name.is_empty() {
+            return write!(f, "{doing}: {text}");
+        }
+        write!(f, "{doing}: {name} ({text})")
+    }
+}
+
+impl fmt::Debug for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaError({self})")
+    }
+}
+
+impl std::error::Error for CudaError {}

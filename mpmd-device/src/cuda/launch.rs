@@ -1,0 +1,194 @@
+//! The work that kernels issue to a device: launches, copies within its memory, fills, and copies
+//! from and to the host.
+//!
+//! All of it goes to a raw stream, the context of which is current on the calling thread. See
+//! [`Stream::submit`](super::Stream::submit).
+
+use std::ffi::c_void;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+use mpmd_transport::memory::DevicePlace;
+
+use super::asked::RawArg;
+use super::calls::{self, DriverError};
+use super::error::CudaError;
+use super::gpu::{Gpu, cuda};
+use super::stream::RawStream;
+use crate::cuda::{source::Source, work::Grid};
+
+/// The number of arguments up to which a launch needs no heap allocation.
+const FEW: usize = 16;
+
+impl Gpu {
+    /// Issues a launch of the named function to `stream` and does not wait for the device. Compiles
+    /// and loads the function's source first if that was not done before.
+    ///
+    /// # Errors
+    ///
+    /// If the source cannot be compiled or loaded, has no such function, or the driver refuses the
+    /// launch. Also if the number or sizes of the arguments differ from the function's parameters.
+    pub fn launch(
+        &self,
+        stream: &RawStream,
+        source: &'static Source,
+        function: &str,
+        grid: Grid,
+        args: &[RawArg],
+    ) -> Result<(), CudaError> {
+        self.modules().with_function(source, function, |found| {
+            found.check(source, function, args)?;
+            found
+                .allow_shared(grid.shared_bytes)
+                .map_err(|error| failed(source, function, error))?;
+            note_uses(stream, args);
+            let pointer = |arg: &RawArg| arg.bytes.as_ptr().cast::<c_void>().cast_mut();
+            let mut few = [std::ptr::null_mut(); FEW];
+            let mut many = Vec::new();
+            let pointers: &mut [*mut c_void] = if args.len() <= FEW {
+                few.iter_mut().zip(args).for_each(|(at, arg)| *at = pointer(arg));
+                &mut few
+            } else {
+                many.extend(args.iter().map(pointer));
+                &mut many
+            };
+            // SAFETY: function and stream are of the context that is bound, and alive as long as it
+            // is. The arguments are as many as the function's where the driver tells their number;
+            // each pointer is to the bytes of one, which the driver copies before it returns. The
+            // function's author answers for its accesses to memory.
+            unsafe {
+                let ((x, y, z), (threads_x, threads_y, threads_z)) = (grid.blocks, grid.threads);
+                calls::cuLaunchKernel(
+                    found.raw(),
+                    x,
+                    y,
+                    z,
+                    threads_x,
+                    threads_y,
+                    threads_z,
+                    grid.shared_bytes,
+                    stream.raw,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            }
+            .result()
+            .map_err(|error| failed(source, function, error))
+        })
+    }
+}
+
+impl RawStream {
+    /// Returns the stream as a `CUstream`, for other libraries.
+    pub fn handle(&self) -> *mut c_void {
+        self.raw.cast()
+    }
+
+    /// Issues work that fills `to` with copies of the first `width` bytes (1, 2 or 4) of `pattern`.
+    /// The address must be a multiple of `width`. Bytes after the last whole copy do not change.
+    ///
+    /// # Errors
+    ///
+    /// If the driver refuses.
+    pub fn fill(&self, to: DevicePlace, pattern: [u8; 4], width: usize) -> Result<(), CudaError> {
+        let [first, second, ..] = pattern;
+        let count = to.bytes / width;
+        if count == 0 {
+            return Ok(());
+        }
+        // SAFETY: the place is memory of the device's that this call may write; the stream is alive
+        // and its context bound.
+        let set = unsafe {
+            match width {
+                1 => calls::cuMemsetD8Async(to.address, first, count, self.raw),
+                2 => {
+                    let short = u16::from_ne_bytes([first, second]);
+                    calls::cuMemsetD16Async(to.address, short, count, self.raw)
+                }
+                _ => calls::cuMemsetD32Async(
+                    to.address,
+                    u32::from_ne_bytes(pattern),
+                    count,
+                    self.raw,
+                ),
+            }
+        };
+        set.result().map_err(|error| cuda("setting memory of a CUDA device", error))
+    }
+
+    /// Issues a copy of `to.bytes` bytes from `from` to `to`, both in the memory of the device.
+    ///
+    /// # Errors
+    ///
+    /// If the driver refuses.
+    pub fn copy(&self, from: DevicePlace, to: DevicePlace) -> Result<(), CudaError> {
+        debug_assert!(from.bytes >= to.bytes);
+        if to.bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both are memory of the device's that this call may read and write; the stream is
+        // alive and its context bound.
+        unsafe { calls::cuMemcpyDtoDAsync_v2(to.address, from.address, to.bytes, self.raw) }
+            .result()
+            .map_err(|error| cuda("copying in a CUDA device", error))
+    }
+
+    /// Issues a copy of `to.len()` bytes from the device to the host. The caller must keep `to`
+    /// alive, and not read it, until the work has ended.
+    ///
+    /// # Errors
+    ///
+    /// If the driver refuses.
+    pub fn download(&self, from: DevicePlace, to: &mut [u8]) -> Result<(), CudaError> {
+        debug_assert!(from.bytes >= to.len());
+        if to.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps `to` until the copy is over, and the place is memory of the
+        // device's that this call may read; the stream is alive and its context bound.
+        unsafe {
+            calls::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.address, to.len(), self.raw)
+        }
+        .result()
+        .map_err(|error| cuda("copying values from a CUDA device", error))
+    }
+
+    /// Issues a copy of `from` to the device address `to`, where there must be room. The caller
+    /// must keep `from` alive until the work has ended.
+    ///
+    /// # Errors
+    ///
+    /// If the driver refuses.
+    pub fn upload(&self, from: &[u8], to: u64) -> Result<(), CudaError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps `from` until the copy is over and owns the memory at `to`; the
+        // stream is alive and its context bound.
+        unsafe { calls::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.raw) }
+            .result()
+            .map_err(|error| cuda("copying values to a CUDA device", error))
+    }
+}
+
+fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
+    cuda(format!("launching {function} of {}", source.name()), error)
+}
+
+/// A function of the software driver for tests, which checks the order of work. It is told the
+/// memory that a launched function uses: (stream, address, bytes, 1 if written or else 0).
+type NoteUse = unsafe extern "C" fn(sys::CUstream, sys::CUdeviceptr, usize, i32);
+
+fn note_uses(stream: &RawStream, args: &[RawArg]) {
+    static NOTE_USE: OnceLock<Option<NoteUse>> = OnceLock::new();
+    let note = NOTE_USE.get_or_init(|| {
+        // SAFETY: there is a driver, as there is a `Gpu`. Only the software driver has a symbol of
+        // this name, and its type is the one above.
+        unsafe { sys::culib().get::<NoteUse>(b"softcuda_note_use").ok().map(|found| *found) }
+    });
+    let Some(note) = note else { return };
+    for (place, writes) in args.iter().filter_map(|arg| arg.uses) {
+        // SAFETY: it takes any numbers; the stream is alive.
+        unsafe { note(stream.raw, place.address, place.bytes, i32::from(writes)) }
+    }
+}

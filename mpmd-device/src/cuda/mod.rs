@@ -1,0 +1,168 @@
+//! The CUDA back end: devices that are graphics processors.
+//!
+//! With the feature `cuda`, the back end calls CUDA through `cudarc`, which loads CUDA's libraries
+//! at their first use. Such a program also runs on a machine without CUDA, unless it asks for a
+//! CUDA device. Without the feature, this module exports the same names and a `Gpu` that cannot be
+//! constructed.
+//!
+//! A `Gpu` has three streams (`Stream`): one for kernels and one for each direction of copies. Any
+//! thread may issue work to a stream. Issuing does not wait for the device; the work runs later, in
+//! order. When work uses memory that another stream uses, the device orders it after that use
+//! ([`Fences`](mpmd_transport::memory::Fences)). No host thread waits for this.
+//!
+//! Each stream has a waiter thread, which waits for the ends of issued work and calls the
+//! completion callbacks. Only one other thread ever waits for device work: a device's own thread,
+//! in a kernel with collectives (`StreamTurn::wait`).
+//!
+//! # Streams, fences, issued buffers
+//!
+//! A device does its work later, in its own order. Three things carry this:
+//!
+//! - *Streams* (`stream.rs`): a CUDA stream and its waiter thread. Work is issued behind given
+//!   fences and behind all earlier work of the stream; the issuer gets a new fence. The waiter
+//!   thread sleeps until the event behind the work has come, and reports the result.
+//! - *Fences* (`mpmd-transport/src/memory/fence.rs`): memory carries the last issued work that uses
+//!   it. New work runs behind these fences, on the device. Dropped memory returns to its pool when
+//!   its fences are over, without blocking. A new owner of memory that is still read writes behind
+//!   the readers. Memory that only the host uses has no fences.
+//! - *Issued buffers* (`exec/async_buffer/`): a shard's buffer is there as soon as the work that
+//!   fills it was issued. Issuers of device work take it then. All others (CPU kernels, transports,
+//!   readers) see it end when the work has ended. So the program's thread issues a whole step
+//!   without waiting, and an error of the device becomes the failure of the operation that caused
+//!   it.
+//!
+//! Blocks come from pools like the host's, carved from segments that `cuMemAlloc` gave
+//! (`memory.rs`, `mpmd-transport/src/memory/device.rs`): the same order of reservations, limits and
+//! counters. There is no memory from CUDA's stream-ordered allocator, since other processes cannot
+//! open it, and no default stream. Segments of host memory are pinned as they are mapped
+//! (`Arena::on_map`), so copies from a pool's memory need no staging. Other host memory goes in
+//! chunks through pinned staging (`exec/chunks.rs`).
+//!
+//! # The path of a call and of a move
+//!
+//! In `mpmd-core`, `api/jit/on_cuda.rs` takes the inputs as they are issued and runs the kernel, which launches and
+//! multiplies through `Context::cuda` (`kernel/cuda/`). Sources are prepared when the kernel is
+//! bound to its mesh (`api/jit/warm.rs`, `warm.rs`). Copies by region are in `copy.rs`, the
+//! assembly of shards in `exec/assembly/device.rs`. A piece for a process that does not take device
+//! memory is copied to pinned memory as a whole and sent from there. `exec/reach.rs` alone decides
+//! how two processes exchange device memory.
+//!
+//! # Failures
+//!
+//! A dead process may leave other processes' devices waiting for its event. Work that still waits
+//! two seconds later is given up together with its device (`orphan.rs`). Its memory is never used
+//! again. With `CudaCollectives::Nccl` an error after the first NCCL call fails the whole job
+//! (`Runtime::fail_job`), because the other devices wait for this one and cannot learn of it. A job
+//! that fails or loses a process gives up all communicators.
+
+#[cfg(not(feature = "cuda"))]
+mod absent;
+mod asked;
+#[cfg(feature = "cuda")]
+mod blas;
+#[cfg(feature = "cuda")]
+mod cache;
+#[cfg(feature = "cuda")]
+mod calls;
+#[cfg(feature = "cuda")]
+mod clock;
+#[cfg(feature = "cuda")]
+mod compile;
+#[cfg(feature = "cuda")]
+mod copy;
+pub mod driver;
+mod error;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod ipc;
+pub mod kernels;
+#[cfg(feature = "cuda")]
+mod launch;
+#[cfg(feature = "cuda")]
+mod memory;
+#[cfg(feature = "cuda")]
+mod module;
+#[cfg(feature = "cuda")]
+mod nccl;
+#[cfg(feature = "cuda")]
+mod orphan;
+#[cfg(feature = "cuda")]
+pub mod plain;
+#[cfg(feature = "cuda")]
+mod stream;
+#[cfg(feature = "cuda")]
+mod stream_turn;
+#[cfg(feature = "cuda")]
+mod warm;
+
+pub mod source;
+pub mod spare;
+pub mod work;
+
+use mpmd_layout::region::Region;
+
+#[cfg(not(feature = "cuda"))]
+pub use absent::{
+    Communicator, Communicators, Ending, Gpu, RawStream, StreamTurn, WarmUp, new_id,
+    reach_each_other, sharing,
+};
+pub use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
+pub use driver::{
+    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
+};
+pub use error::CudaError;
+#[cfg(feature = "cuda")]
+pub use gpu::{Gpu, reach_each_other};
+#[cfg(feature = "cuda")]
+pub use ipc::sharing;
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::library::{
+    NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library,
+    version as nccl_version_of,
+};
+#[cfg(feature = "cuda")]
+pub use nccl::{Communicator, Communicators, new_id};
+#[cfg(feature = "cuda")]
+pub use stream::RawStream;
+#[cfg(feature = "cuda")]
+pub use stream_turn::{Ending, StreamTurn};
+#[cfg(feature = "cuda")]
+pub use warm::WarmUp;
+
+/// The elements that a copy moves, and the regions of the source and target buffers. See
+/// [`copy_region`](crate::copy::copy_region).
+#[derive(Clone, Copy)]
+pub struct Part<'a> {
+    /// The region that the source buffer holds.
+    pub from: &'a Region,
+    /// The region that the target buffer holds.
+    pub to: &'a Region,
+    /// The elements to copy: a region within both.
+    pub piece: &'a Region,
+    /// Bytes of an element.
+    pub item_bytes: usize,
+}
+
+/// A callback that receives the result of work on a stream. It runs on the stream's waiter thread
+/// and must be short.
+pub type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
+
+/// The result and the times of work on a stream.
+pub struct Ended {
+    /// The first error from issuing the work or from running it.
+    pub result: Result<(), CudaError>,
+    /// The times of the work, if [`Gpu::keep_time`] was called and the work succeeded.
+    pub times: Option<Times>,
+}
+
+/// The times of work on a stream, in nanoseconds of the clock given to [`Gpu::keep_time`].
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// The time at which the preceding work on the stream ended.
+    pub before: u64,
+    /// The time at which the work began.
+    pub begin: u64,
+    /// The time at which the work ended.
+    pub end: u64,
+}

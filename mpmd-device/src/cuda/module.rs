@@ -1,0 +1,356 @@
+//! Loads compiled sources as CUDA modules and finds their functions.
+//!
+//! Modules stay loaded as long as the device's context exists, so that nothing has to track when
+//! the last of their functions has run.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys;
+use mpmd_ids::block::RwLock;
+
+use super::asked::RawArg;
+use super::calls::{self, DriverError};
+use super::compile::{self, Architecture};
+use super::error::CudaError;
+use super::gpu::{Context, cuda};
+use crate::cuda::source::Kind;
+use crate::cuda::source::Source;
+
+/// Dynamic shared memory in bytes that a block can have without a request to the driver.
+const SHARED_BYTES: u32 = 48 << 10;
+/// Room in bytes for the driver's log when it refuses a module.
+const LOG_BYTES: usize = 8 << 10;
+
+/// The modules loaded on one device.
+pub(super) struct Modules {
+    context: Arc<Context>,
+    architecture: Architecture,
+    /// Keyed by the address of the source.
+    slots: RwLock<HashMap<usize, Arc<AsyncBuffer>>>,
+}
+
+/// A source that was announced or launched, and its module.
+struct AsyncBuffer {
+    source: &'static Source,
+    /// The loaded module, or the error. Created by the first thread that needs it; other threads
+    /// wait.
+    module: OnceLock<Result<Module, CudaError>>,
+}
+
+struct Module {
+    raw: sys::CUmodule,
+    functions: RwLock<Vec<Function>>,
+}
+
+// SAFETY: modules and functions may be used by any thread that has bound their context; CUDA's
+// calls are thread-safe.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+/// A function that can be launched.
+pub(super) struct Function {
+    name: Box<str>,
+    raw: sys::CUfunction,
+    /// Sizes of the parameters in bytes, if the driver reports them.
+    parameters: Option<Vec<usize>>,
+    /// The dynamic shared memory in bytes that a launch can have without another request.
+    shared_bytes: AtomicU32,
+}
+
+impl Modules {
+    pub(super) fn new(context: Arc<Context>, architecture: Architecture) -> Self {
+        Self { context, architecture, slots: RwLock::default() }
+    }
+
+    /// Registers a source that will be used, so that its first launch logs no warning.
+    pub(super) fn announce(&self, source: &'static Source) {
+        if self.slots.read().contains_key(&key(source)) {
+            return;
+        }
+        self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(AsyncBuffer::new(source)));
+    }
+
+    /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
+    /// so.
+    ///
+    /// # Errors
+    ///
+    /// If it does not compile, NVRTC is missing, or the driver refuses the module. The same error
+    /// is returned at every call.
+    pub(super) fn make_ready(&self, source: &'static Source) -> Result<(), CudaError> {
+        self.announce(source);
+        let slot = self.slots.read().get(&key(source)).cloned();
+        slot.map_or(Ok(()), |slot| self.module(&slot).map(|_| ()))
+    }
+
+    /// Calls `then` with the function of this name, after compiling and loading its source if that
+    /// was not done before. Returns the result of `then`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Modules::make_ready`] and of `then`, or if there is no such function.
+    pub(super) fn with_function<T>(
+        &self,
+        source: &'static Source,
+        function: &str,
+        then: impl FnOnce(&Function) -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        let slots = self.slots.read();
+        if let Some(slot) = slots.get(&key(source))
+            && let Some(Ok(module)) = slot.module.get()
+            && let functions = module.functions.read()
+            && let Some(found) = functions.iter().find(|known| &*known.name == function)
+        {
+            return then(found);
+        }
+        let announced = slots.contains_key(&key(source));
+        drop(slots);
+        self.find(source, function, announced)
+            .map_err(|error| error.in_the_course_of(format!("launching {function}")))?;
+        let slots = self.slots.read();
+        let module = slots.get(&key(source)).and_then(|slot| slot.module.get()?.as_ref().ok());
+        let functions = module.map(|module| module.functions.read());
+        let found =
+            functions.as_ref().and_then(|all| all.iter().find(|known| &*known.name == function));
+        // The function was just added, and none is ever removed.
+        found.map_or_else(|| Err(no_function(source, function)), then)
+    }
+
+    /// Loads the source and adds the function to its module's list.
+    fn find(
+        &self,
+        source: &'static Source,
+        function: &str,
+        announced: bool,
+    ) -> Result<(), CudaError> {
+        if !announced {
+            tracing::warn!(
+                source = source.name(),
+                function,
+                "compiling a source during a launch, because no kernel lists it (Kernel::cuda)"
+            );
+        }
+        self.make_ready(source)?;
+        let slot = self.slots.read().get(&key(source)).cloned();
+        let Some(slot) = slot else { return Err(no_function(source, function)) };
+        let module = self.module(&slot)?;
+        let found = Function::find(module, source, function)?;
+        let mut functions = module.functions.write();
+        if functions.iter().all(|known| *known.name != *function) {
+            functions.push(found);
+        }
+        Ok(())
+    }
+
+    fn module<'s>(&self, slot: &'s AsyncBuffer) -> Result<&'s Module, CudaError> {
+        let made =
+            slot.module.get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
+        made.as_ref().map_err(CudaError::clone)
+    }
+
+    fn load(&self, source: &'static Source) -> Result<Module, CudaError> {
+        match source.kind {
+            Kind::Cuda { .. } => {
+                let image = compile::image(source, self.architecture)?;
+                match Module::load(source, &image) {
+                    Err(error) if image.is_kept() => {
+                        tracing::debug!(
+                            source = source.name(), %error,
+                            "the driver refuses a cached kernel; compiling it again"
+                        );
+                        Module::load(source, &compile::anew(source, self.architecture)?)
+                    }
+                    // A driver older than NVRTC cannot load NVRTC's machine code, but may compile
+                    // its PTX.
+                    Err(error) if image.is_binary() && error.is_unknown_image() => {
+                        tracing::debug!(
+                            source = source.name(), %error,
+                            "the driver refuses NVRTC's machine code; it compiles PTX instead"
+                        );
+                        Module::load(source, &compile::assembly(source, self.architecture)?)
+                    }
+                    loaded => loaded,
+                }
+            }
+            Kind::Ptx => Module::load(source, &compile::Image::of_text(source.text())),
+            Kind::Cublas => Err(CudaError::new(
+                "loading cuBLAS",
+                "",
+                "it is called by `Cuda::gemm`, and has no functions to launch",
+            )),
+        }
+    }
+}
+
+impl AsyncBuffer {
+    fn new(source: &'static Source) -> Self {
+        Self { source, module: OnceLock::new() }
+    }
+}
+
+impl Module {
+    /// Loads a module and all its functions, so that no function is loaded at its first launch.
+    /// Drivers before 12.4 load only the module. The context must be current.
+    fn load(source: &Source, image: &compile::Image) -> Result<Self, CudaError> {
+        let mut log = vec![0u8; LOG_BYTES];
+        let mut options = [
+            sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER,
+            sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
+        ];
+        // The driver expects the second value as a number in place of a pointer.
+        let mut values =
+            [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(log.len())];
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must;
+        // there are as many options as values, and the log is as long as is said. There is room for
+        // the module.
+        let loaded = unsafe {
+            calls::cuModuleLoadDataEx(
+                &raw mut raw,
+                image.bytes().as_ptr().cast(),
+                options.len() as u32,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        };
+        if let Err(error) = loaded.result() {
+            let error = cuda(format!("loading {}", source.name()), error);
+            let said = log
+                .split(|byte| *byte == 0)
+                .next()
+                .map(String::from_utf8_lossy)
+                .unwrap_or_default();
+            return Err(error.with_log(said.trim()));
+        }
+        let module = Self { raw, functions: RwLock::default() };
+        module.load_functions();
+        Ok(module)
+    }
+
+    /// Loads all functions now, which drivers since 12.4 support. Older ones load each function at
+    /// its first launch. Failures are only logged.
+    fn load_functions(&self) {
+        if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
+            .into_iter()
+            .all(has)
+        {
+            return;
+        }
+        let mut count = 0;
+        // SAFETY: the module is alive, and the driver has these functions. There is room for the
+        // number, and for as many functions as it says.
+        let loaded = unsafe {
+            calls::cuModuleGetFunctionCount(&raw mut count, self.raw).result().and_then(|()| {
+                let mut functions = vec![std::ptr::null_mut(); count as usize];
+                calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw)
+                    .result()?;
+                functions.into_iter().try_for_each(|function| calls::cuFuncLoad(function).result())
+            })
+        };
+        if let Err(error) = loaded {
+            tracing::debug!(%error, "functions will be loaded at their first launch");
+        }
+    }
+}
+
+impl Function {
+    fn find(module: &Module, source: &Source, function: &str) -> Result<Self, CudaError> {
+        let name = CString::new(function).map_err(|_| no_function(source, function))?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the module is alive and the name ends with a zero; there is room for the
+        // function.
+        unsafe { calls::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) }
+            .result()
+            .map_err(|error| {
+                cuda(format!("looking for function {function} in {}", source.name()), error)
+            })?;
+        let (mut own, which) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
+        // SAFETY: the function is alive, and there is room for the number.
+        let told = unsafe { calls::cuFuncGetAttribute(&raw mut own, which, raw) }.is_success();
+        let own = if told { u32::try_from(own).unwrap_or(0) } else { 0 };
+        let shared_bytes = SHARED_BYTES.saturating_sub(own);
+        Ok(Self {
+            name: function.into(),
+            raw,
+            parameters: parameters(raw),
+            shared_bytes: AtomicU32::new(shared_bytes),
+        })
+    }
+
+    pub(super) fn raw(&self) -> sys::CUfunction {
+        self.raw
+    }
+
+    /// Returns an error if the number of arguments, or their sizes in bytes, differ from the
+    /// function's parameters. Checks nothing if the driver does not report these.
+    pub(super) fn check(
+        &self,
+        source: &Source,
+        function: &str,
+        args: &[RawArg],
+    ) -> Result<(), CudaError> {
+        let Some(parameters) = &self.parameters else { return Ok(()) };
+        let fit = parameters.len() == args.len()
+            && parameters.iter().zip(args).all(|(parameter, arg)| *parameter == arg.size);
+        if fit {
+            return Ok(());
+        }
+        let given: Vec<usize> = args.iter().map(|arg| arg.size).collect();
+        let text = format!("it takes parameters of {parameters:?} bytes, and is given {given:?}");
+        Err(CudaError::new(format!("launching {function} of {}", source.name()), "", text))
+    }
+
+    /// Allows launches with this many bytes of dynamic shared memory. Asks the driver only if it is
+    /// more than before.
+    pub(super) fn allow_shared(&self, bytes: u32) -> Result<(), DriverError> {
+        if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let asked = i32::try_from(bytes).unwrap_or(i32::MAX);
+        // SAFETY: the function is alive.
+        unsafe { calls::cuFuncSetAttribute(self.raw, dynamic, asked) }.result()?;
+        self.shared_bytes.fetch_max(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Returns the source's address, which identifies it: sources are static.
+fn key(source: &'static Source) -> usize {
+    std::ptr::from_ref(source).addr()
+}
+
+fn no_function(source: &Source, function: &str) -> CudaError {
+    CudaError::new(
+        format!("looking for function {function}"),
+        "",
+        format!("{} has none of this name", source.name()),
+    )
+}
+
+/// Returns the size in bytes of each parameter. `None` with drivers before 12.4.
+fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
+    if !has("cuFuncGetParamInfo") {
+        return None;
+    }
+    let size = |index| {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is alive, the driver has this call, and there is room for both
+        // numbers.
+        let told =
+            unsafe { calls::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
+        // An error means that there are no more parameters.
+        told.result().ok().map(|()| size)
+    };
+    Some((0..).map_while(size).collect())
+}
+
+/// Returns true if the driver has this function. Use it for functions that older drivers lack.
+fn has(symbol: &str) -> bool {
+    // SAFETY: there is a driver, as there is a module; its symbols are only looked for.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
+}

@@ -1,0 +1,570 @@
+//! NCCL communicators for groups of devices.
+//!
+//! A communicator is created when a group of devices first works together, and kept until the
+//! runtime ends. All are *non-blocking*: no NCCL call waits for other ranks. The caller polls,
+//! sleeping in between, until the call has finished in the background, or can no longer finish.
+//!
+//! On the device, work of a communicator waits for the other ranks. NCCL does not report that a
+//! rank has died. When this process learns of it, it [gives up](Communicators::give_up) all
+//! communicators: they are aborted, and the streams skip the unfinished work. So at the end of a
+//! call, its issuer asks each communicator if it [was given up](Communicator::given_up).
+//!
+//! Each abort has its own thread, because it may wait for the device behind another communicator's
+//! work.
+
+pub(super) mod library;
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use cudarc::nccl::sys;
+use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
+use mpmd_proto::Failure;
+use mpmd_transport::memory::DevicePlace;
+
+use library::{Functions, IN_PROGRESS, SUCCESS, data_type, functions, operation};
+
+use super::error::CudaError;
+use super::gpu::{Context, Gpu};
+use super::stream::RawStream;
+use super::{CommunicatorId, Joint, NotJoined};
+use crate::collective::CollectiveKind;
+use mpmd_layout::topology::DeviceId;
+
+/// The first and the longest pause between two polls.
+const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
+/// The time to wait for an abort to finish after a communicator was given up. Until then NCCL may
+/// still add work to the stream.
+const UNTIL_GONE: Duration = Duration::from_secs(2);
+
+/// All NCCL communicators of this process, open or being ended.
+#[derive(Default)]
+pub struct Communicators {
+    state: Mutex<State>,
+    is_watched: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    /// Keyed by the group's devices, in order, and the rank. Several ranks may be in this process.
+    open: HashMap<(Vec<DeviceId>, usize), Arc<Communicator>>,
+    given_up: Option<Arc<Failure>>,
+    /// Communicators that are being aborted or were aborted.
+    leaving: Vec<Arc<Communicator>>,
+}
+
+/// One rank of an NCCL communicator.
+pub struct Communicator {
+    functions: &'static Functions,
+    context: Arc<Context>,
+    rank: usize,
+    /// The NCCL handle. `None` before it is created and after it was ended.
+    raw: Mutex<Option<Raw>>,
+    given_up: OnceLock<Arc<Failure>>,
+    is_gone: Mutex<bool>,
+    gone: Condvar,
+}
+
+#[derive(Clone, Copy)]
+struct Raw(sys::ncclComm_t);
+
+// SAFETY: a communicator may be used by any thread, but by one at a time, which the lock around it
+// ensures.
+unsafe impl Send for Raw {}
+
+/// Returns a new id, by which a group of devices creates its communicators.
+///
+/// # Errors
+///
+/// If NCCL is missing or finds no network.
+pub fn new_id() -> Result<CommunicatorId, CudaError> {
+    let functions = functions()?;
+    let mut id = sys::ncclUniqueId { internal: [0; 128] };
+    // SAFETY: there is room for the id.
+    unsafe {
+        functions.check(
+            "creating an NCCL group id",
+            (functions.ncclGetUniqueId)(&raw mut id),
+            NONE,
+        )?
+    };
+    Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
+}
+
+const NONE: sys::ncclComm_t = std::ptr::null_mut();
+
+impl Communicators {
+    /// Returns the communicator of a rank of these devices. `None` if it was not created yet.
+    ///
+    /// # Errors
+    ///
+    /// If all communicators were given up.
+    pub fn find(
+        &self,
+        devices: &[DeviceId],
+        rank: usize,
+    ) -> Result<Option<Arc<Communicator>>, NotJoined> {
+        let state = self.state.lock();
+        match &state.given_up {
+            Some(failure) => Err(NotJoined::GivenUp(failure.clone())),
+            None => Ok(state.open.get(&(devices.to_vec(), rank)).cloned()),
+        }
+    }
+
+    /// Creates the communicator of a rank of these devices. Blocks until every rank of the group
+    /// has done so, or until `deadline`. The device's context must be current.
+    ///
+    /// # Errors
+    ///
+    /// If NCCL fails, the other ranks do not come until the deadline, or all communicators are
+    /// given up meanwhile.
+    pub fn open(
+        &self,
+        gpu: &Gpu,
+        (devices, rank): (&[DeviceId], usize),
+        id: &CommunicatorId,
+        deadline: Instant,
+    ) -> Result<Arc<Communicator>, NotJoined> {
+        let made = Arc::new(Communicator {
+            functions: functions()?,
+            context: gpu.context().clone(),
+            rank,
+            raw: Mutex::default(),
+            given_up: OnceLock::new(),
+            is_gone: Mutex::default(),
+            gone: Condvar::new(),
+        });
+        {
+            let mut state = self.state.lock();
+            if let Some(failure) = &state.given_up {
+                return Err(NotJoined::GivenUp(failure.clone()));
+            }
+            // Registered before the wait, so that `give_up` reaches it.
+            state.open.insert((devices.to_vec(), rank), made.clone());
+        }
+        made.begin(devices.len(), id)?;
+        made.until_done("creating an NCCL communicator", deadline)?;
+        Ok(made)
+    }
+
+    /// Aborts all open communicators, each on a thread of its own, and refuses new ones with `why`.
+    /// Called when a rank has died, because work that waits for it would never end. Never blocks.
+    pub fn give_up(&self, why: &Arc<Failure>) {
+        let open = {
+            let mut state = self.state.lock();
+            state.given_up.get_or_insert_with(|| why.clone());
+            let open: Vec<_> = std::mem::take(&mut state.open).into_values().collect();
+            state.leaving.extend(open.iter().cloned());
+            open
+        };
+        for communicator in open {
+            // Set only once: open communicators were not given up before.
+            let _ = communicator.given_up.set(why.clone());
+            in_a_thread("nccl-abort", move || communicator.end(|raw| communicator.abort(raw)));
+        }
+    }
+
+    /// Returns an error that NCCL reports for an open communicator, or `None`. Skips communicators
+    /// that another thread is using.
+    pub fn look(&self) -> Option<CudaError> {
+        let open: Vec<_> = self.state.lock().open.values().cloned().collect();
+        // A locked communicator is skipped: the thread that holds it gets the error.
+        let states = open.iter().filter_map(|communicator| {
+            let raw = communicator.raw.try_lock()?;
+            communicator.state("working by NCCL", (*raw)?).err()
+        });
+        states.into_iter().next()
+    }
+
+    /// Returns true at the first call. Then the caller must start to watch the communicators.
+    pub fn are_to_be_watched(&self) -> bool {
+        !self.is_watched.swap(true, Ordering::Relaxed)
+    }
+
+    /// Ends all communicators that were not given up. Their work must be over on all ranks. Blocks
+    /// for at most `within`; communicators still open then are left to their threads.
+    pub fn close(&self, within: Duration) {
+        let (open, mut closing) = {
+            let mut state = self.state.lock();
+            (std::mem::take(&mut state.open), std::mem::take(&mut state.leaving))
+        };
+        let deadline = now() + within;
+        for communicator in open.into_values() {
+            closing.push(communicator.clone());
+            // In parallel: NCCL may make the ranks of one host wait for each other.
+            in_a_thread("nccl-close", move || {
+                communicator.end(|raw| communicator.close(raw, deadline))
+            });
+        }
+        for communicator in closing {
+            if !communicator.wait_until_gone(deadline) {
+                tracing::debug!("an NCCL communicator did not end in time");
+            }
+        }
+    }
+}
+
+impl Communicator {
+    /// Returns the failure because of which this communicator was given up, or `None` if it was
+    /// not. Once given up, its work may be undone although the device has passed it.
+    pub fn given_up(&self) -> Option<&Arc<Failure>> {
+        self.given_up.get()
+    }
+
+    /// Starts to create the communicator of `ranks` ranks, without waiting for the other ranks.
+    fn begin(&self, ranks: usize, id: &CommunicatorId) -> Result<(), NotJoined> {
+        const DOING: &str = "creating an NCCL communicator";
+        let mut held = self.raw.lock();
+        self.still_joined()?;
+        let number = |number: usize| {
+            c_int::try_from(number)
+                .map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
+        };
+        let (ranks, rank) = (number(ranks)?, number(self.rank)?);
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
+        let (mut raw, mut config) = (NONE, config());
+        // SAFETY: there is room for the communicator, and the configuration says how much of it is
+        // filled. The context of the device is current, as the caller has seen to.
+        let begun = unsafe {
+            let answer = (self.functions.ncclCommInitRankConfig)(
+                &raw mut raw,
+                ranks,
+                id,
+                rank,
+                &raw mut config,
+            );
+            self.functions.check(DOING, answer, raw)
+        };
+        // A failed call may still have created one.
+        *held = (raw != NONE).then_some(Raw(raw));
+        Ok(begun?)
+    }
+
+    /// Issues a collective to a stream of the device with the current context. NCCL may still be
+    /// issuing in the background until [`until_done`](Self::until_done) returns.
+    ///
+    /// # Errors
+    ///
+    /// If NCCL fails or the communicator was given up.
+    pub fn issue(&self, stream: &RawStream, joint: &Joint<'_>) -> Result<(), NotJoined> {
+        let held = self.held()?;
+        let Some(Raw(raw)) = *held else { return Err(self.is_over()) };
+        let Joint { kind, dtype, elements, ranks, from, to } = *joint;
+        let doing = || format!("{} by NCCL", kind.verb());
+        let Some(dtype_number) = data_type(dtype) else {
+            return Err(CudaError::new(doing(), "", format!("NCCL has no dtype {dtype}")).into());
+        };
+        let functions = self.functions;
+        let stream = stream.handle().cast();
+        let (source, target) = (at(from, 0), at(to, 0));
+        // Sizes were checked where the collective was called: both places have the number of
+        // elements that it needs. SAFETY: the communicator is alive and held by this thread, the
+        // stream of its device and alive. The places are memory of the device, as long as NCCL
+        // makes of the number of elements, and stay until the stream is past this.
+        let answer = unsafe {
+            match kind {
+                CollectiveKind::AllReduce(reduce) => {
+                    let reduce = operation(*reduce);
+                    (functions.ncclAllReduce)(
+                        source,
+                        target,
+                        elements,
+                        dtype_number,
+                        reduce,
+                        raw,
+                        stream,
+                    )
+                }
+                CollectiveKind::ReduceScatter(reduce) => {
+                    let (reduce, share) = (operation(*reduce), elements / ranks);
+                    (functions.ncclReduceScatter)(
+                        source,
+                        target,
+                        share,
+                        dtype_number,
+                        reduce,
+                        raw,
+                        stream,
+                    )
+                }
+                CollectiveKind::AllGather => {
+                    (functions.ncclAllGather)(source, target, elements, dtype_number, raw, stream)
+                }
+                CollectiveKind::Broadcast(root) => {
+                    // NCCL counts ranks as `c_int`, so it fits.
+                    let root = *root as c_int;
+                    (functions.ncclBroadcast)(
+                        source,
+                        target,
+                        elements,
+                        dtype_number,
+                        root,
+                        raw,
+                        stream,
+                    )
+                }
+                CollectiveKind::AllToAll => {
+                    let (share, bytes) = (elements / ranks, elements / ranks * dtype.size());
+                    self.together((0..ranks).filter(|other| *other != self.rank).map(|other| {
+                        let (from, to) = (at(from, other * bytes), at(to, other * bytes));
+                        let peer = other as c_int;
+                        move || {
+                            let sent =
+                                (functions.ncclSend)(from, share, dtype_number, peer, raw, stream);
+                            worse(
+                                sent,
+                                (functions.ncclRecv)(to, share, dtype_number, peer, raw, stream),
+                            )
+                        }
+                    }))
+                }
+                CollectiveKind::Permute(pairs) => {
+                    let mine = pairs.iter().filter(|(from, to)| from != to);
+                    self.together(
+                        mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank).map(
+                            |pair| {
+                                move || match *pair {
+                                    (from, to) if from == self.rank => (functions.ncclSend)(
+                                        source,
+                                        elements,
+                                        dtype_number,
+                                        to as c_int,
+                                        raw,
+                                        stream,
+                                    ),
+                                    (from, _) => {
+                                        let peer = from as c_int;
+                                        (functions.ncclRecv)(
+                                            target,
+                                            elements,
+                                            dtype_number,
+                                            peer,
+                                            raw,
+                                            stream,
+                                        )
+                                    }
+                                }
+                            },
+                        ),
+                    )
+                }
+            }
+        };
+        // SAFETY: it is alive.
+        unsafe { functions.check(&doing(), answer, raw) }.map_err(NotJoined::from)
+    }
+
+    /// Makes several NCCL calls as one group, which NCCL issues together. Returns their worst
+    /// status; without calls, `SUCCESS`.
+    ///
+    /// # Safety
+    ///
+    /// As each of the calls.
+    unsafe fn together(&self, calls: impl Iterator<Item = impl FnOnce() -> u32>) -> u32 {
+        let mut calls = calls.peekable();
+        if calls.peek().is_none() {
+            return SUCCESS;
+        }
+        // SAFETY: it takes nothing, and ends below on the same thread.
+        let begun = unsafe { (self.functions.ncclGroupStart)() };
+        if !matches!(begun, SUCCESS | IN_PROGRESS) {
+            return begun;
+        }
+        let called = calls.fold(SUCCESS, |answer, call| worse(answer, call()));
+        // SAFETY: begun above.
+        worse(called, unsafe { (self.functions.ncclGroupEnd)() })
+    }
+
+    /// Waits until the background work of the last NCCL call is done, sleeping between polls.
+    /// Errors name the operation `doing`.
+    ///
+    /// # Errors
+    ///
+    /// If it failed, did not end before the deadline, or the communicator was given up meanwhile.
+    pub fn until_done(&self, doing: &str, deadline: Instant) -> Result<(), NotJoined> {
+        let [mut pause, longest] = PAUSES;
+        loop {
+            {
+                let held = self.held()?;
+                let Some(raw) = *held else { return Err(self.is_over()) };
+                if self.state(doing, raw)? == SUCCESS {
+                    return Ok(());
+                }
+            }
+            if now() >= deadline {
+                let text = "the other devices of the group did not come in time";
+                return Err(CudaError::new(doing, "", text).into());
+            }
+            thread::sleep(pause);
+            pause = (2 * pause).min(longest);
+        }
+    }
+
+    /// Returns the status of the background work: `SUCCESS` or `IN_PROGRESS`.
+    fn state(&self, doing: &str, Raw(raw): Raw) -> Result<u32, CudaError> {
+        let mut state = SUCCESS;
+        // SAFETY: it is alive, as its lock is held, and there is room for the number.
+        unsafe {
+            let answer = (self.functions.ncclCommGetAsyncError)(raw, &raw mut state);
+            self.functions.check(doing, answer, raw)?;
+            self.functions.check(doing, state, raw)?;
+        }
+        Ok(state)
+    }
+
+    fn still_joined(&self) -> Result<(), NotJoined> {
+        match self.given_up.get() {
+            Some(failure) => Err(NotJoined::GivenUp(failure.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Locks the communicator. If it was given up, waits up to [`UNTIL_GONE`] for its abort and
+    /// fails.
+    fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
+        if let Err(error) = self.still_joined() {
+            // Until it is gone, NCCL may add work to the stream behind the caller's next work.
+            self.wait_until_gone(now() + UNTIL_GONE);
+            return Err(error);
+        }
+        Ok(self.raw.lock())
+    }
+
+    /// Returns the reason why the communicator no longer exists.
+    fn is_over(&self) -> NotJoined {
+        match self.still_joined() {
+            Err(given_up) => given_up,
+            Ok(()) => CudaError::new("working by NCCL", "", "the communicator was closed").into(),
+        }
+    }
+
+    /// Takes the communicator away from all users, calls `end` with it, and wakes the threads that
+    /// wait for its end.
+    fn end(&self, end: impl FnOnce(Raw)) {
+        let raw = self.raw.lock().take();
+        if let Some(raw) = raw {
+            // If the device has failed, NCCL reports the error itself.
+            let _ = self.context.bind();
+            end(raw);
+        }
+        *self.is_gone.lock() = true;
+        self.gone.notify_all();
+    }
+
+    fn wait_until_gone(&self, deadline: Instant) -> bool {
+        let mut is_gone = self.is_gone.lock();
+        while !*is_gone && !self.gone.wait_until(&mut is_gone, deadline).timed_out() {}
+        *is_gone
+    }
+
+    fn abort(&self, Raw(raw): Raw) {
+        // SAFETY: it is alive, and no other thread can reach it any more.
+        let aborted = unsafe {
+            self.functions.check("leaving NCCL", (self.functions.ncclCommAbort)(raw), NONE)
+        };
+        if let Err(error) = aborted {
+            tracing::debug!(%error, "aborting an NCCL communicator");
+        }
+    }
+
+    /// Finalises and destroys the communicator. Aborts it if it does not finish until the deadline.
+    fn close(&self, held: Raw, deadline: Instant) {
+        const DOING: &str = "leaving NCCL";
+        let Raw(raw) = held;
+        // SAFETY: it is alive, and no other thread can reach it any more.
+        let mut is_over =
+            unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
+                .and_then(|()| self.state(DOING, held));
+        while matches!(is_over, Ok(IN_PROGRESS)) && now() < deadline {
+            thread::sleep(PAUSES[1]);
+            is_over = self.state(DOING, held);
+        }
+        if !matches!(is_over, Ok(SUCCESS)) {
+            return self.abort(held);
+        }
+        // SAFETY: as above; it was finalised.
+        let closed =
+            unsafe { self.functions.check(DOING, (self.functions.ncclCommDestroy)(raw), NONE) };
+        if let Err(error) = closed {
+            tracing::debug!(%error, "closing an NCCL communicator");
+        }
+    }
+}
+
+/// Returns the more severe of two NCCL statuses: an error, else `IN_PROGRESS`, else `SUCCESS`.
+fn worse(one: u32, other: u32) -> u32 {
+    match (one, other) {
+        (SUCCESS, other) => other,
+        (IN_PROGRESS, SUCCESS) => IN_PROGRESS,
+        (IN_PROGRESS, other) => other,
+        (one, _) => one,
+    }
+}
+
+/// Returns a device address, `skip` bytes on, as a pointer.
+fn at(place: DevicePlace, skip: usize) -> *mut std::ffi::c_void {
+    std::ptr::with_exposed_provenance_mut(place.address as usize + skip)
+}
+
+/// Returns a non-blocking configuration, otherwise with NCCL's defaults. It has only the fields of
+/// NCCL 2.14 and says so; newer libraries use defaults for the rest.
+fn config() -> sys::ncclConfig_t {
+    /// The C size of the structure in that version: rounded up to the alignment of the first field.
+    const BYTES: usize = (std::mem::offset_of!(sys::ncclConfig_t, blocking) + size_of::<c_int>())
+        .next_multiple_of(size_of::<usize>());
+    // SAFETY: all fields are numbers and pointers, for which zeros are valid.
+    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
+    config.size = BYTES;
+    config.magic = 0xcafe_beef;
+    config.version = 21_400;
+    config.blocking = 0;
+    // Within that size as padding, but not a field of that version. Marked as undefined.
+    config.cgaClusterSize = c_int::MIN;
+    config
+}
+
+fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = thread::Builder::new().name(name.to_owned()).spawn(work) {
+        tracing::warn!(%error, "cannot start the thread that ends an NCCL communicator");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_ids::ProcessId;
+    use mpmd_proto::FailureKind;
+
+    use super::*;
+
+    #[test]
+    fn errors_are_worse_than_work_in_progress() {
+        assert_eq!(
+            [worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)],
+            [7, 7, 5, 3, 0]
+        );
+    }
+
+    #[test]
+    fn configuration_is_non_blocking_in_the_2_14_layout() {
+        let config = config();
+        assert_eq!(
+            (config.size, config.magic, config.version, config.blocking),
+            (24, 0xcafe_beef, 21_400, 0)
+        );
+    }
+
+    #[test]
+    fn no_communicator_is_found_after_give_up() {
+        let all = Communicators::default();
+        assert!(all.find(&[DeviceId(0), DeviceId(1)], 0).is_ok_and(|found| found.is_none()));
+        let why = Arc::new(Failure::new(FailureKind::PeerLost, ProcessId(1), 3, "it is gone"));
+        all.give_up(&why);
+        let found = all.find(&[DeviceId(0), DeviceId(1)], 0).err().map(|error| error.to_string());
+        assert_eq!(found.as_deref(), Some("it was given up: it is gone"));
+        assert!(all.are_to_be_watched() && !all.are_to_be_watched() && all.look().is_none());
+        all.close(Duration::from_secs(1));
+    }
+}

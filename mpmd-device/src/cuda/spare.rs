@@ -1,0 +1,76 @@
+//! Scratch memory of calls that were issued, kept for calls to come.
+
+use std::sync::Arc;
+
+use mpmd_ids::block::Mutex;
+use mpmd_transport::OwnedBuffer;
+use mpmd_transport::memory::{DevicePlace, Fence};
+
+/// Returns the device memory of a buffer: its device, address and bytes. For a host buffer, a place
+/// of 0 bytes.
+pub fn place(buffer: &OwnedBuffer) -> DevicePlace {
+    // A pool of a CUDA device returns memory of that device.
+    buffer.device().unwrap_or(DevicePlace { device: 0, address: 0, bytes: 0 })
+}
+
+/// Removes and returns the last block of exactly this many bytes from a list. `None` if it has
+/// none.
+pub fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
+    let index = blocks.iter().rposition(|block| place(block).bytes == bytes)?;
+    Some(blocks.remove(index))
+}
+
+/// Scratch blocks of earlier calls, kept for later ones. Because one stream runs its work in order,
+/// a later call need not wait for the earlier one to end. The blocks count as used device memory.
+#[derive(Debug, Default)]
+pub struct Spare(Mutex<Kept>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// In the order of their last use.
+    blocks: Vec<OwnedBuffer>,
+    bytes: usize,
+    /// The most scratch bytes that one call has used so far.
+    most: usize,
+}
+
+impl Spare {
+    /// Keeps blocks that a call has used, for later calls. The call used `used` bytes in all, and
+    /// its work ends with `fence`. Drops old blocks beyond twice the use of the largest call.
+    pub fn keep(&self, blocks: Vec<OwnedBuffer>, used: usize, fence: &Arc<dyn Fence>) {
+        let mut kept = self.0.lock();
+        kept.most = kept.most.max(used);
+        for mut block in blocks {
+            // The newest fence of the stream is behind all earlier ones.
+            block.clear_fences();
+            block.add_fence(fence.clone());
+            kept.bytes += place(&block).bytes;
+            kept.blocks.push(block);
+        }
+        // Drops the least recently used blocks, so that at most twice the largest call's memory is
+        // kept.
+        let most = kept.most.saturating_mul(2);
+        let mut drop_first = 0;
+        while kept.bytes > most && drop_first < kept.blocks.len() {
+            kept.bytes -= place(&kept.blocks[drop_first]).bytes;
+            drop_first += 1;
+        }
+        kept.blocks.drain(..drop_first);
+    }
+
+    /// Takes a kept block with room for `bytes`, if there is one.
+    pub fn take(&self, bytes: usize) -> Option<OwnedBuffer> {
+        let mut kept = self.0.lock();
+        let block = take(&mut kept.blocks, bytes)?;
+        kept.bytes -= place(&block).bytes;
+        Some(block)
+    }
+
+    /// Returns all blocks to their pool, which can reuse them once the work that uses them has
+    /// ended.
+    pub fn clear(&self) {
+        let mut kept = self.0.lock();
+        kept.bytes = 0;
+        kept.blocks.clear();
+    }
+}

@@ -1,0 +1,522 @@
+//! A CUDA stream of a device, and the waiter thread that reports the ends of its work.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use cudarc::driver::sys;
+use mpmd_ids::block::{Condvar, Mutex, thread};
+use mpmd_transport::memory::{Fence, Fences, Latch};
+
+use super::calls;
+use super::clock::Clock;
+use super::error::CudaError;
+use super::gpu::{Context, cuda};
+use super::ipc::{Landing, Words, sharable};
+use super::stream_turn::StreamTurn;
+use super::{Ended, Then};
+
+/// The number of unused events from which a stream keeps no more for reuse. A stream needs about
+/// one for each piece of work in flight. Events known to other processes are always kept.
+const MOST_SPARE: usize = 1024;
+
+/// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
+pub struct Stream {
+    pub(super) stream: Arc<RawStream>,
+    /// The number of pieces of work issued so far. Locked while work is issued, so that one piece
+    /// stays together and ends are reported in order.
+    pub(super) issuing: Mutex<u64>,
+    pub(super) ends: Arc<Ends>,
+}
+
+/// The raw CUDA stream of a [`Stream`], with its context.
+pub struct RawStream {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: sys::CUstream,
+}
+
+// SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+/// The work of a stream that was issued and has not ended, in order.
+#[derive(Default)]
+pub(super) struct Ends {
+    state: Mutex<State>,
+    changed: Condvar,
+    spare: Mutex<Vec<RawEvent>>,
+    /// Set if begin and end times are recorded.
+    pub(super) clock: OnceLock<Clock>,
+}
+
+#[derive(Default)]
+struct State {
+    entries: VecDeque<Entry>,
+    /// The entry that the waiter thread waits for.
+    waited: Option<Entry>,
+    /// True once the device is known to hang. Then another thread reports the ends.
+    is_given_up: bool,
+    closed: bool,
+}
+
+#[derive(Clone)]
+struct Entry {
+    event: Arc<Event>,
+    /// The error from issuing the work, if any.
+    issued: Result<(), CudaError>,
+}
+
+/// A point in a stream: the end of one piece of work. Also the fence for the memory that the work
+/// uses.
+pub(super) struct Event {
+    /// `None` if nothing was issued, or if the event could not be created or recorded. In the
+    /// second case the device counts as failed and the work as lost.
+    raw: Option<RawEvent>,
+    /// The event recorded before the work, if times are recorded.
+    begin: Option<RawEvent>,
+    /// The host's time in nanoseconds when the work was issued; 0 if times are not recorded.
+    pub(super) issued_at: u64,
+    /// The number of the work in its stream, counted from 1.
+    number: u64,
+    stream: Arc<RawStream>,
+    over: Latch,
+    /// True if the event counts as passed although the work may still be running.
+    lost: AtomicBool,
+    /// The work's error message, if it failed.
+    failure: OnceLock<String>,
+    told: Mutex<Told>,
+    ends: Weak<Ends>,
+}
+
+/// The completion callback of a piece of work. It runs after all fence callbacks.
+#[derive(Default)]
+struct Told {
+    then: Option<Box<dyn FnOnce(Ended) + Send>>,
+    /// The result, if it came before the callback was set. Set only after all fence callbacks have
+    /// run.
+    ended: Option<Ended>,
+}
+
+/// A CUDA event, and its IPC description once another process has asked for it.
+pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
+
+// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+/// The flag of a normal wait for an event.
+pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
+
+impl Stream {
+    /// Creates the CUDA stream and starts its waiter thread.
+    pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
+        context.bind()?;
+        // The stream does not synchronise with the default stream, which is not used here.
+        let (mut raw, flags) = (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
+        // SAFETY: the context is bound, and there is room for the stream.
+        unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
+            .result()
+            .map_err(|error| cuda("making a stream", error))?;
+        let stream = Arc::new(RawStream { context: context.clone(), raw });
+        let ends = Arc::<Ends>::default();
+        context.note_line(&ends);
+        let (theirs, of) = (ends.clone(), stream.clone());
+        thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(|error| {
+            CudaError::new("starting the thread of a stream", "", error.to_string())
+        })?;
+        Ok(Self { stream, issuing: Mutex::new(0), ends })
+    }
+
+    /// Issues work that runs after `after` and after everything issued here before. Does not wait
+    /// for the device.
+    ///
+    /// Returns a fence at the end of the work, for the memory that the work uses. Once the device
+    /// has passed it, calls `then` with the first error from issuing or running the work: on the
+    /// waiter thread, or on this thread before this returns, if the work has already ended. If only
+    /// part of the work could be issued, the fence is behind that part.
+    pub fn submit(
+        &self,
+        after: &[&Fences],
+        work: impl FnOnce(&RawStream) -> Result<(), CudaError>,
+        then: Then,
+    ) -> Arc<dyn Fence> {
+        // This thread may be in the middle of issuing work to another device.
+        let _visit = self.stream.context.visit();
+        let mut turn = self.turn();
+        let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
+        let issued = issued.and_then(|()| turn.begin()).and_then(work);
+        let ending = turn.end(issued);
+        let fence = ending.fence();
+        ending.then(Box::new(move |ended: Ended| then(ended.result)));
+        fence
+    }
+
+    /// Returns the raw stream, for other libraries. Work is issued to it through [`Stream::submit`]
+    /// or [`Stream::turn`].
+    pub(super) fn stream(&self) -> &RawStream {
+        &self.stream
+    }
+
+    /// Locks the stream for issuing work. Blocks while another thread holds it.
+    pub fn turn(&self) -> StreamTurn<'_> {
+        StreamTurn::new(self, self.issuing.lock())
+    }
+
+    /// Returns true if all `fences` belong to this stream. Then their callbacks run before those of
+    /// later work on it. False if `fences` is empty.
+    pub fn has_issued_all(&self, fences: &Fences) -> bool {
+        let mine = |fence: &Arc<dyn Fence>| {
+            let event = (&**fence as &dyn Any).downcast_ref::<Event>();
+            event.is_some_and(|event| event.stream.raw == self.stream.raw)
+        };
+        fences.iter().next().is_some() && fences.iter().all(mine)
+    }
+
+    /// Records begin and end times of work on this stream from now on. `now` returns nanoseconds
+    /// since an arbitrary origin. Must be called before any work is issued. Waits for the device. A
+    /// second call has no effect.
+    pub(super) fn keep_time(
+        &self,
+        now: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Result<(), CudaError> {
+        let clock = Clock::new(self, now)?;
+        // A second call keeps the first clock.
+        let _ = self.ends.clock.set(clock);
+        Ok(())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.ends.state.lock().closed = true;
+        self.ends.changed.notify_one();
+    }
+}
+
+impl RawStream {
+    /// Makes later work on this stream wait, on the device, for the work before `fence`. Fails if
+    /// the fence is not a CUDA device's.
+    pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
+        if fence.is_over() {
+            return Ok(());
+        }
+        if let Some(landing) = (fence as &dyn Any).downcast_ref::<Landing>() {
+            return landing.before(self);
+        }
+        let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
+            return Err(CudaError::new(
+                "waiting for other work",
+                "",
+                "it is no work of a CUDA device's",
+            ));
+        };
+        let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else {
+            return Ok(());
+        };
+        // SAFETY: the event is alive, as `event` holds it, and was recorded when it was made.
+        unsafe { calls::cuStreamWaitEvent(self.raw, raw.0, WAIT_DEFAULT) }
+            .result()
+            .map_err(|error| cuda("waiting for other work on a device", error))
+    }
+}
+
+impl Drop for RawStream {
+    fn drop(&mut self) {
+        let Ok(_visit) = self.context.visit() else { return };
+        // SAFETY: made in `Stream::start`, destroyed once; CUDA lets what is in it come to its end.
+        if let Err(error) = unsafe { calls::cuStreamDestroy_v2(self.raw) }.result() {
+            tracing::debug!(%error, "destroying a stream");
+        }
+    }
+}
+
+impl Ends {
+    /// Appends the end of a piece of work and wakes the waiter thread. The caller holds the issue
+    /// lock.
+    pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
+        self.state.lock().entries.push_back(Entry { event, issued });
+        self.changed.notify_one();
+    }
+
+    /// Records an event in the stream, behind everything issued so far.
+    pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, CudaError> {
+        let spare = self.spare.lock().pop();
+        let event = match spare {
+            Some(event) => event,
+            None => {
+                // The waiter thread sleeps while it waits for the event.
+                let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
+                if self.clock.get().is_none() {
+                    flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+                    if stream.context.shares_events() {
+                        flags |= sharable();
+                    }
+                }
+                create_event(flags)?
+            }
+        };
+        match event.record(stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                event.destroy();
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps an unused event for reuse and returns `None`. Returns the event if [`MOST_SPARE`] are
+    /// kept and no other process knows it.
+    pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
+        let mut spare = self.spare.lock();
+        let is_known = event.1.get().is_some_and(Option::is_some);
+        // Events known to other processes are never destroyed. There are only as many as were in
+        // use at the same time.
+        if spare.len() >= MOST_SPARE && !is_known {
+            return Some(event);
+        }
+        spare.push(event);
+        None
+    }
+
+    /// Runs the waiter thread: waits for each end in order and calls its callbacks. Returns when
+    /// the stream was dropped and all work has ended, or when the stream was given up.
+    fn tell_all(&self, stream: &RawStream) {
+        // A failure shows up when events are waited for.
+        let _ = stream.context.bind();
+        while let Some(Entry { event, issued }) = self.next() {
+            // If no event was recorded, `issued` has the error.
+            let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
+            if self.is_given_up() {
+                return;
+            }
+            let ran = ran.map_err(|error| stream.context.fails(error));
+            let times = match (self.clock.get(), &ran) {
+                (Some(clock), Ok(())) => clock.times(&event),
+                _ => None,
+            };
+            event.pass(Ended { result: issued.and(ran), times });
+        }
+    }
+
+    fn next(&self) -> Option<Entry> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(entry) = state.entries.pop_front() {
+                state.waited = Some(entry.clone());
+                return Some(entry);
+            }
+            if state.closed {
+                return None;
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Returns true if another thread reports the ends from now on. Else clears the waited entry.
+    fn is_given_up(&self) -> bool {
+        let mut state = self.state.lock();
+        if !state.is_given_up {
+            state.waited = None;
+        }
+        state.is_given_up
+    }
+
+    /// Returns true if the stream was dropped and all its work has ended.
+    pub(super) fn is_closed(&self) -> bool {
+        let state = self.state.lock();
+        state.closed && state.entries.is_empty() && state.waited.is_none()
+    }
+
+    /// Returns the number of the work that the waiter thread waits for. `None` if it waits for
+    /// none, or if the device has finished that work. The context must be current.
+    pub(super) fn stands_at(&self) -> Option<u64> {
+        let Entry { event, .. } = self.state.lock().waited.clone()?;
+        let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
+        is_ahead.then_some(event.number)
+    }
+
+    /// Ends all issued work with `error`, because the device will never finish it. This thread
+    /// takes over from the waiter thread until the stream is dropped.
+    pub(super) fn give_up(&self, error: &CudaError) {
+        let mut next = {
+            let mut state = self.state.lock();
+            if std::mem::replace(&mut state.is_given_up, true) {
+                return;
+            }
+            state.waited.take()
+        };
+        while let Some(Entry { event, issued }) = next.take().or_else(|| self.next()) {
+            event.pass(Ended { result: issued.and(Err(error.clone())), times: None });
+        }
+    }
+}
+
+impl Event {
+    pub(super) fn new(
+        line: &Stream,
+        raw: Option<RawEvent>,
+        (begin, issued_at): (Option<RawEvent>, u64),
+        number: u64,
+    ) -> Self {
+        let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
+        let (over, lost, failure, told) = Default::default();
+        Self { raw, begin, issued_at, number, stream, over, lost, failure, told, ends }
+    }
+
+    /// Returns the device times in nanoseconds from this event to the begin and to the end of the
+    /// work that ends at `other`. `None` if one of them is not known.
+    pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
+        let from = self.raw.as_ref()?;
+        let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
+        Some([from.until(begin).ok()?, from.until(end).ok()?])
+    }
+
+    /// Returns the event's IPC description for other processes. `None` if it cannot be shared.
+    pub(super) fn words(&self) -> Option<Words> {
+        self.raw.as_ref()?.words(&self.stream.context)
+    }
+
+    fn pass(&self, ended: Ended) {
+        if let Err(error) = &ended.result {
+            self.lost.store(error.is_lost(), Ordering::Relaxed);
+            // Set only here.
+            let _ = self.failure.set(error.to_string());
+        }
+        // Memory returns to its pool before the callback runs: waiters for memory check the pool
+        // then.
+        self.over.pass().into_iter().for_each(guarded);
+        let mut told = self.told.lock();
+        let Some(then) = told.then.take() else {
+            told.ended = Some(ended);
+            return;
+        };
+        drop(told);
+        guarded(|| then(ended));
+    }
+
+    /// Sets the callback that receives the result of the work. It runs on the waiter thread, or
+    /// immediately on this thread if the work has ended.
+    pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
+        let mut told = self.told.lock();
+        let Some(ended) = told.ended.take() else {
+            told.then = Some(then);
+            return;
+        };
+        drop(told);
+        then(ended);
+    }
+}
+
+/// Calls a completion callback. A panic is logged and does not keep the other callbacks from
+/// running.
+fn guarded(then: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(then)).is_err() {
+        tracing::error!("a callback for the end of CUDA device work panicked");
+    }
+}
+
+impl Fence for Event {
+    fn is_over(&self) -> bool {
+        self.over.is_passed()
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.over.on_pass(then);
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.failure.get().cloned()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    fn covers(&self, earlier: &dyn Fence) -> bool {
+        let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
+        earlier.is_some_and(|earlier| {
+            earlier.stream.raw == self.stream.raw && earlier.number < self.number
+        })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let is_over = self.over.is_passed();
+        for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
+            let left = match self.ends.upgrade().filter(|_| is_over) {
+                Some(ends) => ends.spare(raw),
+                // Other processes may still wait for it: the context frees it.
+                None if raw.1.get().is_some_and(Option::is_some) => None,
+                None => Some(raw),
+            };
+            if let Some(raw) = left
+                && let Ok(_visit) = self.stream.context.visit()
+            {
+                raw.destroy();
+            }
+        }
+    }
+}
+
+impl RawEvent {
+    /// Records the event behind everything issued to the stream.
+    pub(super) fn record(&self, stream: &RawStream) -> Result<(), CudaError> {
+        // SAFETY: event and stream are of the context that is bound, and alive.
+        unsafe { calls::cuEventRecord(self.0, stream.raw) }
+            .result()
+            .map_err(|error| cuda("recording an event", error))
+    }
+
+    /// Blocks the thread, asleep, until the device has reached the event. Fails if the device has.
+    pub(super) fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: the event is alive and its context bound by this thread.
+        unsafe { calls::cuEventSynchronize(self.0) }
+            .result()
+            .map_err(|error| cuda("work of a CUDA device", error))
+    }
+
+    /// Returns true if the device has reached the event or failed. The context must be current.
+    pub(super) fn is_passed(&self) -> bool {
+        is_passed(self.0)
+    }
+
+    /// Returns the device time in nanoseconds from this event to `other`.
+    fn until(&self, other: &Self) -> Result<f64, CudaError> {
+        let mut millis = 0f32;
+        // SAFETY: both are alive, of the context that is bound, and were made with their times;
+        // there is room for the number.
+        let told = unsafe { calls::cuEventElapsedTime(&raw mut millis, self.0, other.0) }.result();
+        told.map(|()| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
+    }
+
+    pub(super) fn destroy(self) {
+        // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their
+        // end.
+        if let Err(error) = unsafe { calls::cuEventDestroy_v2(self.0) }.result() {
+            tracing::debug!(%error, "destroying an event");
+        }
+    }
+}
+
+/// Returns true if the device has reached the event or failed. The event's context must be current.
+pub(super) fn is_passed(event: sys::CUevent) -> bool {
+    // SAFETY: the event is alive, as the caller holds it, and of the context that is bound.
+    let state = unsafe { calls::cuEventQuery(event) };
+    !state.is(sys::CUresult::CUDA_ERROR_NOT_READY)
+}
+
+pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
+    let mut event = std::ptr::null_mut();
+    // SAFETY: `event` is a place for the result.
+    unsafe { calls::cuEventCreate(&raw mut event, flags) }
+        .result()
+        .map_err(|error| cuda("making an event", error))?;
+    Ok(RawEvent(event, OnceLock::new()))
+}

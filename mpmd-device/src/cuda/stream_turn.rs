@@ -1,0 +1,139 @@
+//! Exclusive access to a stream for issuing work.
+
+use std::sync::Arc;
+
+use mpmd_ids::block::{MutexGuard, mpsc};
+use mpmd_transport::memory::{Fence, Fences};
+
+use super::Ended;
+use super::error::CudaError;
+use super::stream::{Event, RawEvent, RawStream, Stream};
+
+/// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in
+/// between.
+///
+/// First name the fences that the work runs [after](StreamTurn::come_after), then
+/// [begin](StreamTurn::begin), then issue, and finally [end](StreamTurn::end), even after an error.
+/// Only `end` creates the fence behind the issued work.
+pub struct StreamTurn<'a> {
+    line: &'a Stream,
+    issuing: MutexGuard<'a, u64>,
+    /// The event before the work and its host time in nanoseconds, if times are recorded.
+    begin: (Option<RawEvent>, u64),
+    /// True if something may have been issued.
+    has_begun: bool,
+}
+
+/// A handle to the end of issued work, for its fence and its completion callback.
+#[must_use = "errors of the issued work are reported only through `then`"]
+pub struct Ending(Arc<Event>);
+
+impl<'a> StreamTurn<'a> {
+    pub(super) fn new(line: &'a Stream, issuing: MutexGuard<'a, u64>) -> Self {
+        Self { line, issuing, begin: (None, 0), has_begun: false }
+    }
+
+    /// Makes the work wait, on the device, for all of `fences`.
+    ///
+    /// # Errors
+    ///
+    /// If work before a fence has failed, the device has failed, or a fence is not a CUDA device's.
+    pub fn come_after(&self, fences: &Fences) -> Result<(), CudaError> {
+        if let Some(why) = fences.failure() {
+            return Err(CudaError::new("using a result of earlier work", "", why));
+        }
+        if fences.are_over() {
+            return Ok(());
+        }
+        self.line.stream.context.bind()?;
+        fences.iter().try_for_each(|fence| self.line.stream.come_after(&**fence))
+    }
+
+    /// Makes the device's context current on this thread and returns the raw stream to issue work
+    /// to. If times are recorded, the first call records the begin of the work.
+    ///
+    /// # Errors
+    ///
+    /// If the device has failed.
+    pub fn begin(&mut self) -> Result<&'a RawStream, CudaError> {
+        let Stream { stream, ends, .. } = self.line;
+        stream.context.bind()?;
+        self.has_begun = true;
+        if let Some(clock) = ends.clock.get()
+            && self.begin.0.is_none()
+        {
+            self.begin = (Some(ends.record(stream)?), clock.now());
+        }
+        Ok(stream)
+    }
+
+    /// Sleeps until the device has finished everything issued to the stream so far. Unlocks the
+    /// stream meanwhile, so other threads may issue work.
+    ///
+    /// Only for kernels that need values on the host in the middle of a call.
+    ///
+    /// # Errors
+    ///
+    /// If work on the device has failed.
+    pub fn wait(&mut self) -> Result<(), CudaError> {
+        let Stream { stream, ends, .. } = self.line;
+        stream.context.bind()?;
+        let here = ends.record(stream)?;
+        *self.issuing += 1;
+        let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
+        ends.push(event.clone(), Ok(()));
+        // The waiter thread reports this end like any other, also if the device hangs and the
+        // stream is given up.
+        let (tell, told) = mpsc::channel();
+        event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
+        let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
+        ended.unwrap_or_else(|_| {
+            Err(CudaError::new(
+                "waiting for work of a CUDA device",
+                "",
+                "the stream was closed before the work ended",
+            ))
+        })
+    }
+
+    /// Unlocks the stream while `wait` runs, then locks it again. Returns the result of `wait`,
+    /// which must not issue work.
+    pub fn pause<R>(&mut self, wait: impl FnOnce() -> R) -> R {
+        MutexGuard::unlocked(&mut self.issuing, wait)
+    }
+
+    /// Ends the access. `issued` is the error from issuing, if any; it is reported as the work's
+    /// result. The fence is behind everything that could be issued.
+    pub fn end(mut self, issued: Result<(), CudaError>) -> Ending {
+        let Stream { stream, ends, .. } = self.line;
+        *self.issuing += 1;
+        // Issued work is under way even if the device has been marked as failed since.
+        let bound =
+            if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
+        let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
+            Ok(raw) => (Some(raw), issued),
+            // There is no event that could show the end of the work.
+            Err(error) if self.has_begun => {
+                (None, issued.and(Err(stream.context.fails(error).lost())))
+            }
+            Err(error) => (None, issued.and(Err(error))),
+        };
+        let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));
+        ends.push(event.clone(), issued);
+        Ending(event)
+    }
+}
+
+impl Ending {
+    /// Returns the fence behind the issued work, for the memory that the work uses.
+    pub fn fence(&self) -> Arc<dyn Fence> {
+        self.0.clone()
+    }
+
+    /// Sets the callback that receives the result, after all memory that waited for the work has
+    /// returned to its pool. It runs on the waiter thread, or immediately on this thread if the
+    /// work has ended. It must be short.
+    pub fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {
+        self.0.on_end(then);
+    }
+}
