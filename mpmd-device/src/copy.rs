@@ -364,7 +364,10 @@ pub(crate) mod tests {
 
     /// Generates a region of up to `dims` dimensions with up to `elements` indices each, and two
     /// regions that contain it.
-    pub(crate) fn nested(dims: usize, elements: usize) -> impl Strategy<Value = (Region, Region, Region)> {
+    pub(crate) fn nested(
+        dims: usize,
+        elements: usize,
+    ) -> impl Strategy<Value = (Region, Region, Region)> {
         let dim = (0..3usize, 0..3usize, 0..=elements, 0..3usize, 0..3usize, any::<[bool; 2]>());
         proptest::collection::vec(dim, 0..=dims).prop_map(|dims| {
             let mut regions = [Vec::new(), Vec::new(), Vec::new()];
