@@ -51,11 +51,11 @@ pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
 pub use api::replay::Recorded;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
-pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 #[doc(hidden)]
-pub use exec::dump::safetensors_dtype;
-pub use exec::host_array::HostArray;
-pub use exec::object::ObjectRef;
+pub use exec::array::dump::safetensors_dtype;
+pub use exec::array::host_array::HostArray;
+pub use exec::array::object::ObjectRef;
+pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 #[doc(hidden)]
 pub use files::{open_regular, read_regular};
 pub use kernel::cuda;
@@ -81,7 +81,7 @@ pub mod prelude {
     pub use crate::api::split::{Sections, SplitOptions};
     pub use crate::error::{Error, Result};
     pub use crate::exec::array::MpmdArray;
-    pub use crate::exec::host_array::HostArray;
+    pub use crate::exec::array::host_array::HostArray;
     pub use crate::kernel::{
         Context, Kernel, Signature, View, ViewMut, elementwise, kernel, like_input,
     };

@@ -11,7 +11,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
-use super::Runtime;
+use crate::exec::Runtime;
 use crate::exec::array::{Handle, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 

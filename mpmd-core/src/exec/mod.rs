@@ -1,58 +1,27 @@
 //! Executes operations on this process: device queues, transfers, and the only handler that the
 //! transport calls (invariant *one-way-in*).
 //!
-//! An operation flows through these files:
+//! An operation flows through these modules:
 //!
-//! 1. *Issue.* The program thread extends the rolling `hash`, enters the operation in `in_flight`
-//!    and reserves `memory` for the results. A dry run ends here: `recorder` and `planned` write
-//!    the operation down.
-//! 2. *Send and receive.* `put` starts a `device_put`. `send` packs pieces and offers them to the
-//!    [router](mpmd_proto::router), `receive` takes them from it. `driver` carries events
-//!    between router and transport, and `under_way` tracks the payloads that the transport moves.
-//!    `exchange` sends the messages of collectives, inside a process by way of `mailbox`. `reach`
-//!    knows the memory that devices and peers can read.
-//! 3. *Assembly.* `assembly` puts a shard together from its pieces. `chunks` copies to CUDA devices
-//!    from host memory that they cannot reach.
-//! 4. *Async buffer.* The resolver of the shard's `async_buffer` fills it, and the operation ends.
-//! 5. *Wait.* The program reads its `array` as a `host_array`. Its thread waits in `parker`.
+//! 1. *Issue.* The program thread extends the rolling `hash`, enters the operation in
+//!    `waits/in_flight` and reserves `memory` for the results. A dry run ends here: `recorder` and
+//!    `moves/planned` write the operation down.
+//! 2. *Move.* `moves` sends and receives the pieces, and puts shards together from them.
+//! 3. *Wait.* The resolver of a shard's `waits/async_buffer` fills it, and the operation ends. The
+//!    program reads its `array` as a host array. Its thread waits in `waits/parker`.
 //!
-//! `start` opens the devices and starts the threads, which run the jobs of `worker`. `life_cycle`
-//! handles lost peers, failures and the end of the job, and `status` reports hangs. `driven` and
-//! `lying` test all of it over special transports.
+//! `job` starts the process's part and ends it. `kept` has what outlives an epoch.
 
 pub(crate) mod array;
-mod assembly;
-mod async_buffer;
-mod chunks;
-#[cfg(test)]
-mod driven;
-mod driver;
-pub(crate) mod dump;
-mod exchange;
 mod hash;
-pub(crate) mod host_array;
-mod in_flight;
-mod job_time;
+mod job;
 pub(crate) mod kept;
-mod life_cycle;
-#[cfg(test)]
-mod lying;
-mod mailbox;
 mod memory;
-pub(crate) mod object;
-mod parker;
-mod planned;
-mod put;
-mod reach;
-mod receive;
+mod moves;
 pub(crate) mod recorder;
-mod send;
-mod start;
-mod status;
-mod together;
-mod transfer;
-mod under_way;
-mod worker;
+#[cfg(test)]
+mod tests;
+mod waits;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -64,26 +33,31 @@ use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
-use assembly::{Assembly, DeviceAssembly, HostAssembly};
-pub(crate) use async_buffer::{AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers};
-use chunks::Chunks;
-pub(crate) use dump::Dump;
-pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
+pub(crate) use array::dump::Dump;
 pub(crate) use hash::{OriginMap, Rolling};
-pub(crate) use in_flight::{Counts, InFlight, OnLoan, OpGuard};
-use mailbox::Mailbox;
+use job::life_cycle::Trouble;
+use job::worker::{Crew, Worker};
+pub(crate) use job::worker::{Job, Work};
 use memory::Holders;
+use moves::assembly::{Assembly, DeviceAssembly, HostAssembly};
+use moves::chunks::Chunks;
+pub(crate) use moves::exchange::{
+    Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round,
+};
+use moves::mailbox::Mailbox;
+pub(crate) use moves::put::{PutPlan, PutWhat, Source};
+pub(crate) use moves::reach::follow;
+pub(crate) use moves::receive::Waiter;
+pub(crate) use moves::send::Outgoing;
 /// The router's view of a replayed step.
 pub(crate) use mpmd_proto::router::{Span, Values};
-pub(crate) use parker::Parker;
-pub(crate) use put::{PutPlan, PutWhat, Source};
-pub(crate) use reach::follow;
-pub(crate) use receive::Waiter;
-pub(crate) use send::Outgoing;
-pub(crate) use status::{Doing, Status};
-use under_way::UnderWay;
-use worker::{Crew, Worker};
-pub(crate) use worker::{Job, Work};
+pub(crate) use waits::async_buffer::{
+    AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
+};
+pub(crate) use waits::in_flight::{Counts, InFlight, OnLoan, OpGuard};
+pub(crate) use waits::parker::Parker;
+pub(crate) use waits::status::{Doing, Status};
+use waits::under_way::UnderWay;
 
 use crate::exec::recorder::Recorder;
 use crate::trace::Trace;
@@ -134,7 +108,7 @@ pub(crate) struct Runtime {
     pub(crate) bytes_sent: Vec<AtomicU64>,
     /// Messages with pieces given to the transport, indexed by destination process.
     pub(crate) messages_sent: Vec<AtomicU64>,
-    trouble: Mutex<life_cycle::Trouble>,
+    trouble: Mutex<Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
     /// True once this process has left the job. The ticker and the NCCL watcher then end.

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use mpmd_transport::memory::DevicePlace;
 
 use crate::error::ViewError;
-use crate::exec::object::{Measure, NewObject, ObjectCell, ObjectRef};
+use crate::exec::array::object::{Measure, NewObject, ObjectCell, ObjectRef};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;

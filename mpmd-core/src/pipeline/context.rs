@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use super::bundle::Bundle;
 use super::prepare::WorkingForm;
 use crate::error::{Error, Result};
-use crate::exec::object::ObjectRef;
+use crate::exec::array::object::ObjectRef;
 use crate::kernel::{Context, View, ViewMut};
 use mpmd_layout::random::Key;
 use mpmd_layout::tree::Tree;

@@ -341,7 +341,7 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
 
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
-    use crate::exec::host_array::HostArray;
+    use crate::exec::array::host_array::HostArray;
     use crate::prelude::*;
     use mpmd_layout::topology::DeviceKind;
 

@@ -25,27 +25,27 @@
 //!   it. New work runs behind these fences, on the device. Dropped memory returns to its pool when
 //!   its fences are over, without blocking. A new owner of memory that is still read writes behind
 //!   the readers. Memory that only the host uses has no fences.
-//! - *Issued buffers* (`exec/async_buffer/`): a shard's buffer is there as soon as the work that
-//!   fills it was issued. Issuers of device work take it then. All others (CPU kernels, transports,
-//!   readers) see it end when the work has ended. So the program's thread issues a whole step
-//!   without waiting, and an error of the device becomes the failure of the operation that caused
-//!   it.
+//! - *Issued buffers* (`exec/waits/async_buffer/`): a shard's buffer is there as soon as the work
+//!   that fills it was issued. Issuers of device work take it then. All others (CPU kernels,
+//!   transports, readers) see it end when the work has ended. So the program's thread issues a
+//!   whole step without waiting, and an error of the device becomes the failure of the operation
+//!   that caused it.
 //!
 //! Blocks come from pools like the host's, carved from segments that `cuMemAlloc` gave
 //! (`memory.rs`, `mpmd-transport/src/memory/device.rs`): the same order of reservations, limits and
 //! counters. There is no memory from CUDA's stream-ordered allocator, since other processes cannot
 //! open it, and no default stream. Segments of host memory are pinned as they are mapped
 //! (`Arena::on_map`), so copies from a pool's memory need no staging. Other host memory goes in
-//! chunks through pinned staging (`exec/chunks.rs`).
+//! chunks through pinned staging (`exec/moves/chunks.rs`).
 //!
 //! # The path of a call and of a move
 //!
 //! In `mpmd-core`, `api/jit/on_cuda.rs` takes the inputs as they are issued and runs the kernel,
 //! which launches and multiplies through `Context::cuda` (`kernel/cuda/`). Sources are prepared
 //! when the kernel is bound to its mesh (`api/jit/warm.rs`, `warm.rs`). Copies by region are in
-//! `copy.rs`, the assembly of shards in `exec/assembly/device.rs`. A piece for a process that does
+//! `copy.rs`, the assembly of shards in `exec/moves/assembly/device.rs`. A piece for a process that does
 //! not take device memory is copied to pinned memory as a whole and sent from there.
-//! `exec/reach.rs` alone decides how two processes exchange device memory.
+//! `exec/moves/reach.rs` alone decides how two processes exchange device memory.
 //!
 //! # Failures
 //!

@@ -13,9 +13,9 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};
 use crate::api::program::Program;
 use crate::error::{Error, Result, panic_text};
+use crate::exec::array::host_array::HostArray;
+use crate::exec::array::object::{NewObject, ObjectCell};
 use crate::exec::array::{Handle, MpmdArray};
-use crate::exec::host_array::HostArray;
-use crate::exec::object::{NewObject, ObjectCell};
 use crate::exec::{
     AsyncBuffer, BufferUse, Exchange, Job, OpGuard, Parker, Resolvers, Runtime, Work,
 };

@@ -11,7 +11,7 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, poison_objects, prepare_outputs};
-use crate::exec::object::ObjectCell;
+use crate::exec::array::object::ObjectCell;
 use crate::exec::{AsyncBuffer, Exchange, Parker};
 use crate::kernel::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};

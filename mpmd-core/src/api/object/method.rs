@@ -7,7 +7,7 @@ use crate::api::jit::{Jit, JitBuilder};
 use crate::api::program::Program;
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
-use crate::exec::object::Measure;
+use crate::exec::array::object::Measure;
 use crate::kernel::{Kernel, Shapes, ViewsMut, below};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;

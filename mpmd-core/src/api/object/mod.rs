@@ -3,7 +3,7 @@
 //! An object is made by a kernel without inputs, and its methods are kernels that take it as one
 //! more input. So objects need no operations of their own: calls are numbered, hashed, traced,
 //! planned and replayed as `jit` calls are. Only the values differ: the buffer of an object leads
-//! to a cell ([`exec/object.rs`](crate::exec::object)).
+//! to a cell ([`exec/array/object.rs`](crate::exec::array::object)).
 
 mod closure;
 mod method;
@@ -15,8 +15,8 @@ use std::panic::Location;
 
 use crate::api::program::Program;
 use crate::error::Result;
+use crate::exec::array::object::Measure;
 use crate::exec::array::{ArrayFuture, MpmdArray};
-use crate::exec::object::Measure;
 use crate::kernel::{Context, Kernel, Signature, ViewMut};
 pub use closure::{MethodClosures, MethodResult, RunMethod, method};
 pub use method::{BoundMethod, Made, Makes, Method, MethodBuilder};

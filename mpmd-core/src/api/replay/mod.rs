@@ -38,8 +38,8 @@ use step::ReplayStep;
 
 use crate::api::program::{Program, Recording};
 use crate::error::{IssueProblem, Result};
+use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::host_array::HostArray;
 use mpmd_layout::tree::{Structure, Tree};
 
 /// A step that was [recorded](Program::record), with inputs `T` and results `U`.

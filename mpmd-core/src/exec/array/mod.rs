@@ -1,7 +1,10 @@
 //! [`MpmdArray`]: a handle to an array on devices, of this process or of others.
 
+pub(crate) mod dump;
 mod future;
 mod handle;
+pub(crate) mod host_array;
+pub(crate) mod object;
 mod read;
 
 use std::fmt;
@@ -17,7 +20,7 @@ pub(crate) use handle::{Handle, NewArrays, WeakHandle};
 pub use read::Shard;
 
 use crate::error::{IssueProblem, Result};
-use crate::exec::host_array::HostArray;
+use crate::exec::array::host_array::HostArray;
 use crate::exec::{AsyncBuffer, Runtime};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;

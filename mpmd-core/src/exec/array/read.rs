@@ -11,7 +11,7 @@ use mpmd_transport::deadline::after;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
 use crate::error::{Error, Result};
-use crate::exec::host_array::HostArray;
+use crate::exec::array::host_array::HostArray;
 use crate::exec::{AsyncBuffer, Doing, Outcome};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;

@@ -1,0 +1,254 @@
+//! Rust values that live on devices: the cell that holds one, its failure and its end.
+//!
+//! To the rest of the framework an object is an array of one element without bytes
+//! ([`ShapedArray::object`](mpmd_layout::aval::ShapedArray::object)). Its buffer leads to the
+//! [`ObjectCell`] of each device. Only the device's thread uses the value, so calls are ordered as
+//! they were issued.
+
+use std::any::Any;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock, Weak};
+
+use mpmd_ids::block::{Mutex, MutexGuard};
+use mpmd_proto::Failure;
+use mpmd_transport::SharedBuffer;
+use mpmd_transport::memory::{Loan, Reservation};
+
+use crate::error::{ViewError, panic_text};
+use crate::exec::Runtime;
+use crate::exec::waits::in_flight::{OnLoan, Reading};
+use crate::warning::warn_user;
+
+/// Returns the bytes that a value reports.
+pub(crate) type Measure = fn(&(dyn Any + Send)) -> u64;
+
+/// A value that a kernel has made, on its way into its cell.
+pub(crate) struct NewObject {
+    value: Box<dyn Any + Send>,
+    type_name: &'static str,
+    measure: Option<Measure>,
+}
+
+/// The place of one device's value.
+pub(crate) struct ObjectCell {
+    content: Mutex<Content>,
+    /// The failure of the first call that failed. Every later call gets it.
+    failure: OnceLock<Arc<Failure>>,
+    type_name: &'static str,
+    runtime: Weak<Runtime>,
+    local_index: usize,
+}
+
+struct Content {
+    /// `None` once the value was taken out.
+    value: Option<Box<dyn Any + Send>>,
+    /// The declared memory of the value, which counts against the device's limit.
+    memory: Vec<Reservation>,
+    measure: Option<Measure>,
+}
+
+impl fmt::Debug for NewObject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NewObject({})", self.type_name)
+    }
+}
+
+impl fmt::Debug for ObjectCell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ObjectCell({})", self.type_name)
+    }
+}
+
+/// Exclusive access to an object of type `T`, until it is dropped.
+pub struct ObjectRef<'a, T> {
+    content: MutexGuard<'a, Content>,
+    object: PhantomData<T>,
+}
+
+impl NewObject {
+    pub(crate) fn new<T: Send + 'static>(value: T, measure: Option<Measure>) -> Self {
+        Self { value: Box::new(value), type_name: std::any::type_name::<T>(), measure }
+    }
+
+    /// Moves the value into a cell on this device, with its declared memory. Returns the buffer
+    /// that leads to the cell.
+    pub(crate) fn into_cell(
+        self,
+        memory: Option<Reservation>,
+        runtime: &Arc<Runtime>,
+        local_index: usize,
+    ) -> SharedBuffer {
+        let Self { value, type_name, measure } = self;
+        let memory = memory.into_iter().map(Reservation::hold).collect();
+        let content = Content { value: Some(value), memory, measure };
+        SharedBuffer::lent(Box::new(ObjectCell {
+            content: Mutex::new(content),
+            failure: OnceLock::new(),
+            type_name,
+            runtime: Arc::downgrade(runtime),
+            local_index,
+        }))
+    }
+
+    /// Returns an error if the value reports more bytes than `declared`.
+    pub(crate) fn check(&self, declared: u64) -> Result<(), String> {
+        check(self.measure, &*self.value, declared, self.type_name)
+    }
+}
+
+impl ObjectCell {
+    /// Returns the cell that the buffer leads to. `None` if the buffer has bytes.
+    pub(crate) fn of(buffer: &SharedBuffer) -> Option<&Self> {
+        buffer.value()?.downcast_ref()
+    }
+
+    /// Makes every later call fail with `failure`, unless an earlier call has failed already.
+    pub(crate) fn poison(&self, failure: &Arc<Failure>) {
+        self.failure.get_or_init(|| failure.clone());
+    }
+
+    /// Returns the failure of the first call that failed.
+    pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
+        self.failure.get()
+    }
+
+    /// Adds declared memory, which counts against the device's limit until the value is dropped.
+    pub(crate) fn grow(&self, memory: Reservation) {
+        self.content.lock().memory.push(memory.hold());
+    }
+
+    /// Returns an error if the value reports more bytes than were declared for it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let content = self.content.lock();
+        let Some(value) = &content.value else { return Ok(()) };
+        let declared = content.memory.iter().map(|memory| memory.bytes() as u64).sum();
+        check(content.measure, &**value, declared, self.type_name)
+    }
+
+    /// Gives access to the value.
+    ///
+    /// # Errors
+    ///
+    /// If the value has another type, was taken out, or is in use: a call has the object twice.
+    pub(crate) fn access<T: 'static>(&self) -> Result<ObjectRef<'_, T>, ViewError> {
+        let Some(content) = self.content.try_lock() else { return Err(ViewError::ObjectInUse) };
+        match &content.value {
+            None => Err(ViewError::ObjectTaken),
+            Some(value) if value.is::<T>() => Ok(ObjectRef { content, object: PhantomData }),
+            Some(_) => Err(self.wrong_type::<T>()),
+        }
+    }
+
+    /// Takes the value out. Every later access is an error.
+    ///
+    /// # Errors
+    ///
+    /// As for [`access`](Self::access).
+    pub(crate) fn take<T: 'static>(&self) -> Result<T, ViewError> {
+        let Some(mut content) = self.content.try_lock() else { return Err(ViewError::ObjectInUse) };
+        let value = content.value.take().ok_or(ViewError::ObjectTaken)?;
+        match value.downcast::<T>() {
+            Ok(value) => {
+                content.memory.clear();
+                Ok(*value)
+            }
+            Err(value) => {
+                content.value = Some(value);
+                Err(self.wrong_type::<T>())
+            }
+        }
+    }
+
+    /// Drops the value on this thread, unless it was taken out or is in use. A panic of the drop is
+    /// caught and reported.
+    pub(crate) fn discard(&self) {
+        let Some(mut content) = self.content.try_lock() else { return };
+        let (value, memory) = (content.value.take(), std::mem::take(&mut content.memory));
+        drop(content);
+        drop(ObjectEnd { value, type_name: self.type_name, memory, pending: None });
+    }
+
+    fn wrong_type<T>(&self) -> ViewError {
+        ViewError::ObjectType { asked: std::any::type_name::<T>(), found: self.type_name }
+    }
+}
+
+fn check(
+    measure: Option<Measure>,
+    value: &(dyn Any + Send),
+    declared: u64,
+    type_name: &str,
+) -> Result<(), String> {
+    match measure.map(|measure| measure(value)) {
+        Some(reported) if reported > declared => Err(format!(
+            "the object {type_name} reports {reported} bytes, but {declared} are declared"
+        )),
+        _ => Ok(()),
+    }
+}
+
+impl Loan for ObjectCell {
+    fn bytes(&self) -> &[u8] {
+        &[]
+    }
+
+    fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
+        Some(self)
+    }
+}
+
+impl<T: 'static> Deref for ObjectRef<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        let value = self.content.value.as_deref().and_then(|value| value.downcast_ref());
+        value.expect("`access` has checked the type")
+    }
+}
+
+impl<T: 'static> DerefMut for ObjectRef<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        let value = self.content.value.as_deref_mut().and_then(|value| value.downcast_mut());
+        value.expect("`access` has checked the type")
+    }
+}
+
+/// Queues the drop of the value on its device's thread, behind the calls that were issued before.
+/// The value is dropped on the calling thread if the program has ended.
+impl Drop for ObjectCell {
+    fn drop(&mut self) {
+        let Content { value, memory, .. } = self.content.get_mut();
+        let (Some(value), memory) = (value.take(), std::mem::take(memory)) else { return };
+        let mut end =
+            ObjectEnd { value: Some(value), type_name: self.type_name, memory, pending: None };
+        let Some(runtime) = self.runtime.upgrade() else { return };
+        let bytes = end.memory.iter().map(|memory| memory.bytes() as u64).sum();
+        end.pending = Some((runtime.in_flight.lend(bytes), runtime.in_flight.reading()));
+        runtime.run_on(self.local_index, Box::new(move || drop(end)));
+    }
+}
+
+/// A value that is to be dropped. A panic of its drop is caught and reported.
+struct ObjectEnd {
+    value: Option<Box<dyn Any + Send>>,
+    type_name: &'static str,
+    memory: Vec<Reservation>,
+    /// Until the value is dropped, operations may wait for its memory, and the program's end waits
+    /// for the drop.
+    pending: Option<(OnLoan, Reading)>,
+}
+
+impl Drop for ObjectEnd {
+    fn drop(&mut self) {
+        let value = self.value.take();
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
+            let why = panic_text(&*panic);
+            warn_user(&format!("the drop of an object {} {why}", self.type_name));
+        }
+        self.memory.clear();
+        self.pending = None;
+    }
+}

@@ -1,0 +1,266 @@
+//! Starts the runtime: opens the devices, and starts the threads of this process.
+//!
+//! The program thread issues operations. All other work is driven by data and runs on these
+//! threads:
+//!
+//! - one thread for each device: kernels, strictly in the order of their operations;
+//! - the *copy workers*: copies between buffers, packing and unpacking of pieces, unless they are
+//!   small;
+//! - the transport's threads: incoming messages, which go to the [router](mpmd_proto::router);
+//! - the *ticker*: heartbeats, probes, hang reports;
+//! - *callbacks*: user closures that wait for arrays.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use mpmd_device::cuda::{self, Gpu};
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
+use mpmd_proto::router;
+use mpmd_proto::router::{Failure, FailureKind, Router};
+use mpmd_transport::memory::Arena;
+use mpmd_transport::{Pool, Transport};
+
+use crate::exec::job::worker::{self, Crew, Worker};
+use crate::exec::moves::chunks::Chunks;
+use crate::exec::moves::driver;
+use crate::exec::moves::mailbox::Mailbox;
+use crate::exec::recorder::Recorder;
+use crate::exec::{InFlight, LocalDevice, Parker, Runtime, RuntimeConfig, Status};
+use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
+
+/// Interval of the ticker thread.
+pub(crate) const TICK: Duration = Duration::from_millis(50);
+
+/// Maximum number of copy workers. More would compete for memory bandwidth.
+const MOST_MOVERS: usize = 4;
+
+impl Runtime {
+    /// Opens the devices of process `me`, and starts its threads and the transport.
+    ///
+    /// # Errors
+    ///
+    /// If a thread cannot be started, a CUDA device cannot be opened, or sharing of CUDA memory
+    /// cannot be set up.
+    pub(crate) fn start(
+        me: ProcessId,
+        topology: Topology,
+        config: RuntimeConfig,
+        transport: Option<Arc<dyn Transport>>,
+        recorder: Option<Recorder>,
+    ) -> std::io::Result<Arc<Self>> {
+        // Before the first buffer is allocated: zero-copy transfers need memory from the
+        // transport's arena.
+        let arena = transport
+            .as_ref()
+            .and_then(|transport| transport.arena())
+            .unwrap_or_else(Arena::private);
+        let room = core_budget(me, &topology, host_cores());
+        let spin = if room == CoreBudget::All { Spin::Auto } else { Spin::Never };
+        let devices = open_devices(me, &topology, &config, &arena, spin)?;
+        share_devices(me, &topology, &config, &devices, transport.as_deref())?;
+        let zero_copy = |peer: usize| {
+            transport.as_ref().is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
+        };
+        let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
+        let router = Router::new(router::Config {
+            process: me,
+            processes: topology.processes(),
+            epoch: config.epoch,
+            peer_timeout: config.peer_timeout,
+            heartbeat: config.heartbeat,
+            zero_copy: zero_copy.clone(),
+            is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
+        });
+        let runtime = Arc::new(Self {
+            me,
+            bytes_sent: counters(&topology),
+            messages_sent: counters(&topology),
+            status: Status::new(devices.iter().map(|device| {
+                let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
+                format!("device {}{kind}", device.id)
+            })),
+            parker: Parker::new(transport.clone(), config.spin, room),
+            wait_spin: SpinPolicy::new(worker::PACE, spin),
+            topology_fingerprint: topology.fingerprint(),
+            topology,
+            host_memory: Pool::in_arena(format!("host memory of process {me}"), None, &arena),
+            staging: Pool::in_arena(format!("staging of process {me}"), None, &arena),
+            devices,
+            in_flight: Arc::new(InFlight::traced(config.trace.clone())),
+            trace: config.trace.clone(),
+            start: now(),
+            router: Mutex::new(router),
+            transport,
+            zero_copy,
+            copy_workers: Crew::start("mpmd-copy", copy_workers())?,
+            chunks: Chunks::default(),
+            callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::Never)?,
+            mailbox: Mailbox::default(),
+            communicators: cuda::Communicators::default(),
+            holders: Mutex::default(),
+            under_way: Mutex::default(),
+            recorded_from: AtomicU64::new(u64::MAX),
+            watched_donations: AtomicU64::new(0),
+            recorder,
+            trouble: Mutex::default(),
+            changed: Condvar::new(),
+            stopped: Arc::default(),
+            config,
+        });
+        runtime.say_ways();
+        if let Some(transport) = &runtime.transport {
+            transport.start(Arc::new(driver::TransportHandler(Arc::downgrade(&runtime))));
+            runtime.start_ticker()?;
+        }
+        Ok(runtime)
+    }
+
+    /// At the first call, starts a thread that checks the NCCL communicators for errors until this
+    /// process leaves the job. Later calls do nothing. An NCCL error fails the job.
+    pub(crate) fn watch_communicators(self: &Arc<Self>) {
+        if !self.communicators.are_to_be_watched() {
+            return;
+        }
+        let (weak, stopped): (Weak<Self>, _) = (Arc::downgrade(self), self.stopped.clone());
+        let watch = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                thread::sleep(TICK);
+                let Some(runtime) = weak.upgrade() else { break };
+                if let Some(error) = runtime.communicators.look() {
+                    let message = format!(
+                        "NCCL failed between the devices of process {}: {error}",
+                        runtime.me
+                    );
+                    let failure = Failure::new(FailureKind::Transport, runtime.me, 0, message);
+                    return runtime.fail_job(Arc::new(failure));
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("mpmd-nccl".to_owned()).spawn(watch) {
+            tracing::warn!(%error, "cannot start the thread that watches NCCL communicators");
+        }
+    }
+
+    fn start_ticker(self: &Arc<Self>) -> std::io::Result<()> {
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let stopped = self.stopped.clone();
+        thread::Builder::new().name("mpmd-ticker".to_owned()).spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                thread::sleep(TICK);
+                let Some(runtime) = weak.upgrade() else { break };
+                runtime.status.tick();
+                runtime.with_router(|router| router.tick(runtime.now()));
+            }
+        })?;
+        Ok(())
+    }
+}
+
+fn open_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    arena: &Arena,
+    spin: Spin,
+) -> std::io::Result<Vec<LocalDevice>> {
+    let mut ordinals = config.cuda.iter();
+    let open = |id: &DeviceId| {
+        let gpu = match topology.device(*id).map(|device| device.kind) {
+            Some(DeviceKind::Cuda) => {
+                let ordinal = ordinals.next().ok_or_else(|| {
+                    std::io::Error::other(format!(
+                        "no CUDA device ordinal is configured for device {id}"
+                    ))
+                })?;
+                Some(Gpu::open(*ordinal).map_err(std::io::Error::other)?)
+            }
+            Some(DeviceKind::Cpu) | None => None,
+        };
+        if let Some(gpu) = &gpu {
+            arena.on_map(gpu.pin());
+            if config.trace.is_on() {
+                let trace = config.trace.clone();
+                gpu.keep_time(Box::new(move || trace.now())).map_err(std::io::Error::other)?;
+            }
+        }
+        let name = format!("device {id} of process {me}");
+        let pool = match &gpu {
+            None => Pool::in_arena(name, config.device_memory, arena),
+            Some(gpu) => {
+                Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator()))
+            }
+        };
+        Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), spin)? })
+    };
+    let devices =
+        topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;
+    let gpus: Vec<_> = devices.iter().filter_map(|local| local.gpu.clone()).collect();
+    cuda::reach_each_other(&gpus);
+    Ok(devices)
+}
+
+/// Sets up sharing of CUDA memory with the other processes that have CUDA devices. Does nothing if
+/// this process or all others have none.
+fn share_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    devices: &[LocalDevice],
+    transport: Option<&dyn Transport>,
+) -> std::io::Result<()> {
+    let gpus: Vec<_> = devices.iter().filter_map(|device| device.gpu.clone()).collect();
+    let has = |process: usize| {
+        let process = ProcessId(process as u32);
+        let mut kinds = topology.devices_of(process).iter().filter_map(|id| topology.device(*id));
+        process != me && kinds.any(|device| device.kind == DeviceKind::Cuda)
+    };
+    let with: Vec<bool> = (0..topology.processes()).map(has).collect();
+    let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
+    let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
+    transport.share_devices(sharing, &with, config.peer_timeout).map_err(std::io::Error::other)
+}
+
+fn copy_workers() -> usize {
+    thread::available_parallelism().min(MOST_MOVERS)
+}
+
+/// Returns a counter for each process.
+fn counters(topology: &Topology) -> Vec<AtomicU64> {
+    (0..topology.processes()).map(|_| AtomicU64::new(0)).collect()
+}
+
+/// Returns the number of threads of process `me` that may poll at once, on a host with `cores`
+/// cores. Each process has a busy program thread, and one for each of its devices.
+fn core_budget(me: ProcessId, topology: &Topology, cores: usize) -> CoreBudget {
+    let host = topology.host_of(me);
+    let here = (0..topology.processes()).map(|process| ProcessId(process as u32));
+    let here = here.filter(|process| topology.host_of(*process) == host);
+    let threads = here.map(|process| 1 + topology.devices_of(process).len());
+    let (processes, threads) = threads.fold((0, 0), |(all, sum), threads| (all + 1, sum + threads));
+    CoreBudget::of(processes, threads, cores)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn core_budget_depends_on_cores_of_the_host() {
+        let topology = Topology::even(2, 1);
+        let me = ProcessId(0);
+        let budgets =
+            |topology: &Topology| [1, 2, 3, 4].map(|cores| core_budget(me, topology, cores));
+        assert_eq!(
+            budgets(&topology),
+            [CoreBudget::None, CoreBudget::One, CoreBudget::One, CoreBudget::All],
+            "two programs, two devices"
+        );
+        let apart = topology.on_hosts(&["a", "b"]).unwrap();
+        assert_eq!(
+            budgets(&apart),
+            [CoreBudget::One, CoreBudget::All, CoreBudget::All, CoreBudget::All]
+        );
+    }
+}

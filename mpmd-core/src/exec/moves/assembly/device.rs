@@ -1,0 +1,516 @@
+//! A shard in a CUDA device's memory that is assembled from pieces.
+
+use std::mem::replace;
+use std::sync::Arc;
+
+use mpmd_device::copy::copy_region;
+use mpmd_device::cuda::kernels::ADD;
+use mpmd_device::cuda::work::Grid;
+use mpmd_device::cuda::{Gpu, Part, RawArg, RawStream};
+use mpmd_ids::block::Mutex;
+use mpmd_proto::router::Failure;
+use mpmd_transport::memory::{OutOfMemory, Reservation};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+use crate::exec::moves::chunks::COPY_INLINE;
+use crate::exec::moves::chunks::Chunked;
+use crate::exec::moves::reach::when_made;
+use crate::exec::moves::transfer::Transfer;
+use crate::exec::waits::async_buffer::{AsyncBuffer, IssuedPromises, Resolver};
+use crate::exec::{OpGuard, Outcome, Runtime};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::DeviceId;
+
+/// A shard in a CUDA device's memory that is assembled from pieces. It is complete when the copies
+/// of all its pieces are over.
+///
+/// The device copies the pieces. A copy is issued as soon as its bytes are there, or the work that
+/// makes them is issued. So the shard is issued with its last copy, and ends when all copies are
+/// over.
+///
+/// If the source has partial sums, the pieces of each sum but the first are copied to a second
+/// buffer. The device then adds that buffer to the shard. The sums are added in their order, not in
+/// order of arrival, so the bits equal those of a sum on the host.
+pub(crate) struct DeviceAssembly {
+    runtime: Arc<Runtime>,
+    gpu: Arc<Gpu>,
+    op: u64,
+    region: Region,
+    item_bytes: usize,
+    sum: Option<Sum>,
+    open: Mutex<Option<Open>>,
+    ending: Arc<Ending>,
+}
+
+/// The state of a shard until all its copies are issued.
+struct Open {
+    resolver: Resolver,
+    memory: Memory,
+    /// By partial sum: the number of pieces that are not completely issued.
+    missing: Vec<usize>,
+    /// Index of the partial sum that is being assembled.
+    term: usize,
+    /// Pieces of later partial sums that have arrived early.
+    waiting: Vec<Piece>,
+}
+
+/// A piece that arrived before its partial sum is assembled.
+struct Piece {
+    transfer: Arc<Transfer>,
+    bytes: SharedBuffer,
+    source: Option<AsyncBuffer>,
+    // Last, so that it is dropped after the bytes.
+    guard: OpGuard,
+}
+
+/// The device function that adds numbers of one type.
+#[derive(Clone, Copy)]
+pub(crate) struct Sum {
+    function: &'static str,
+    /// Real numbers per element: two for complex types.
+    numbers: usize,
+}
+
+impl Sum {
+    /// Returns the function that adds elements of a dtype, or `None` if devices do not add them.
+    pub(crate) fn of(dtype: DType) -> Option<Self> {
+        let (function, numbers) = match dtype {
+            DType::F32 => ("add_f32", 1),
+            DType::C64 => ("add_f32", 2),
+            DType::F64 => ("add_f64", 1),
+            DType::C128 => ("add_f64", 2),
+            DType::F16 => ("add_f16", 1),
+            DType::Bf16 => ("add_bf16", 1),
+            _ => return None,
+        };
+        Some(Self { function, numbers })
+    }
+}
+
+enum Memory {
+    /// Reserved until the first piece needs it.
+    Reserved(Reservation),
+    /// (the shard's memory, a second buffer for the partial sum to be added).
+    Here(OwnedBuffer, Option<OwnedBuffer>),
+    /// The allocation failed, so the shard has failed.
+    Gone,
+}
+
+/// The completion state of the issued copies. The last copy to end also ends the shard.
+struct Ending {
+    runtime: Arc<Runtime>,
+    op: u64,
+    state: Mutex<Ended>,
+}
+
+struct Ended {
+    /// Copies that are not over, plus one until the shard is issued or has failed.
+    left: usize,
+    /// The first failure of a copy, or of the shard itself.
+    failed: Option<Arc<Failure>>,
+    issued: Option<IssuedPromises>,
+    // Dropped when `left` is 0.
+    guard: Option<OpGuard>,
+}
+
+impl DeviceAssembly {
+    /// Creates a shard of `region` in memory of `gpu`. `missing` is the number of pieces by partial
+    /// sum. With several sums, `sum` is their addition, and `reservation` has room for two shards.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site; the parts have no life of their own"
+    )]
+    pub(crate) fn new(
+        runtime: Arc<Runtime>,
+        gpu: Arc<Gpu>,
+        op: u64,
+        region: Region,
+        item_bytes: usize,
+        missing: Vec<usize>,
+        sum: Option<Sum>,
+        reservation: Reservation,
+        resolver: Resolver,
+        guard: OpGuard,
+    ) -> Arc<Self> {
+        let memory = Memory::Reserved(reservation);
+        let open =
+            Mutex::new(Some(Open { resolver, memory, missing, term: 0, waiting: Vec::new() }));
+        let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
+        let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
+        Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
+    }
+
+    /// True if the shard still takes pieces.
+    pub(crate) fn is_open(&self) -> bool {
+        self.open.lock().is_some()
+    }
+
+    /// True if the shard is open, nothing was written to it, and `piece` is all that it waits for.
+    pub(super) fn is_whole(&self, piece: &Region) -> bool {
+        let reserved =
+            |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
+        *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
+    }
+
+    /// True if these bytes are in this device's own memory and may stay there.
+    pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
+        let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
+        here && !bytes.is_far() && !bytes.is_limited()
+    }
+
+    /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
+    /// to their end.
+    pub(crate) fn end(&self, outcome: Outcome) {
+        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        match outcome {
+            Ok(bytes) => {
+                resolver.keep(Ok(bytes));
+                self.ending.over(Ok(()));
+            }
+            Err(failure) => {
+                resolver.keep(Err(failure.clone()));
+                self.ending.over(Err(failure));
+            }
+        }
+    }
+
+    /// Issues the shard with its complete bytes, which the work of `source` makes. The shard ends
+    /// when that work has ended.
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
+        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        self.ending.issued(resolver.issue(bytes));
+        let ending = self.ending.clone();
+        source.on_completion(move |made| ending.over(made));
+    }
+
+    /// Starts the copy of a piece to its place. A piece of a later partial sum waits until the
+    /// earlier sums are placed. `source` is the async buffer of the bytes, if its work may not be
+    /// over.
+    pub(super) fn place(
+        self: &Arc<Self>,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        source: Option<AsyncBuffer>,
+        guard: &OpGuard,
+    ) {
+        if let Some(open) = self.open.lock().as_mut()
+            && open.term != transfer.term
+        {
+            let (transfer, guard) = (transfer.clone(), guard.clone());
+            open.waiting.push(Piece { transfer, bytes, source, guard });
+            return;
+        }
+        if bytes.device().is_some() || bytes.is_pinned() {
+            self.copy(&bytes, &transfer.holds, &transfer.region, source, ());
+            self.placed();
+        } else if transfer.bytes <= COPY_INLINE {
+            self.place_packed(transfer, &bytes);
+        } else {
+            Chunked::begin(&self.runtime, self.clone(), transfer.clone(), bytes, guard.clone());
+        }
+    }
+
+    /// Starts the copy of the whole shard from pinned host memory, in place of its only piece.
+    pub(crate) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
+        self.copy(bytes, &self.region, &self.region, None, ());
+        self.placed();
+    }
+
+    /// Packs a piece of a few bytes into memory that the device can reach, on this thread, and
+    /// starts its copy to the shard.
+    fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
+        let Transfer { region, holds, .. } = transfer;
+        if let Some(packed) = self.pack(bytes, holds, region) {
+            self.copy(&packed, region, region, None, ());
+            self.placed();
+        }
+    }
+
+    /// Copies the bytes of `region`, from bytes that cover `holds`, to pinned memory. If there is
+    /// no memory, fails the shard and returns `None`.
+    pub(crate) fn pack(
+        &self,
+        bytes: &[u8],
+        holds: &Region,
+        region: &Region,
+    ) -> Option<SharedBuffer> {
+        match self.runtime.staging.allocate(region.elements() * self.item_bytes) {
+            Ok(mut packed) => {
+                copy_region(bytes, holds, &mut packed, region, region, self.item_bytes);
+                Some(packed.freeze())
+            }
+            Err(error) => {
+                self.fail(self.runtime.out_of_memory(self.op, &error.to_string()));
+                None
+            }
+        }
+    }
+
+    /// Issues the copy of a region to its place, from bytes that cover `holds`. `until` is dropped
+    /// when the copy is over, or cannot be issued. `source` is the async buffer of the bytes, if
+    /// its work may not be over. Fails the shard if there is no memory.
+    pub(crate) fn copy(
+        &self,
+        bytes: &SharedBuffer,
+        holds: &Region,
+        region: &Region,
+        source: Option<AsyncBuffer>,
+        until: impl Send + 'static,
+    ) {
+        let part =
+            Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
+        let failed = self.with_memory(|buffer| {
+            let ending = self.ending.one_more();
+            let then = move |result: Result<(), _>| {
+                let copied = result.map_err(|error| ending.runtime.copy_failed(ending.op, &error));
+                // If the bytes were never made, that failure is the cause.
+                when_made(source, move |made| ending.over(made.and(copied)));
+                drop(until);
+            };
+            self.gpu.inward().copy_in(bytes, buffer, part, Box::new(then));
+        });
+        if let Err(failure) = failed {
+            self.fail(failure);
+        }
+    }
+
+    /// Starts to fill the whole shard with zeros, in place of its only piece. Fails the shard if
+    /// there is no memory.
+    pub(crate) fn zero(self: &Arc<Self>) {
+        let failed = self.with_memory(|buffer| {
+            let ending = self.ending.one_more();
+            let then = move |result: Result<(), _>| {
+                ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
+            };
+            self.gpu.inward().zero(buffer, Box::new(then));
+        });
+        match failed {
+            Ok(()) => self.placed(),
+            Err(failure) => self.fail(failure),
+        }
+    }
+
+    /// Notes that all copies of a piece are issued. After the last piece of a partial sum, starts
+    /// the pieces of the next. After the last sum, issues the shard.
+    pub(crate) fn placed(self: &Arc<Self>) {
+        let mut guard = self.open.lock();
+        let Some(open) = guard.as_mut() else { return };
+        open.missing[open.term] -= 1;
+        if open.missing[open.term] > 0 {
+            return;
+        }
+        if open.term > 0
+            && let Memory::Here(shard, Some(beside)) = &mut open.memory
+        {
+            self.add(shard, beside);
+        }
+        open.term += 1;
+        if open.term < open.missing.len() {
+            let term = open.term;
+            let next = open
+                .waiting
+                .extract_if(.., |piece| piece.transfer.term == term)
+                .collect::<Vec<_>>();
+            drop(guard);
+            for Piece { transfer, bytes, source, guard } in next {
+                self.place(&transfer, bytes, source, &guard);
+            }
+            return;
+        }
+        if let Some(Open { resolver, memory: Memory::Here(shard, beside), .. }) = guard.take() {
+            drop(guard);
+            // Goes back to the pool once the addition is over.
+            drop(beside);
+            self.ending.issued(resolver.issue(shard.freeze()));
+            self.ending.over(Ok(()));
+        }
+    }
+
+    /// Issues the addition of the second buffer to the shard, on the device.
+    fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
+        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
+            return;
+        };
+        let count = self.region.elements() * sum.numbers;
+        let args = [
+            RawArg::number((count as u64).to_ne_bytes(), 8),
+            RawArg::memory(to, true),
+            RawArg::memory(from, false),
+        ];
+        let ending = self.ending.one_more();
+        let then = move |result: Result<(), _>| {
+            ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
+        };
+        let work = |stream: &RawStream| {
+            self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args)
+        };
+        let fence =
+            self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
+        shard.add_fence(fence.clone());
+        beside.add_fence(fence);
+    }
+
+    fn fail(&self, failure: Arc<Failure>) {
+        self.runtime.remember(&failure);
+        self.end(Err(failure));
+    }
+
+    /// Calls `with` with the memory for pieces of the current partial sum, allocated now if needed.
+    /// Does nothing if the shard has ended. Fails if there is no memory.
+    fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
+        let mut guard = self.open.lock();
+        let Some(open) = guard.as_mut() else { return Ok(()) };
+        if let Memory::Reserved(_) = open.memory
+            && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
+        {
+            let failed =
+                |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
+            open.memory = if open.missing.len() > 1 {
+                let bytes = self.region.elements() * self.item_bytes;
+                let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
+                let beside = both.pop();
+                both.pop().map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
+            } else {
+                Memory::Here(reservation.allocate().map_err(failed)?, None)
+            };
+        }
+        if let Memory::Here(shard, beside) = &mut open.memory {
+            match beside {
+                Some(beside) if open.term > 0 => with(beside),
+                _ => with(shard),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Runtime {
+    /// Starts a copy of `values` to a CUDA device, in memory that was reserved for it. Resolves
+    /// `resolver` with the shard when the copy is issued.
+    pub(crate) fn copy_in(
+        self: &Arc<Self>,
+        device: DeviceId,
+        op: u64,
+        values: SharedBuffer,
+        reservation: Reservation,
+        resolver: Resolver,
+        guard: OpGuard,
+    ) {
+        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let all = Region::full(&[values.len()]);
+        let shard = DeviceAssembly::new(
+            self.clone(),
+            gpu.clone(),
+            op,
+            all,
+            1,
+            vec![1],
+            None,
+            reservation,
+            resolver,
+            guard,
+        );
+        shard.fill(&values);
+    }
+
+    /// Starts a copy of a part of the buffer of `slot` on the device that holds it, and resolves
+    /// `resolver` with the copy. The tuple is (the region of `slot`, the part, bytes per element).
+    /// Fails `resolver` if there is no memory.
+    pub(crate) fn copy_on_device(
+        self: &Arc<Self>,
+        device: DeviceId,
+        op: u64,
+        slot: &AsyncBuffer,
+        (whole, part, item): (Region, Region, usize),
+        resolver: Resolver,
+        guard: OpGuard,
+    ) {
+        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let pool = self.devices.iter().find(|local| local.id == device).map(|local| &local.pool);
+        let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
+            Some(Ok(reservation)) => reservation,
+            Some(Err(error)) => {
+                let failure = self.out_of_memory(op, &error.to_string());
+                self.remember(&failure);
+                return resolver.keep(Err(failure));
+            }
+            None => return,
+        };
+        let (runtime, gpu) = (self.clone(), gpu.clone());
+        let shard = DeviceAssembly::new(
+            runtime,
+            gpu,
+            op,
+            part.clone(),
+            item,
+            vec![1],
+            None,
+            reservation,
+            resolver,
+            guard,
+        );
+        let source = slot.clone();
+        slot.on_issued(move |outcome| match outcome {
+            Ok(bytes) => {
+                shard.copy(bytes, &whole, &part, Some(source), ());
+                shard.placed();
+            }
+            Err(failure) => shard.end(Err(failure.clone())),
+        });
+    }
+}
+
+impl Ending {
+    fn one_more(self: &Arc<Self>) -> Arc<Self> {
+        self.state.lock().left += 1;
+        self.clone()
+    }
+
+    fn issued(&self, resolver: IssuedPromises) {
+        self.state.lock().issued = Some(resolver);
+    }
+
+    /// Notes the end of one copy, or of the shard's issue. After the last of them, ends the shard
+    /// with the first failure, if there was one.
+    fn over(&self, result: Result<(), Arc<Failure>>) {
+        let mut state = self.state.lock();
+        if let Err(failure) = result {
+            state.failed.get_or_insert(failure);
+        }
+        state.left -= 1;
+        if state.left > 0 {
+            return;
+        }
+        let (issued, failed, guard) =
+            (state.issued.take(), state.failed.take(), state.guard.take());
+        drop(state);
+        if let Some(failure) = &failed {
+            self.runtime.remember(failure);
+        }
+        if let Some(issued) = issued {
+            issued.end(failed.map_or(Ok(()), Err));
+        }
+        drop(guard);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_add_all_floats_and_complex_numbers() {
+        let added = DType::ALL.into_iter().filter_map(|dtype| Some((dtype, Sum::of(dtype)?)));
+        let names = added.map(|(dtype, Sum { function, numbers })| {
+            let bits = 8 * dtype.size() / numbers;
+            assert!(function.ends_with(&format!("f{bits}")), "{dtype}: {function}");
+            dtype.name()
+        });
+        let names: Vec<_> = names.collect();
+        assert_eq!(names, ["bf16", "f16", "f32", "f64", "c64", "c128"]);
+    }
+}

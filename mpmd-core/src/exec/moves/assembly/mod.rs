@@ -1,0 +1,182 @@
+//! Shards that are assembled from pieces.
+//!
+//! Copy workers and transports write the pieces of a shard in host memory. The device copies the
+//! pieces of a shard in a CUDA device's memory. The bytes of a piece may be in either memory.
+
+mod device;
+mod host;
+
+use std::sync::Arc;
+
+use mpmd_device::cuda::Part;
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+pub(crate) use device::{DeviceAssembly, Sum};
+pub(crate) use host::HostAssembly;
+
+use crate::exec::moves::transfer::Transfer;
+use crate::exec::waits::async_buffer::AsyncBuffer;
+use crate::exec::{OpGuard, Outcome, Runtime};
+use mpmd_layout::region::Region;
+
+/// A shard of this process that waits for pieces. Clones refer to the same shard.
+#[derive(Clone)]
+pub(crate) enum Assembly {
+    /// A shard in host memory.
+    Host(Arc<HostAssembly>),
+    /// A shard in a CUDA device's memory.
+    Device(Arc<DeviceAssembly>),
+}
+
+/// The destination of a copy from a device.
+enum CopyTarget {
+    Whole,
+    Part,
+    /// A staging buffer, from which the piece is copied on.
+    Staging,
+}
+
+impl Assembly {
+    /// True if the shard has neither ended nor got all its pieces.
+    pub(crate) fn is_open(&self) -> bool {
+        match self {
+            Self::Host(shard) => shard.is_open(),
+            Self::Device(shard) => shard.is_open(),
+        }
+    }
+
+    /// True if the shard is open and still lacks only `piece`, which is all of it.
+    pub(crate) fn is_whole(&self, piece: &Region) -> bool {
+        match self {
+            Self::Host(shard) => shard.is_whole(piece),
+            Self::Device(shard) => shard.is_whole(piece),
+        }
+    }
+
+    /// True if the shard can use these bytes without a copy: they are in the shard's own kind of
+    /// memory and nobody changes them.
+    pub(crate) fn can_be(&self, bytes: &SharedBuffer) -> bool {
+        match self {
+            Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
+            Self::Device(shard) => shard.can_be(bytes),
+        }
+    }
+
+    /// Ends the shard with its complete bytes, or with a failure.
+    pub(crate) fn end(&self, outcome: Outcome) {
+        match self {
+            Self::Host(shard) => shard.end(outcome),
+            Self::Device(shard) => shard.end(outcome),
+        }
+    }
+
+    /// Ends the shard with its complete bytes. If `source` is given, a device shard is issued now
+    /// and ends once the work of `source` has made the bytes.
+    pub(crate) fn end_as(&self, bytes: SharedBuffer, source: Option<AsyncBuffer>) {
+        match (self, source) {
+            (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
+            _ => self.end(Ok(bytes)),
+        }
+    }
+
+    /// Takes host memory for the whole shard, for a piece that is all of it. `None` if the piece is
+    /// smaller, the shard has ended, or the shard is in device memory.
+    pub(crate) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
+        match self {
+            Self::Host(shard) => shard.take_whole(piece),
+            Self::Device(_) => None,
+        }
+    }
+
+    /// Takes the part of a host shard for a piece. The caller writes it, then gives it back. `None`
+    /// if pieces are not separate parts, the shard has ended, or it is in device memory.
+    pub(crate) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
+        match self {
+            Self::Host(shard) => shard.take_part(piece),
+            Self::Device(_) => None,
+        }
+    }
+
+    /// Gives back a part of a host shard that now holds its piece. After the last one the shard
+    /// ends.
+    pub(crate) fn give_back(&self, part: OwnedBuffer) {
+        if let Self::Host(shard) = self {
+            shard.give_back(part);
+        }
+    }
+
+    /// Starts the copy of a piece to its place, by a copy worker or the device. In host memory,
+    /// copies the pieces of small moves on this thread. Does not block.
+    ///
+    /// `source` is the async buffer of the bytes, if they are in device memory and its work may not
+    /// be over.
+    pub(crate) fn place(
+        &self,
+        runtime: &Arc<Runtime>,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        source: Option<AsyncBuffer>,
+        guard: &OpGuard,
+    ) {
+        match self {
+            Self::Device(shard) => shard.place(transfer, bytes, source, guard),
+            Self::Host(shard) if bytes.device().is_none() => {
+                shard.place(runtime, transfer, bytes, guard)
+            }
+            Self::Host(shard) => shard.read(runtime, transfer, &bytes, source, guard),
+        }
+    }
+}
+
+impl HostAssembly {
+    /// Starts the copy of a piece from device memory: directly into the shard if its place there is
+    /// separate memory.
+    fn read(
+        self: &Arc<Self>,
+        runtime: &Arc<Runtime>,
+        transfer: &Arc<Transfer>,
+        bytes: &SharedBuffer,
+        source: Option<AsyncBuffer>,
+        guard: &OpGuard,
+    ) {
+        let region = &transfer.region;
+        let (to, place) = if let Some(whole) = self.take_whole(region) {
+            (whole, CopyTarget::Whole)
+        } else if let Some(part) = self.take_part(region) {
+            (part, CopyTarget::Part)
+        } else if !self.is_open() {
+            return;
+        } else {
+            match runtime.staging.allocate(transfer.bytes) {
+                Ok(staging) => (staging, CopyTarget::Staging),
+                Err(error) => {
+                    let failure = runtime.out_of_memory(self.op(), &error.to_string());
+                    runtime.remember(&failure);
+                    return self.end(Err(failure));
+                }
+            }
+        };
+        let part = Part {
+            from: &transfer.holds,
+            to: region,
+            piece: region,
+            item_bytes: transfer.item_bytes(),
+        };
+        let (shard, here, alone, guard) =
+            (self.clone(), runtime.clone(), transfer.alone(), guard.clone());
+        runtime.read_device(self.op(), bytes, source, part, to, move |result| {
+            match (result, place) {
+                (Ok(whole), CopyTarget::Whole) => shard.end(Ok(whole.freeze())),
+                (Ok(part), CopyTarget::Part) => shard.give_back(part),
+                (Ok(staging), CopyTarget::Staging) => {
+                    shard.place(&here, &alone, staging.freeze(), &guard)
+                }
+                (Err(failure), _) => {
+                    here.remember(&failure);
+                    shard.end(Err(failure));
+                }
+            }
+            drop(guard);
+        });
+    }
+}

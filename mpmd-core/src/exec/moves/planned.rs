@@ -1,0 +1,75 @@
+//! A `device_put` in a recorded plan: all pieces of all processes.
+
+use std::collections::HashMap;
+
+use crate::exec::moves::put::{OnlyPiece, PutPlan, PutWhat};
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::{self, Piece};
+use mpmd_layout::sharding::{Layout, MemoryKind};
+use mpmd_layout::topology::DeviceId;
+use mpmd_record::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
+
+impl PutPlan {
+    /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
+    /// source.
+    pub(crate) fn descriptor(&self, may_alias: bool) -> OpDescriptor {
+        let runtime = &self.made.runtime;
+        let PutWhat { aval, from, to } = &*self.what;
+        let item = aval.dtype().size();
+        let layout = &self.made.layout;
+        // Both layouts were checked when the move was planned.
+        let source = from.as_ref().and_then(|from| from.layout(aval.shape()).ok());
+        let stays =
+            source.as_ref().is_some_and(|source| source.terms() > 1 && **source == **layout);
+        let pieces = match &source {
+            Some(source) if !stays => reshard::plan(source, layout, item, &runtime.topology)
+                .map(|plan| plan.pieces())
+                .unwrap_or_default(),
+            _ => Vec::new(),
+        };
+        let mut comes: HashMap<DeviceId, Vec<&Piece>> = HashMap::new();
+        pieces.iter().for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
+        let whole = Region::full(aval.shape());
+        let can_alias = |device: DeviceId, region: &Region| {
+            let from = |device| Some((device, from.as_ref()?.memory_kind()));
+            let only = match (&source, comes.get(&device).map(Vec::as_slice)) {
+                (None, _) if term(layout, device) == 0 => {
+                    OnlyPiece { from: None, held: &whole, region }
+                }
+                (Some(_), _) if stays => OnlyPiece { from: from(device), held: region, region },
+                (Some(source), Some([piece])) if piece.step == 1 => {
+                    let Some(held) = source.region_of(piece.src) else { return false };
+                    OnlyPiece { from: from(piece.src), held, region: &piece.region }
+                }
+                _ => return false,
+            };
+            only.can_alias(runtime, (device, to.memory_kind()), region)
+        };
+        let shard = |(device, region): (DeviceId, &Region)| {
+            let memory = match (may_alias && can_alias(device, region), to.memory_kind()) {
+                (true, _) if source.is_some() => Memory::Of(0),
+                (true, _) | (false, MemoryKind::Host) => Memory::Host,
+                (false, MemoryKind::Device) => Memory::Own,
+            };
+            Shard { device: device.0, bytes: (region.elements() * item) as u64, memory }
+        };
+        let message = |piece: &Piece| Message {
+            from: piece.src.0,
+            to: piece.dst.0,
+            bytes: (piece.region.elements() * item) as u64,
+            step: piece.step,
+            leaf: 0,
+        };
+        let moved = pieces.iter().filter(|piece| piece.src != piece.dst);
+        OpDescriptor {
+            what: self.what.to_string(),
+            kind: Kind::Put,
+            results: vec![layout.iter().map(shard).collect()],
+            messages: moved.map(message).collect(),
+        }
+    }
+}
+
+fn term(layout: &Layout, device: DeviceId) -> usize {
+    layout.place_of(device).map_or(0, |place| layout.term_of(place))
+}

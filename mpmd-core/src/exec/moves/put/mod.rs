@@ -1,0 +1,486 @@
+//! This process's part of a `device_put`: the pieces that it copies, sends and receives.
+//!
+//! One mechanism serves every pair of shardings. The plan of the whole operation is the same on
+//! every process; a [`PutPlan`] keeps this process's part. That part may be local copies, sends,
+//! receives, any mix of them, or nothing.
+
+mod alias;
+mod start;
+
+use std::fmt;
+use std::sync::{Arc, Once};
+
+use mpmd_device::copy::contiguous_bytes;
+use mpmd_device::cuda::WarmUp;
+use mpmd_device::cuda::kernels::ADD;
+use mpmd_ids::ProcessId;
+
+use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::{Origin, Target, from_host, in_place};
+pub(crate) use alias::OnlyPiece;
+use start::Start;
+
+use crate::exec::array::host_array::HostArray;
+use crate::exec::array::{LocalShard, Made};
+use crate::exec::moves::assembly::Sum;
+use crate::exec::recorder::KnownDescriptor;
+use crate::exec::{AsyncBuffer, OpGuard, Runtime};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::{self, ReshardError};
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::DeviceId;
+
+/// A move that copies at most this many bytes on a process is small: the threads that bring its
+/// pieces copy them, because waking a copy worker would take longer. Larger shards are written by
+/// several copy workers at once.
+const SMALL: usize = 1 << 20;
+
+/// One process's part in moving arrays of one shape from one sharding to another.
+pub(crate) struct PutPlan {
+    pub(crate) made: Arc<Made>,
+    pub(crate) what: Arc<PutWhat>,
+    pub(crate) fingerprint: u64,
+    targets: Vec<Target>,
+    /// Regions that move to, from or through this process, in the order in which they are started.
+    transfers: Vec<Arc<Transfer>>,
+    /// Number of pieces that this process sends or forwards to peers.
+    sends: usize,
+    /// Bytes of new memory that this process may need.
+    bytes: u64,
+    /// True if this process copies at most [`SMALL`] bytes.
+    is_small: bool,
+    /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
+    /// with the source.
+    pub(crate) known_descriptors: [KnownDescriptor; 2],
+    /// (device, compilation of the kernel that adds partial sums), for each CUDA device of this
+    /// process that needs it.
+    warm_ups: Vec<(DeviceId, WarmUp)>,
+}
+
+/// Describes a `device_put` in messages.
+pub(crate) struct PutWhat {
+    pub(crate) aval: ShapedArray,
+    pub(crate) from: Option<Sharding>,
+    pub(crate) to: Sharding,
+}
+
+/// The source values of a `device_put`.
+pub(crate) enum Source<'a> {
+    /// Host values, the same on every process.
+    Host(&'a HostArray),
+    /// The shards that this process owns of an array on devices; empty if it owns none.
+    Shards(&'a [LocalShard]),
+}
+
+impl PutPlan {
+    /// Computes this process's part of the move.
+    ///
+    /// # Errors
+    ///
+    /// If the two layouts cannot belong to one array.
+    pub(crate) fn new(
+        runtime: &Arc<Runtime>,
+        aval: &ShapedArray,
+        from: Option<(&Sharding, &Layout)>,
+        to: &Sharding,
+        layout: Arc<Layout>,
+    ) -> Result<Self, ReshardError> {
+        let mut targets: Vec<Target> = layout
+            .iter()
+            .filter_map(|(device, region)| {
+                let local_index = runtime.local_index(device)?;
+                Some(Target {
+                    device,
+                    local_index,
+                    region: region.clone(),
+                    pieces: Vec::new(),
+                    in_parts: true,
+                    alias: None,
+                })
+            })
+            .collect();
+        let item = aval.dtype().size();
+        let mut transfers = match from {
+            None => from_host(&targets, &layout, aval),
+            // Equal layouts: each partial sum stays in place.
+            Some((_, source)) if source.terms() > 1 && *source == *layout => {
+                in_place(&targets, item)
+            }
+            Some((_, source)) => {
+                let part =
+                    reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
+                let deliveries = part.deliveries.into_iter();
+                let kind = kind_of(from.map(|(from, _)| from));
+                let transfer =
+                    |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
+                deliveries.map(transfer).collect()
+            }
+        };
+        let processes = runtime.topology.processes();
+        // Each process starts with the peer after it, so that they do not all send to the same one.
+        let distance = |peer: &ProcessId| {
+            (peer.index() + processes - runtime.me.index() % processes) % processes
+        };
+        for transfer in &mut transfers {
+            // Forwarded pieces keep the order of the plan.
+            if !matches!(transfer.origin, Origin::Process(_)) {
+                transfer.peers.sort_by_key(distance);
+            }
+        }
+        transfers.sort_by_key(|transfer| {
+            (transfer.peers.first().map_or(usize::MAX, distance), transfer.id)
+        });
+        let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
+        let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
+        let mut copied = 0;
+        for transfer in &transfers {
+            copied += transfer.bytes * transfer.targets.len();
+            // A piece that is forwarded or packed takes a staging buffer, unless it is transferred
+            // zero-copy.
+            let mut places = transfer.targets.iter().map(|at| targets[*at].device);
+            let kept = match transfer.origin {
+                Origin::Process(from) => {
+                    let in_place = runtime.zero_copy(from) && transfer.is_by_itself();
+                    let to_gpu = places.any(|device| runtime.gpu_of(device, to_kind).is_some());
+                    (!transfer.peers.is_empty() || to_gpu) && !in_place
+                }
+                Origin::Device(device) => {
+                    let on_gpu = runtime.gpu_of(device, kind).is_some();
+                    transfer.peers.iter().any(|peer| {
+                        let lends = runtime.lends(device, kind, *peer);
+                        (transfer.run.is_none() && !lends)
+                            || (on_gpu && !runtime.carries_device_memory(*peer))
+                    })
+                }
+                Origin::Host => false,
+            };
+            if kept {
+                bytes += transfer.bytes;
+            }
+            for at in &transfer.targets {
+                let target = &mut targets[*at];
+                if target.pieces.len() <= transfer.term {
+                    target.pieces.resize(transfer.term + 1, 0);
+                }
+                target.pieces[transfer.term] += 1;
+                // Pieces of later partial sums are added, so they cannot be written in place.
+                target.in_parts &= transfer.term == 0
+                    && contiguous_bytes(&target.region, &transfer.region, item).is_some();
+                let from = match transfer.origin {
+                    Origin::Device(device) => Some(Some((device, kind))),
+                    Origin::Host => Some(None),
+                    Origin::Process(_) => None,
+                };
+                let can_alias = from.filter(|_| target.pieces == [1]).is_some_and(|from| {
+                    let (held, region) = (&transfer.holds, &transfer.region);
+                    let to = (target.device, to_kind);
+                    OnlyPiece { from, held, region }.can_alias(runtime, to, &target.region)
+                });
+                target.alias = can_alias.then_some(transfer.origin);
+            }
+        }
+        let fingerprint = [
+            from.map_or(1, |(sharding, _)| sharding.fingerprint()),
+            to.fingerprint(),
+            // Processes that see different links make different plans. The fingerprint turns that
+            // into an error instead of a hang.
+            runtime.topology_fingerprint,
+            crate::exec::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
+        ]
+        .into_iter()
+        .fold(crate::exec::Rolling::default(), crate::exec::Rolling::mix)
+        .word();
+        let from = from.map(|(sharding, _)| sharding.clone());
+        let what = Arc::new(PutWhat { aval: aval.clone(), from, to: to.clone() });
+        let made = Made::new(aval.clone(), to.clone(), layout, what.clone(), runtime.clone());
+        let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
+        let transfers = transfers.into_iter().map(Arc::new).collect();
+        let known_descriptors = Default::default();
+        let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
+        let warm_ups: Vec<_> = targets
+            .iter()
+            .filter(adds)
+            .filter_map(|target| {
+                let gpu = runtime.gpu_of(target.device, to_kind)?;
+                let pool = &runtime.devices[target.local_index].pool;
+                bytes += target.region.elements() * item;
+                Some((target.device, gpu.warm_up(pool, vec![&ADD])))
+            })
+            .collect();
+        Ok(Self {
+            made: Arc::new(made),
+            what,
+            fingerprint,
+            targets,
+            transfers,
+            sends,
+            bytes: bytes as u64,
+            is_small: copied <= SMALL,
+            known_descriptors,
+            warm_ups,
+        })
+    }
+
+    /// True if the move may share an operation with those of other leaves: it has at most `most`
+    /// bytes, and no partial sums, whose indices the numbers of its pieces would need.
+    pub(crate) fn is_joinable(&self, most: usize) -> bool {
+        let PutWhat { aval, from, to } = &*self.what;
+        let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
+        aval.elements() * aval.dtype().size() <= most && from.iter().all(whole) && whole(to)
+    }
+
+    /// True if this process neither sends, receives nor owns any part of the move.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.transfers.is_empty() && self.targets.is_empty()
+    }
+
+    /// Returns the bytes of new memory that this process may need.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Registers this process's sends of the move, and returns an async buffer that ends with them,
+    /// or `None` if there are none. Never blocks. Call it before [`PutPlan::receive`]: peers wait
+    /// for the pieces, and the rest may take a while.
+    pub(crate) fn send(
+        &self,
+        runtime: &Arc<Runtime>,
+        guard: &OpGuard,
+        source: &Source<'_>,
+    ) -> Option<AsyncBuffer> {
+        let sent = (self.sends > 0).then(|| guard.expect_sends(self.sends));
+        let start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
+        for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
+            if let Origin::Device(device) = transfer.origin {
+                start.send(transfer, device);
+            }
+        }
+        sent
+    }
+
+    /// Opens the shards that this process will own, and registers the pieces that they wait for.
+    /// Returns the shards. Does not wait for the move. May block while there is no memory for the
+    /// shards, or, the first time, for a kernel's compilation.
+    ///
+    /// With `may_alias` a shard may share memory with the source: arrays never change.
+    pub(crate) fn receive(
+        &self,
+        runtime: &Arc<Runtime>,
+        guard: &OpGuard,
+        source: &Source<'_>,
+        may_alias: bool,
+    ) -> Vec<LocalShard> {
+        let mut start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
+        let mut result = Vec::with_capacity(self.targets.len());
+        for target in &self.targets {
+            let (slot, shard) = start.open(target, may_alias);
+            start.shards.push(shard);
+            result.push(LocalShard { device: target.device, slot });
+        }
+        start.receive();
+        result
+    }
+
+    /// Returns the device function that adds the partial sums of a shard, or `None` if the host
+    /// adds them or there are none. Blocks until the kernel is compiled, the first time.
+    fn sum_on_device(&self, target: &Target) -> Option<Sum> {
+        if target.pieces.len() < 2 {
+            return None;
+        }
+        let (_, ready) = self.warm_ups.iter().find(|(device, _)| *device == target.device)?;
+        let sum = Sum::of(self.what.aval.dtype())?;
+        let ready = ready.wait().inspect_err(|error| {
+            static SAID: Once = Once::new();
+            SAID.call_once(
+                || tracing::warn!(%error, "partial sums of CUDA devices are added up by the host"),
+            );
+        });
+        ready.ok().map(|()| sum)
+    }
+
+    fn item_bytes(&self) -> usize {
+        self.what.aval.dtype().size()
+    }
+}
+
+impl Source<'_> {
+    fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
+        match self {
+            Source::Host(_) => None,
+            Source::Shards(shards) => {
+                shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
+            }
+        }
+    }
+}
+
+/// Returns the memory kind of the source. Host values have the default kind, device memory.
+fn kind_of(from: Option<&Sharding>) -> MemoryKind {
+    from.map_or_else(MemoryKind::default, Sharding::memory_kind)
+}
+
+impl fmt::Display for PutWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.from {
+            Some(from) => write!(f, "device_put of {} from {from} to {}", self.aval, self.to),
+            None => write!(f, "device_put of host values {} to {}", self.aval, self.to),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use mpmd_ids::ProcessId;
+    use mpmd_ids::block::{Mutex, mpsc};
+
+    use crate::api::program::Simulation;
+    use crate::prelude::*;
+    use mpmd_layout::sharding::Sharding;
+    use mpmd_layout::topology::DeviceId;
+
+    #[test]
+    fn packed_pieces_count_as_memory_direct_sends_do_not() {
+        let results = Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("x", 2)])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let mut bytes =
+                |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
+            // A shard has 32 elements. The other process gets 16 elements that are not contiguous
+            // in this process's shard.
+            let found = (bytes(&columns), bytes(&mesh.replicated()));
+            Ok(found)
+        });
+        for result in results {
+            assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
+        }
+    }
+
+    #[test]
+    fn small_move_needs_no_copy_worker() {
+        let mut p = Program::builder().devices(2).alone().unwrap();
+        let mesh = p.mesh(&[("x", 2)]).unwrap();
+        let rows = mesh.sharding(spec!["x"]);
+        let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
+        x.block_until_ready().unwrap();
+        // No copy worker is free until this is dropped.
+        let (busy, free) = mpsc::channel::<()>();
+        let free = Arc::new(Mutex::new(free));
+        for _ in 0..8 {
+            let free = free.clone();
+            p.runtime.move_data(Box::new(move || {
+                let _ = free.lock().recv();
+            }));
+        }
+        let y = p.device_put(&x, mesh.sharding(spec![None, "x"])).unwrap();
+        assert!(y.is_complete());
+        drop(busy);
+        p.finish().unwrap();
+    }
+
+    #[test]
+    fn long_chain_of_small_moves_ends() {
+        let mut p = Program::builder().devices(1).alone().unwrap();
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = Mutex::new(gone);
+        let on = Sharding::single_device(DeviceId(0));
+        let mut x = p
+            .array_from_fn(f32s([4]), &on, move |_, mut view| {
+                let _ = gone.lock().recv();
+                Ok(view.fill(3.0f32)?)
+            })
+            .unwrap();
+        // All of them wait for the first, and each ends the next.
+        for _ in 0..1000 {
+            x = p.device_put_with(&x, &on, MoveOptions::default().may_alias(false)).unwrap();
+        }
+        drop(go);
+        assert_eq!(x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [3.0; 4]);
+        p.finish().unwrap();
+    }
+
+    /// Moves rows to columns, so that no piece is contiguous in its shard. Returns, by process, the
+    /// peak bytes of staging memory and the bytes that the plan counts.
+    fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
+        let results = simulation.run(|p| {
+            let mesh = p.mesh(&[("x", p.processes())])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.array_from_fn(f32s([12, 24]), &rows, |region, mut view| {
+                let (rows, columns) = (region.range(0), region.range(1));
+                let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                view.as_mut_slice::<f32>()?
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(to, value)| *to = value);
+                Ok(())
+            })?;
+            let bytes =
+                p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let y = p.device_put(&x, &columns)?;
+            for shard in y.addressable_shards()? {
+                let columns = shard.region.range(1);
+                let values =
+                    (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+                assert!(!shard.data.bytes().is_lent());
+            }
+            // A barrier: every process has sent before any reads its counters.
+            for process in 0..p.processes() as u32 {
+                p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok((p.runtime.staging.stats().peak, bytes))
+        });
+        results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn zero_copy_transfers_are_never_packed() {
+        let packing = staged(&Simulation::new(2, 2));
+        assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
+        let shared = staged(&Simulation::new(2, 2).zero_copy(&[0, 0]));
+        assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
+        // Only two of the three processes share memory: both pack for the third.
+        let mixed = staged(&Simulation::new(3, 3).zero_copy(&[5, 5]));
+        assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
+        // Zero-copy between all four, of whole shards and of parts.
+        let four = staged(&Simulation::new(4, 4).zero_copy(&[1; 4]));
+        assert_eq!(four, [(0, 4 * 12 * 6); 4]);
+    }
+
+    /// Strided parts go to a host with two processes. Each of them borrows the shard for one part
+    /// and packs that part for the other process, which expects the region alone.
+    #[test]
+    fn forwarder_packs_a_strided_part_of_a_shard() {
+        let simulation =
+            Simulation::new(3, 6).zero_copy(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let results = simulation.run(|p| {
+            let x = p.array_from_fn(
+                f32s([64, 64]),
+                &Sharding::single_device(DeviceId(0)),
+                |_, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                    values.for_each(|(i, value)| *value = i as f32);
+                    Ok(())
+                },
+            )?;
+            let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
+            let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
+            let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
+            for shard in shards {
+                let columns = shard.region.range(1);
+                let values =
+                    (0..64).flat_map(|i| columns.clone().map(move |j| (i * 64 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+            }
+            for process in 0..3 {
+                p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok(p.runtime.staging.stats().peak)
+        });
+        let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
+        assert_eq!(peaks[0], 0, "the sender packs nothing");
+        assert_eq!(peaks[1] + peaks[2], 2 * 64 * 32 * 4, "each half once");
+    }
+}

@@ -1,0 +1,270 @@
+//! Starts a `device_put`: sends this process's pieces, opens its new shards, and registers the
+//! pieces that they wait for.
+
+use std::sync::Arc;
+
+use mpmd_device::cuda::Gpu;
+use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_transport::SharedBuffer;
+use mpmd_transport::memory::Reservation;
+
+use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
+use crate::exec::moves::assembly::Sum;
+use crate::exec::moves::receive::Receive;
+use crate::exec::moves::send::Send;
+use crate::exec::moves::transfer::{Origin, Target, Transfer};
+use crate::exec::{
+    Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Resolver, Runtime,
+    follow,
+};
+use mpmd_layout::topology::DeviceId;
+
+/// A `device_put` that is being started.
+pub(super) struct Start<'a> {
+    pub(super) plan: &'a PutPlan,
+    pub(super) runtime: &'a Arc<Runtime>,
+    pub(super) guard: &'a OpGuard,
+    pub(super) source: &'a Source<'a>,
+    /// Assembly of each target; `None` if the shard is not assembled from pieces.
+    pub(super) shards: Vec<Option<Assembly>>,
+}
+
+impl Start<'_> {
+    /// Registers the send of a region of a local shard to the peers that get it from this process.
+    /// The send starts once the shard is filled, or in CUDA memory once it is issued.
+    pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
+        let Some(slot) = self.source.slot(device) else { return };
+        let send = self.send_of(transfer);
+        if self.runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
+            send.begin_from_gpu(self.runtime, slot);
+        } else {
+            send.begin(self.runtime, slot);
+        }
+    }
+
+    fn send_of(&self, transfer: &Arc<Transfer>) -> Send {
+        Send { transfer: transfer.clone(), guard: self.guard.clone() }
+    }
+
+    /// Reserves the memory of a shard of this process. Returns (its async buffer, its assembly),
+    /// and no assembly if the shard needs no pieces. If there is no memory, the shard fails.
+    pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
+        let Self { plan, runtime, guard, source, .. } = *self;
+        let op = guard.op();
+        if target.region.is_empty() {
+            return (AsyncBuffer::filled(Vec::new().into()), None);
+        }
+        if may_alias {
+            match (target.alias, source) {
+                (Some(Origin::Device(device)), _) => {
+                    return (alias(runtime, guard, source.slot(device)), None);
+                }
+                (Some(Origin::Host), Source::Host(host)) => {
+                    return (AsyncBuffer::filled(host.bytes().clone()), None);
+                }
+                _ => {}
+            }
+        }
+        let PutWhat { aval, to, .. } = &*plan.what;
+        let (resolver, slot) = AsyncBuffer::new();
+        let bytes = target.region.elements() * plan.item_bytes();
+        let gpu = runtime.gpu_of(target.device, to.memory_kind());
+        // Partial sums that a device adds need a second buffer of the shard's size.
+        let sum = plan.sum_on_device(target);
+        let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some())).collect();
+        let reserved =
+            runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
+        match (reserved, gpu) {
+            (Ok(reservation), Some(gpu)) => {
+                (slot, self.open_on_gpu(target, gpu, sum, reservation, resolver))
+            }
+            (Ok(reservation), None) if target.pieces.is_empty() => {
+                self.zeros(reservation, resolver);
+                (slot, None)
+            }
+            (Ok(reservation), None) => {
+                let (region, missing) = (target.region.clone(), target.pieces.clone());
+                let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
+                let shard = HostAssembly::new(
+                    me,
+                    op,
+                    region,
+                    dtype,
+                    missing,
+                    target.in_parts && target.pieces != [1] && bytes > SMALL,
+                    plan.is_small,
+                    reservation,
+                    resolver,
+                    guard,
+                );
+                (slot, Some(Assembly::Host(shard)))
+            }
+            (Err(failure), _) => {
+                runtime.remember(&failure);
+                resolver.keep(Err(failure));
+                (slot, None)
+            }
+        }
+    }
+
+    /// Opens a shard in a CUDA device's memory. Returns its assembly, in host memory if the host
+    /// adds its partial sums. `None` if it is filled with zeros or has failed.
+    fn open_on_gpu(
+        &self,
+        target: &Target,
+        gpu: &Arc<Gpu>,
+        sum: Option<Sum>,
+        reservation: Reservation,
+        resolver: Resolver,
+    ) -> Option<Assembly> {
+        let Self { plan, runtime, guard, .. } = *self;
+        let op = guard.op();
+        let (item, region) = (plan.item_bytes(), target.region.clone());
+        let on_host = target.pieces.len() > 1 && sum.is_none();
+        let missing =
+            if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
+        let shard = DeviceAssembly::new(
+            runtime.clone(),
+            gpu.clone(),
+            op,
+            region.clone(),
+            item,
+            missing,
+            sum,
+            reservation,
+            resolver,
+            guard.clone(),
+        );
+        if target.pieces.is_empty() {
+            shard.zero();
+            return None;
+        }
+        if !on_host {
+            return Some(Assembly::Device(shard));
+        }
+        // The host adds the partial sums, then the device copies the result.
+        let reservation = match runtime.staging.reserve(region.elements() * item) {
+            Ok(reservation) => reservation,
+            Err(error) => {
+                let failure = runtime.out_of_memory(op, &error.to_string());
+                runtime.remember(&failure);
+                shard.end(Err(failure));
+                return None;
+            }
+        };
+        let (resolver, sum) = AsyncBuffer::new();
+        let host = HostAssembly::new(
+            runtime.me,
+            op,
+            region.clone(),
+            plan.what.aval.dtype(),
+            target.pieces.clone(),
+            false,
+            plan.is_small,
+            reservation,
+            resolver,
+            guard.clone(),
+        );
+        sum.on_end(move |outcome| match outcome {
+            Ok(sum) => shard.fill(sum),
+            Err(failure) => shard.end(Err(failure.clone())),
+        });
+        Some(Assembly::Host(host))
+    }
+
+    /// Queues the filling with zeros of a host shard to which no piece contributes.
+    fn zeros(&self, reservation: Reservation, resolver: Resolver) {
+        let (me, op, guard) = (self.runtime.me, self.guard.op(), self.guard.clone());
+        self.runtime.move_data(Box::new(move || {
+            let zeros = reservation.allocate().map(|mut buffer| {
+                buffer.fill(0);
+                buffer.freeze()
+            });
+            resolver.keep(zeros.map_err(|error| {
+                let message = format!("operation {op}: {error}");
+                Arc::new(Failure::new(FailureKind::Memory, me, op, message))
+            }));
+            drop(guard);
+        }));
+    }
+
+    /// Registers the copies of all regions into the shards that contain them. A region from a peer
+    /// is received even if no shard needs it any more, so that its sender does not wait. It is then
+    /// forwarded to the transfer's peers. Waits for none of this. The pieces of a small move that
+    /// are there are copied now.
+    pub(super) fn receive(&self) {
+        let from_peer = |transfer: &Transfer| match transfer.origin {
+            Origin::Process(from) => Some(from),
+            Origin::Device(_) | Origin::Host => None,
+        };
+        let transfers = &self.plan.transfers;
+        if transfers.iter().any(|transfer| from_peer(transfer).is_some()) {
+            self.runtime.with_router(|router| {
+                for transfer in transfers {
+                    if let Some(from) = from_peer(transfer) {
+                        let shards = self.shards_of(transfer).collect();
+                        let forward = self.send_of(transfer);
+                        Receive { from, shards, forward }.begin(self.runtime, router);
+                    }
+                }
+            });
+        }
+        transfers.iter().for_each(|transfer| self.copy(transfer));
+    }
+
+    /// Returns the assemblies of the shards that contain a region.
+    fn shards_of(&self, transfer: &Transfer) -> impl Iterator<Item = Assembly> {
+        transfer.targets.iter().filter_map(|at| self.shards[*at].clone())
+    }
+
+    /// Registers the copy of a region of this process's own values.
+    fn copy(&self, transfer: &Arc<Transfer>) {
+        let shards = self.shards_of(transfer);
+        let (runtime, guard) = (self.runtime, self.guard);
+        match (transfer.origin, self.source) {
+            (Origin::Process(_), _) => {}
+            (Origin::Host, Source::Host(host)) => {
+                for shard in shards {
+                    shard.place(runtime, transfer, host.bytes().clone(), None, guard);
+                }
+            }
+            (Origin::Host, Source::Shards(_)) => {}
+            (Origin::Device(device), _) => {
+                let Some(slot) = self.source.slot(device) else { return };
+                // A CUDA device's shard is taken once its work is issued; the copy is ordered
+                // behind it. Other shards are taken once they are filled.
+                let on_gpu =
+                    runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
+                for shard in shards {
+                    let (runtime, transfer, guard) =
+                        (runtime.clone(), transfer.clone(), guard.clone());
+                    let source = on_gpu.then(|| slot.clone());
+                    let place = move |outcome: &Outcome| match outcome {
+                        Ok(buffer) => {
+                            shard.place(&runtime, &transfer, buffer.clone(), source, &guard)
+                        }
+                        Err(failure) => {
+                            runtime.remember(failure);
+                            shard.end(Err(failure.clone()));
+                        }
+                    };
+                    if on_gpu {
+                        slot.on_issued(place);
+                    } else {
+                        slot.on_end(place);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Returns an async buffer that shares the memory of `source`, once that has its buffer. The
+/// operation stays in flight until `source` has ended.
+fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&AsyncBuffer>) -> AsyncBuffer {
+    let (resolver, slot) = AsyncBuffer::new();
+    if let Some(source) = source {
+        follow(source, resolver, SharedBuffer::clone, Some(runtime.clone()), Some(guard.clone()));
+    }
+    slot
+}

@@ -1,0 +1,205 @@
+//! Reachability of memory: CUDA memory from this process, and memory of other processes.
+
+use std::sync::Arc;
+
+use mpmd_device::cuda::{CudaError, Gpu, Part};
+use mpmd_ids::ProcessId;
+use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_transport::memory::DevicePlace;
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+use crate::exec::waits::async_buffer::AsyncBuffer;
+use crate::exec::{OpGuard, Runtime};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::{DeviceId, DeviceKind};
+
+impl Runtime {
+    /// Returns the GPU that has the memory of a shard on a device of this process. `None` if the
+    /// shard is in host memory.
+    pub(crate) fn gpu_of(&self, device: DeviceId, kind: MemoryKind) -> Option<&Arc<Gpu>> {
+        if kind == MemoryKind::Host {
+            return None;
+        }
+        self.devices.iter().find(|local| local.id == device).and_then(|local| local.gpu.as_ref())
+    }
+
+    /// True if shards on a device of any process are in CUDA memory. The result is the same on
+    /// every process.
+    pub(crate) fn is_on_gpu(&self, device: DeviceId, kind: MemoryKind) -> bool {
+        kind == MemoryKind::Device && self.topology.kind_of(device) == Some(DeviceKind::Cuda)
+    }
+
+    /// Returns the GPU of this process that copies from `place`: the GPU that has the memory if it
+    /// is here, otherwise any. `None` if this process has no GPU.
+    pub(crate) fn gpu_for(&self, place: DevicePlace) -> Option<&Arc<Gpu>> {
+        let gpus = || self.devices.iter().filter_map(|local| local.gpu.as_ref());
+        gpus().find(|gpu| gpu.ordinal() == place.device).or_else(|| gpus().next())
+    }
+
+    /// True if CUDA memory goes to and from `peer` zero-copy. The result is the same on both sides.
+    ///
+    /// If false, the bytes are copied through host memory.
+    pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        let takes = |process| self.topology.has_kind(process, DeviceKind::Cuda);
+        let transport = self.transport.as_ref();
+        takes(self.me)
+            && takes(peer)
+            && transport.is_some_and(|transport| transport.carries_device_memory(peer))
+    }
+
+    /// True if a shard on `device` goes between this process and `peer` zero-copy. `device` belongs
+    /// to one of the two. Then a part of the shard that is not contiguous is sent as the whole
+    /// shard. The result is the same on both sides.
+    pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
+        self.zero_copy(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
+    }
+
+    /// Logs, for each peer with CUDA devices, the path of CUDA arrays to it: zero-copy or through
+    /// host memory.
+    pub(crate) fn say_ways(&self) {
+        if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
+            return;
+        }
+        let others =
+            (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
+        let others = others.filter(|peer| self.topology.has_kind(*peer, DeviceKind::Cuda));
+        let (in_place, through_host): (Vec<_>, Vec<_>) = others
+            .map(|peer| (peer.0, self.carries_device_memory(peer)))
+            .partition(|(_, carries)| *carries);
+        let [in_place, through_host] = [in_place, through_host]
+            .map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
+        let process = self.me.0;
+        tracing::info!(
+            process,
+            ?in_place,
+            ?through_host,
+            "paths of CUDA memory to other processes"
+        );
+    }
+
+    /// Returns an async buffer in host memory with the values of `slot`. It shares the buffer if
+    /// that is in host memory. Otherwise a copy begins as soon as the work that fills it is issued.
+    /// Does not block.
+    pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &AsyncBuffer) -> AsyncBuffer {
+        let (resolver, found) = AsyncBuffer::new();
+        let (runtime, source) = (self.clone(), slot.clone());
+        let reading = self.in_flight.reading();
+        slot.on_issued(move |outcome| {
+            let bytes = match outcome {
+                Ok(bytes) if bytes.device().is_some() => bytes,
+                ended => return resolver.keep(ended.clone()),
+            };
+            let to = match runtime.staging.allocate(bytes.len()) {
+                Ok(to) => to,
+                Err(error) => {
+                    return resolver.keep(Err(runtime.out_of_memory(op, &error.to_string())));
+                }
+            };
+            let all = Region::full(&[bytes.len()]);
+            let part = Part { from: &all, to: &all, piece: &all, item_bytes: 1 };
+            runtime.read_device(op, bytes, Some(source), part, to, move |result| {
+                resolver.keep(result.map(OwnedBuffer::freeze));
+                drop(reading);
+            });
+        });
+        found
+    }
+
+    /// Starts a copy of a part of `bytes` from device memory to `to`. Later calls `then` with `to`
+    /// or the failure. `then` runs on a thread with other work and must be short.
+    ///
+    /// If `source` is given, its work makes the bytes and may not be over. If it fails, so does the
+    /// copy.
+    pub(crate) fn read_device(
+        self: &Arc<Self>,
+        op: u64,
+        bytes: &SharedBuffer,
+        source: Option<AsyncBuffer>,
+        part: Part<'_>,
+        to: OwnedBuffer,
+        then: impl FnOnce(Result<OwnedBuffer, Arc<Failure>>) + Send + 'static,
+    ) {
+        let Some(gpu) = bytes.device().and_then(|place| self.gpu_for(place)) else {
+            return then(Err(self.failed_on_device(
+                op,
+                "received CUDA memory, but this process has no CUDA device",
+            )));
+        };
+        let runtime = self.clone();
+        gpu.outward().copy_out(bytes, to, part, move |copied| {
+            let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
+            // If the bytes were never made, that failure is the cause.
+            when_made(source, move |made| then(made.and(copied)));
+        });
+    }
+
+    /// Creates the failure of a copy from or to a device.
+    pub(crate) fn copy_failed(&self, op: u64, error: &CudaError) -> Arc<Failure> {
+        self.failed_on_device(op, &error.to_string())
+    }
+
+    /// Creates the failure of an operation on a CUDA device, for the reason `why`.
+    pub(crate) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
+        let message = format!("operation {op} on process {}: {why}", self.me);
+        Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
+    }
+
+    /// Creates the failure of an operation that got no memory, for the reason `why`.
+    pub(crate) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
+        Arc::new(Failure::new(FailureKind::Memory, self.me, op, format!("operation {op}: {why}")))
+    }
+}
+
+/// Calls `then` with the completion status of an issued async buffer, once that is known. Without
+/// an async buffer, calls `then` with success at once.
+pub(crate) fn when_made(
+    source: Option<AsyncBuffer>,
+    then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+) {
+    match source {
+        None => then(Ok(())),
+        Some(slot) => slot.on_completion(then),
+    }
+}
+
+/// Resolves `resolver` with `part` of the buffer of `source`, as soon as `source` is issued. Does
+/// not block. In device memory, it ends when `source` ends.
+///
+/// With `remember`, a failure of `source` also counts as a failure on this process. `guard` is
+/// dropped last.
+pub(crate) fn follow(
+    source: &AsyncBuffer,
+    resolver: crate::exec::Resolver,
+    part: impl FnOnce(&SharedBuffer) -> SharedBuffer + Send + 'static,
+    remember: Option<Arc<Runtime>>,
+    guard: Option<OpGuard>,
+) {
+    let slot = source.clone();
+    let failed = move |failure: &Arc<Failure>| {
+        if let Some(runtime) = remember {
+            runtime.remember(failure);
+        }
+    };
+    source.on_issued(move |outcome| match outcome {
+        Ok(bytes) if bytes.device().is_some() => {
+            let issued = resolver.issue(part(bytes));
+            slot.on_completion(move |made| {
+                if let Err(failure) = &made {
+                    failed(failure);
+                }
+                issued.end(made);
+                drop(guard);
+            });
+        }
+        Ok(bytes) => {
+            resolver.keep(Ok(part(bytes)));
+            drop(guard);
+        }
+        Err(failure) => {
+            failed(failure);
+            resolver.keep(Err(failure.clone()));
+            drop(guard);
+        }
+    });
+}

@@ -1,0 +1,4 @@
+//! Tests of execution over special transports.
+
+mod driven;
+mod lying;

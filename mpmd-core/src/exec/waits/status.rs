@@ -1,0 +1,257 @@
+//! The current activity of this process, and hang reports.
+
+use std::collections::VecDeque;
+use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mpmd_ids::block::{Instant, Mutex, now, since};
+use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
+
+use crate::exec::Runtime;
+
+/// The current activity of the program thread and of the devices.
+pub(crate) struct Status {
+    program: Mutex<Doing>,
+    /// Number of steps that the program has ended.
+    steps: AtomicU64,
+    /// By device: (name, its operations that have not ended, in order). The device works on the
+    /// first. Only a device that runs asynchronously has more than one.
+    devices: Vec<(String, Mutex<VecDeque<Running>>)>,
+}
+
+/// The activity of the program thread.
+#[derive(Clone, Copy)]
+pub(crate) enum Doing {
+    /// Running the user's code.
+    Program,
+    /// Blocked in this call or for this reason, at this line of the user's program.
+    Waiting(&'static str, &'static Location<'static>),
+    /// In [`Program::finish`](crate::Program::finish).
+    Finishing,
+}
+
+#[derive(Clone)]
+struct Running {
+    op: u64,
+    call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+    /// Time at which the ticker first saw the operation as its device's current one: devices read
+    /// no clock.
+    seen: Option<Instant>,
+}
+
+impl Status {
+    pub(crate) fn new(devices: impl IntoIterator<Item = String>) -> Self {
+        Self {
+            program: Mutex::new(Doing::Program),
+            steps: AtomicU64::new(0),
+            devices: devices.into_iter().map(|name| (name, Mutex::default())).collect(),
+        }
+    }
+
+    /// Sets the activity of the program thread until the guard is dropped.
+    pub(crate) fn enter(&self, doing: Doing) -> ProgramGuard<'_> {
+        let before = std::mem::replace(&mut *self.program.lock(), doing);
+        ProgramGuard { status: self, before }
+    }
+
+    /// Adds an operation to those of the device with this local index: it starts, or waits behind
+    /// others.
+    pub(crate) fn device_starts(
+        &self,
+        device: usize,
+        op: u64,
+        call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+    ) {
+        self.devices[device].1.lock().push_back(Running { op, call, seen: None });
+    }
+
+    /// Removes an operation that the device with this local index has ended, if it is there.
+    pub(crate) fn device_ends(&self, device: usize, op: u64) {
+        let mut running = self.devices[device].1.lock();
+        if let Some(at) = running.iter().position(|running| running.op == op) {
+            running.remove(at);
+        }
+    }
+
+    /// Sets the start time of each device's current operation to now, if it has none.
+    pub(crate) fn tick(&self) {
+        for (_, running) in &self.devices {
+            if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
+                *seen = Some(now());
+            }
+        }
+    }
+
+    /// Returns the lowest number of an operation that a device works on. `None` if all devices are
+    /// idle.
+    pub(crate) fn lowest(&self) -> Option<u64> {
+        self.devices
+            .iter()
+            .filter_map(|(_, running)| running.lock().front().map(|running| running.op))
+            .min()
+    }
+
+    /// Sets the number of steps that the program has ended.
+    pub(crate) fn step_ends(&self, step: u64) {
+        self.steps.store(step, Ordering::Relaxed);
+    }
+
+    /// Describes the current activity in one line for a hang report. `name` returns the description
+    /// of an operation with its label and line, if it is known.
+    fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
+        let program = format!("its program {}", self.program.lock().describe());
+        self.devices(name).iter().fold(program, |text, device| format!("{text}; {device}"))
+    }
+
+    /// Returns the current activity of each device. `name` is as in [`describe`](Self::describe).
+    fn devices(&self, name: impl Fn(u64) -> Option<String>) -> Vec<DeviceActivity> {
+        let activity = |(device, running): &(String, Mutex<VecDeque<Running>>)| {
+            let (first, behind) = {
+                let running = running.lock();
+                (running.front().cloned(), running.len().saturating_sub(1))
+            };
+            let seen = first.as_ref().and_then(|first| first.seen);
+            DeviceActivity {
+                device: device.clone(),
+                operation: first.map(|Running { op, call, .. }| {
+                    name(op).unwrap_or_else(|| format!("operation {op} ({call})"))
+                }),
+                seconds: seen.map(|seen| since(seen).as_secs_f32()),
+                behind,
+            }
+        };
+        self.devices.iter().map(activity).collect()
+    }
+}
+
+impl Doing {
+    /// Describes this as the predicate of "its program".
+    fn describe(self) -> String {
+        match self {
+            Self::Program => "runs code of its own".to_owned(),
+            Self::Waiting(call, at) => format!("waits in {call} at {at}"),
+            Self::Finishing => "has ended".to_owned(),
+        }
+    }
+}
+
+impl Runtime {
+    /// Describes in one line the current activity of this process's program and devices.
+    pub(crate) fn doing(&self) -> String {
+        self.status.describe(|op| self.router.lock().describe(op))
+    }
+
+    /// Describes the current activity of this process. Then, one line per link, describes the chain
+    /// of processes that it waits for.
+    pub(crate) fn doing_and_why(&self) -> String {
+        let (doing, running) = (self.doing(), self.status.lowest());
+        let mut chain = self.router.lock().chain(running);
+        if chain.is_empty() && running.is_none() {
+            // This process waits for others to take its pieces.
+            chain = self.router.lock().last_words();
+        }
+        chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
+    }
+
+    /// Returns the current activity of this process. Does not block.
+    pub(crate) fn activity(&self) -> Activity {
+        let values = |counters: &[AtomicU64]| {
+            counters.iter().map(|counter| counter.load(Ordering::Relaxed)).collect()
+        };
+        let counts = self.in_flight.counts();
+        let devices = self.status.devices(|op| self.router.lock().describe(op));
+        let running = self.status.lowest();
+        let (issued, wait) = {
+            let router = self.router.lock();
+            // The other links are older answers of other processes.
+            (router.count(), router.chain(running).into_iter().next())
+        };
+        let pools = self.devices.iter().map(|device| device.pool.stats());
+        let memory = MemoryActivity {
+            limit: self.config.device_memory.map(|bytes| bytes * self.devices.len() as u64),
+            host: self.host_memory.stats().live,
+            lent: counts.lent,
+            ..MemoryActivity::default()
+        };
+        Activity {
+            pid: std::process::id(),
+            steps: self.status.steps.load(Ordering::Relaxed),
+            issued,
+            in_flight: counts.ops,
+            in_flight_bytes: counts.bytes,
+            program: self.status.program.lock().describe(),
+            devices,
+            wait,
+            memory: pools.fold(memory, |sum, stats| MemoryActivity {
+                live: sum.live + stats.live,
+                peak: sum.peak + stats.peak_live,
+                ..sum
+            }),
+            bytes_sent: values(&self.bytes_sent),
+            messages_sent: values(&self.messages_sent),
+        }
+    }
+
+    /// Writes to the log and to stderr that something has waited longer than the peer timeout.
+    pub(crate) fn report_hang(&self, text: &str) {
+        tracing::warn!(target: "mpmd::hang", "{text}");
+        // Other processes have described their operations.
+        let text = mpmd_launch::printable(text);
+        let message =
+            format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.peer_timeout);
+        // In one write: other processes of the job may write to the same terminal.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
+    }
+}
+
+/// Restores the previous activity of the program thread when dropped.
+pub(crate) struct ProgramGuard<'a> {
+    status: &'a Status,
+    before: Doing,
+}
+
+impl Drop for ProgramGuard<'_> {
+    fn drop(&mut self) {
+        *self.status.program.lock() = self.before;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn describe_names_current_operations_and_their_age() {
+        let status = Status::new(["device 0".to_owned(), "device 1".to_owned()]);
+        status.device_starts(0, 7, Arc::new("jit Slow"));
+        assert_eq!(status.lowest(), Some(7));
+        let plain = status.describe(|_| None);
+        assert_eq!(
+            plain,
+            "its program runs code of its own; device 0 is at operation 7 (jit Slow); device 1 is \
+             idle"
+        );
+        status.tick();
+        let named =
+            status.describe(|op| Some(format!("operation {op} (jit Slow; stage 1) at here")));
+        assert!(
+            named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."),
+            "{named}"
+        );
+        status.device_starts(0, 9, Arc::new("jit Next"));
+        assert!(
+            status
+                .describe(|_| None)
+                .contains("(jit Slow), for 0.0 s (1 more issued to it); device 1")
+        );
+        status.device_ends(0, 7);
+        assert!(
+            status.describe(|_| None).contains("device 0 is at operation 9 (jit Next); device 1")
+        );
+        status.device_ends(0, 9);
+        status.device_ends(0, 9);
+        assert_eq!(status.lowest(), None);
+    }
+}

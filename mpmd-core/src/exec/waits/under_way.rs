@@ -1,0 +1,291 @@
+//! Payloads that the transport is moving, and their end when the peer falls silent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::transport::{Fetch, FetchDone};
+use mpmd_transport::{OwnedBuffer, Ticket, TransportError};
+
+use crate::exec::{OnLoan, OpGuard, Runtime};
+
+/// Payloads that a transport is moving.
+///
+/// A transport ends each transfer when it is done, or when it knows that the peer is gone. If a
+/// peer is only silent, its connections stay and the transport may never know. Then the waiters are
+/// told anyway. The bytes stay with the transport until it is done with them (invariant
+/// *memory-outlives-operation*).
+#[derive(Default)]
+pub(crate) struct UnderWay {
+    /// (peer, guard of the operation) of bytes that are being sent, by ticket number.
+    sending: BTreeMap<u64, (ProcessId, OpGuard)>,
+    /// (peer, operation, loan) of memory lent by zero-copy transfer, by ticket number.
+    lent: BTreeMap<u64, (ProcessId, u64, OnLoan)>,
+    /// Guards of operations with zero-copy payloads that a peer has not taken yet, by (peer,
+    /// operation, ticket number). Only those stay in flight, because a peer may keep a payload
+    /// forever once taken.
+    untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
+    /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
+    taken: BTreeMap<ProcessId, u64>,
+    /// Peers that take no more zero-copy payloads.
+    gone: BTreeSet<ProcessId>,
+    /// Operations that the program waits for because of their sends, and some that have ended.
+    awaited: BTreeSet<u64>,
+    /// (peer, callback) of incoming bytes that are being read, by ticket number.
+    receiving: BTreeMap<u64, (ProcessId, FetchDone)>,
+    /// Tickets of the pieces of a batch, by the batch's ticket number.
+    bundles: BTreeMap<u64, Vec<Ticket>>,
+    /// Peers to and from which nothing more is sent, and the reason.
+    given_up: BTreeMap<ProcessId, String>,
+    next: u64,
+}
+
+/// The state of a zero-copy payload right after it was registered.
+pub(crate) enum HandedOver {
+    /// The operation stays in flight until the peer has taken the payload.
+    Untaken,
+    /// The same, and the program waits for it: the peer must be asked.
+    Awaited,
+    /// The peer has already taken all payloads of the operation.
+    Taken(OpGuard),
+}
+
+impl UnderWay {
+    /// Registers bytes that are about to be sent and returns their ticket; `operation` stays in
+    /// flight until they have left. Returns `operation` as the error if the peer was given up.
+    pub(crate) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
+        if self.given_up.contains_key(&to) {
+            return Err(operation);
+        }
+        let number = self.number();
+        self.sending.insert(number, (to, operation));
+        Ok(Ticket(number))
+    }
+
+    /// Registers memory that is about to be lent to a peer. Returns (its ticket, its state). If the
+    /// peer takes nothing more, returns loan and guard as the error.
+    pub(crate) fn hand_over(
+        &mut self,
+        to: ProcessId,
+        op: u64,
+        loan: OnLoan,
+        operation: OpGuard,
+    ) -> Result<(Ticket, HandedOver), (OnLoan, OpGuard)> {
+        if self.given_up.contains_key(&to) || self.gone.contains(&to) {
+            return Err((loan, operation));
+        }
+        let number = self.number();
+        self.lent.insert(number, (to, op, loan));
+        if self.taken.get(&to).is_some_and(|taken| op <= *taken) {
+            return Ok((Ticket(number), HandedOver::Taken(operation)));
+        }
+        self.untaken.insert((to, op, number), operation);
+        let is_awaited = self.awaited.contains(&op);
+        let state = if is_awaited { HandedOver::Awaited } else { HandedOver::Untaken };
+        Ok((Ticket(number), state))
+    }
+
+    /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask:
+    /// those that have not taken a payload of it. Empty if the wait was noted before. Forgets
+    /// operations before `first_open`, which have ended.
+    fn wait_for(&mut self, op: u64, first_open: u64) -> Vec<ProcessId> {
+        if !self.awaited.insert(op) {
+            return Vec::new();
+        }
+        self.awaited = self.awaited.split_off(&first_open.min(op));
+        let keys = self.untaken.keys().filter(|key| key.1 == op);
+        let mut peers: Vec<_> = keys.map(|key| key.0).collect();
+        peers.dedup();
+        peers
+    }
+
+    /// Notes that a peer has taken all zero-copy payloads up to operation `op`. Returns the guards
+    /// of operations that no longer need to be in flight for it.
+    pub(crate) fn taken(&mut self, by: ProcessId, op: u64) -> Vec<OpGuard> {
+        let taken = self.taken.entry(by).or_default();
+        *taken = op.max(*taken);
+        let keys: Vec<_> =
+            self.untaken.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key).collect();
+        keys.iter().filter_map(|key| self.untaken.remove(key)).collect()
+    }
+
+    /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
+    pub(crate) fn never_taken(&mut self, by: ProcessId) -> Vec<OpGuard> {
+        self.gone.insert(by);
+        self.taken(by, u64::MAX)
+    }
+
+    /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
+    /// returned, or the transfer failed. Returns the loan to drop, and the guard with its peer, as
+    /// far as there are any.
+    pub(crate) fn sent(
+        &mut self,
+        ticket: Ticket,
+    ) -> (Option<OnLoan>, Option<(ProcessId, OpGuard)>) {
+        match self.lent.remove(&ticket.0) {
+            Some((to, op, loan)) => {
+                let operation = self.untaken.remove(&(to, op, ticket.0));
+                (Some(loan), operation.map(|operation| (to, operation)))
+            }
+            None => (None, self.sending.remove(&ticket.0)),
+        }
+    }
+
+    /// Returns the ticket of a batch with pieces that have these tickets.
+    pub(crate) fn bundle(&mut self, tickets: Vec<Ticket>) -> Ticket {
+        let number = self.number();
+        self.bundles.insert(number, tickets);
+        Ticket(number)
+    }
+
+    /// Returns the tickets of the pieces of a batch, with which the transport is done. `None` if
+    /// the ticket is not that of a batch.
+    pub(crate) fn take_bundle(&mut self, ticket: Ticket) -> Option<Vec<Ticket>> {
+        self.bundles.remove(&ticket.0)
+    }
+
+    /// Returns the next ticket number. It is never 0.
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+impl Runtime {
+    /// Starts to read a payload of `from` into a buffer. Later calls `then` exactly once with the
+    /// buffer or an error, even if `from` falls silent.
+    pub(crate) fn fetch(
+        self: &Arc<Self>,
+        from: ProcessId,
+        fetch: Box<dyn Fetch>,
+        into: OwnedBuffer,
+        then: FetchDone,
+    ) {
+        let number = {
+            let mut under_way = self.under_way.lock();
+            if let Some(why) = under_way.given_up.get(&from) {
+                let error = TransportError::PeerGone { peer: from, why: why.clone() };
+                drop(under_way);
+                // The memory is dropped before its operation.
+                drop((fetch, into));
+                return then(Err(error));
+            }
+            let number = under_way.number();
+            under_way.receiving.insert(number, (from, then));
+            number
+        };
+        let runtime = self.clone();
+        fetch.fetch(
+            into,
+            Box::new(move |result| {
+                let waiting = runtime.under_way.lock().receiving.remove(&number);
+                // No entry is left if the sender was given up.
+                if let Some((_, then)) = waiting {
+                    then(result);
+                }
+            }),
+        );
+    }
+
+    /// Notes that a thread of the program waits for the sends of operation `op`. Asks the peers
+    /// that have its zero-copy payloads to tell as soon as they have taken them. Does not block.
+    /// Sends nothing if the same wait was noted before.
+    pub(crate) fn ask_taken(self: &Arc<Self>, op: u64) {
+        let first_open = self.in_flight.first_open().unwrap_or(op);
+        let peers = self.under_way.lock().wait_for(op, first_open);
+        if !peers.is_empty() {
+            self.with_router(|router| peers.iter().for_each(|peer| router.ask_taken(*peer, op)));
+        }
+    }
+
+    /// Fails the sends of an operation and drops its guard: process `to` will not take a piece.
+    pub(crate) fn never_taken(&self, to: ProcessId, operation: OpGuard) {
+        let router = self.router.lock();
+        let failure = router
+            .why_never(to, operation.op())
+            .unwrap_or_else(|| router.lost_while(to, operation.op(), "it was given up"));
+        drop(router);
+        operation.fail_sends(&failure);
+    }
+
+    /// Gives up a peer: ends all transfers to and from it, and refuses later ones. `why` is the
+    /// reason in their errors.
+    pub(crate) fn give_up(&self, peer: ProcessId, why: &str) {
+        if let Some(transport) = &self.transport {
+            transport.give_up(peer, why);
+        }
+        self.end_transfers(peer, why);
+    }
+
+    /// Ends all transfers to and from a peer, and refuses later ones. `why` is the reason in their
+    /// errors.
+    pub(crate) fn end_transfers(&self, peer: ProcessId, why: &str) {
+        let mut under_way = self.under_way.lock();
+        under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
+        let sending = take_if(&mut under_way.sending, |(to, _)| *to == peer);
+        let lent = take_if(&mut under_way.lent, |(to, ..)| *to == peer);
+        let untaken = under_way.never_taken(peer);
+        let receiving = take_if(&mut under_way.receiving, |(from, _)| *from == peer);
+        // Dropping these guards calls into the rest of the runtime, so the lock is released first.
+        drop(under_way);
+        drop(lent);
+        let sending = sending.into_iter().map(|(_, operation)| operation);
+        sending.chain(untaken).for_each(|operation| self.never_taken(peer, operation));
+        for (_, then) in receiving {
+            then(Err(TransportError::PeerGone { peer, why: why.to_owned() }));
+        }
+    }
+}
+
+/// Takes the values for which `is_taken` out of a map, in the order of their keys.
+fn take_if<V>(map: &mut BTreeMap<u64, V>, is_taken: impl Fn(&V) -> bool) -> Vec<V> {
+    let (taken, left) = std::mem::take(map).into_iter().partition(|(_, value)| is_taken(value));
+    *map = left;
+    let taken: BTreeMap<u64, V> = taken;
+    taken.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exec::InFlight;
+
+    #[test]
+    fn op_ends_when_payload_is_taken_loan_when_it_is_returned() {
+        let (in_flight, mut under_way) = (Arc::new(InFlight::default()), UnderWay::default());
+        let (near, far) = (ProcessId(1), ProcessId(2));
+        let mut tickets = Vec::new();
+        for (to, op) in [(near, 1), (near, 2), (near, 3), (far, 1)] {
+            let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0, 0));
+            let Ok((ticket, HandedOver::Untaken)) = under_way.hand_over(to, op, loan, operation)
+            else {
+                panic!("in flight")
+            };
+            tickets.push(ticket);
+        }
+        let found = |in_flight: &InFlight| (in_flight.counts().ops, in_flight.counts().lent);
+        assert_eq!(found(&in_flight), (4, 40));
+        assert_eq!(under_way.taken(near, 2).len(), 2);
+        assert_eq!(found(&in_flight), (2, 40), "a taken payload may be kept");
+        // Returned before the peer said that it was taken.
+        drop(under_way.sent(tickets[2]));
+        drop(under_way.sent(tickets[0]));
+        assert_eq!(found(&in_flight), (1, 20));
+        // Of an operation that the peer has already taken.
+        let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
+        let Ok((late, HandedOver::Taken(ended))) = under_way.hand_over(near, 2, loan, operation)
+        else {
+            panic!("ended")
+        };
+        drop(ended);
+        assert_eq!(found(&in_flight), (1, 21));
+        assert!(under_way.taken(near, 1).is_empty(), "an older operation changes nothing");
+        drop((under_way.sent(late), under_way.sent(tickets[1]), under_way.sent(tickets[3])));
+        assert_eq!(found(&in_flight), (0, 0));
+        under_way.given_up.insert(far, "silent".to_owned());
+        let refused = under_way.hand_over(far, 9, in_flight.lend(1), in_flight.begin(90, 0, 0));
+        assert!(refused.is_err());
+        drop(refused);
+        assert_eq!(found(&in_flight), (0, 0));
+    }
+}
