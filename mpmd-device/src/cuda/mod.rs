@@ -43,8 +43,8 @@
 //! In `mpmd-core`, `api/jit/on_cuda.rs` takes the inputs as they are issued and runs the kernel,
 //! which launches and multiplies through `Context::cuda` (`kernel/cuda/`). Sources are prepared
 //! when the kernel is bound to its mesh (`api/jit/warm.rs`, `warm.rs`). Copies by region are in
-//! `copy.rs`, the assembly of shards in `exec/moves/assembly/device.rs`. A piece for a process that does
-//! not take device memory is copied to pinned memory as a whole and sent from there.
+//! `copy.rs`, the assembly of shards in `exec/moves/assembly/device.rs`. A piece for a process that
+//! does not take device memory is copied to pinned memory as a whole and sent from there.
 //! `exec/moves/reach.rs` alone decides how two processes exchange device memory.
 //!
 //! # Failures
