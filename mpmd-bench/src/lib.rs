@@ -13,7 +13,6 @@ mod issue;
 mod job;
 mod links;
 mod memcpy;
-mod metg;
 mod options;
 mod p2p;
 mod pipeline;
@@ -60,9 +59,6 @@ enum What {
     /// Training steps of jobs with more and more stages, as threads: the time per pass, which
     /// should stay constant.
     Stages(issue::StagesArgs),
-    /// METG: the task length that keeps half of the machine's peak rate, in the graphs of Task
-    /// Bench, beside Open MPI in turns. `inf` if no length does.
-    Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
 }
@@ -85,7 +81,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
         What::Stages(args) => issue::stages(args),
-        What::Metg(args) => metg::metg(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -34,7 +34,6 @@ const LINKS: &str = "links every Rust program";
 const LISTS: &str = "tells which files belong to the repository";
 const UCX: &str = "builds UCX";
 const MPI: &str = "starts programs in the tests of launchers";
-const PEER: &str = "builds the MPI program of `mpmd bench metg`";
 const SLURM: &str = "part of the Slurm that the tests of launchers set up";
 const ENDS: &str = "ends processes that the tests of launchers start";
 const MEMORY: &str = "finds misuse of memory";
@@ -58,7 +57,6 @@ pub(crate) const FULL: &[Need] = &[
         probe: Probe::Libclang,
     },
     answering("mpirun", MPI, &["openmpi-bin"]),
-    answering("mpicc", PEER, &["libopenmpi-dev"]),
     lying("srun", SLURM, &["slurm-client"]),
     lying("slurmctld", SLURM, &["slurmctld"]),
     lying("slurmd", SLURM, &["slurmd"]),
