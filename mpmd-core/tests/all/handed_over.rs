@@ -9,8 +9,6 @@ mod collectives;
 mod failures;
 #[path = "partial_sums.rs"]
 mod partial_sums;
-#[path = "random_programs.rs"]
-mod random_programs;
 #[path = "random_puts.rs"]
 mod random_puts;
 #[path = "relays.rs"]

@@ -41,7 +41,6 @@ mod pipeline_wiring;
 mod plan;
 mod program;
 mod put_vjp;
-mod random_programs;
 mod random_puts;
 mod ready_kernels;
 mod recovery;

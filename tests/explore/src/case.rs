@@ -187,6 +187,9 @@ impl Case {
     }
 }
 
+#[cfg(test)]
+mod dry_runs;
+
 impl Job for Case {
     fn faults(&self) -> usize {
         self.faults.len()
