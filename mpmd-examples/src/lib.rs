@@ -1,4 +1,4 @@
-//! Code shared by the example programs: arithmetic, data, and the start of jobs.
+//! Code shared by the example programs: arithmetic and data.
 //!
 //! The arithmetic consists of plain functions on slices. It does not depend on processes or
 //! devices. The programs' kernels call it, and tests compare it with definitions and finite
@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 pub mod arrays;
-pub mod job;
 pub mod math;
 pub mod mm;
 pub mod pipeline;

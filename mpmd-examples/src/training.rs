@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
-use clap::builder::RangedU64ValueParser;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::pipeline::{Builtin, MicrobatchShapes, Schedule, Text as ScheduleText};
 use mpmd::{MpmdArray, ProcessId, Program};
+use mpmd_job::{at_least, not_negative};
 use mpmd_train::data::Text;
 use mpmd_train::{Outcome, Rate, StepReport, Trainer};
 
@@ -45,24 +45,6 @@ pub struct TrainingArgs {
     /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
     pub losses_out: Option<PathBuf>,
-}
-
-/// Returns a parser of numbers from `least` on. Larger ones than its limit would overflow products
-/// of sizes.
-pub fn at_least(least: u64) -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(least..=1 << 30)
-}
-
-/// Parses a number that is finite and not negative, such as a learning rate.
-///
-/// # Errors
-///
-/// If it is another number, or none.
-pub fn not_negative(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
-        _ => Err("expected a number that is not negative".to_owned()),
-    }
 }
 
 impl TrainingArgs {
@@ -372,12 +354,6 @@ mod tests {
     use mpmd_train::data::BLOCK;
 
     use super::*;
-
-    #[test]
-    fn negative_and_infinite_numbers_are_refused() {
-        assert_eq!(not_negative("0"), Ok(0.0));
-        assert!(["-1", "inf", "nan", "x"].iter().all(|text| not_negative(text).is_err()));
-    }
 
     #[test]
     fn bigram_loss_is_zero_for_certain_pairs_and_entropy_for_random() {

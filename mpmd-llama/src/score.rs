@@ -10,8 +10,8 @@ use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Text, TokenSource};
 use mpmd::{Error, MpmdArray, Program, Result};
-use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::training::at_least;
+use mpmd_job::JobArgs;
+use mpmd_job::at_least;
 use serde::Serialize;
 
 use crate::folder::Folder;
@@ -60,7 +60,7 @@ pub fn run(
         return Err(unexpected(file, "", expected, tokens.ids().len()).into());
     }
     let tokens = tokens.first(count);
-    job::run(job, stages, stages, |p| {
+    mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
         if let Some(nats) = nats_per_token(p, &model, &meshes, &tokens)? {
             let score = Score { tokens: count - 1, nats_per_token: nats };

@@ -12,8 +12,8 @@ use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::training::{at_least, not_negative};
+use mpmd_job::JobArgs;
+use mpmd_job::{at_least, not_negative};
 use serde::Serialize;
 
 use crate::folder::Folder;
@@ -145,7 +145,7 @@ pub fn run(
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
-    let code = job::run(job, ranks, ranks, |p| {
+    let code = mpmd_job::run(job, ranks, ranks, |p| {
         let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
         let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
         let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();

@@ -43,11 +43,18 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     findings.extend(cycles::check(&crates));
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
         findings.extend(invariants_have_tests(&architecture.text, &test_names(&sources)));
+        let map = rules::map(&architecture.text);
+        for source in &sources {
+            let of_file = rules::crates_are_below(source, &map).into_iter();
+            findings.extend(
+                of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.message)),
+            );
+        }
     }
     if !findings.is_empty() {
         bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
     }
-    let rules = RULES.len() + PRODUCTION_RULES.len() + 2;
+    let rules = RULES.len() + PRODUCTION_RULES.len() + 3;
     println!("   {} files, {} crates, {rules} rules", sources.len(), crates.len());
     Ok(())
 }

@@ -5,13 +5,13 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use mpmd::prelude::*;
-use mpmd_examples::{arrays, job};
+use mpmd_examples::arrays;
 
 /// Add one on devices 0 to 3, double on devices 4 to 7, and print the results of each process.
 #[derive(Parser)]
 struct Args {
     #[command(flatten)]
-    job: job::JobArgs,
+    job: mpmd_job::JobArgs,
     /// Rows of the arrays, a multiple of 4
     #[arg(long, default_value_t = 512)]
     rows: usize,
@@ -25,7 +25,7 @@ struct Args {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    job::run(&args.job, 2, 8, |p| program(p, &args))
+    mpmd_job::run(&args.job, 2, 8, |p| program(p, &args))
 }
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {

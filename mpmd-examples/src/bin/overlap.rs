@@ -2,14 +2,14 @@
 //! --bin overlap`.
 
 use mpmd::{kernels, prelude::*};
-use mpmd_examples::{arrays, job};
+use mpmd_examples::arrays;
 
 /// Run microbatches forward through four stages of two devices each. Both devices of a stage hold
 /// its whole weights and activations, and compute the same.
 #[derive(clap::Parser)]
 struct Args {
     #[command(flatten)]
-    job: job::JobArgs,
+    job: mpmd_job::JobArgs,
     /// Columns of the activations, rows and columns of the weights
     #[arg(long, default_value_t = 512)]
     width: usize,
@@ -26,7 +26,7 @@ struct Args {
 
 fn main() -> anyhow::Result<std::process::ExitCode> {
     let args: Args = clap::Parser::parse();
-    job::run(&args.job, 4, 8, |p| program(p, &args))
+    mpmd_job::run(&args.job, 4, 8, |p| program(p, &args))
 }
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {

@@ -11,9 +11,9 @@ use mpmd::DeviceId;
 use mpmd::ProcessId;
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
-use mpmd_examples::job::{self, JobArgs, Rejected};
 use mpmd_examples::mm;
 use mpmd_examples::pipeline::{DEVICES, Meter, Number, Pipeline, Settings, Start, check};
+use mpmd_job::{JobArgs, Rejected};
 
 /// Train a four-stage, tensor-parallel pipeline on 8 devices.
 #[derive(Parser)]
@@ -56,7 +56,7 @@ enum Dtype {
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     args.job.only_on_cpus("pipeline")?;
-    job::run(&args.job, 4, DEVICES, |p| match (args.check, args.dtype) {
+    mpmd_job::run(&args.job, 4, DEVICES, |p| match (args.check, args.dtype) {
         (true, _) => run_check(p, args.learning_rate.unwrap_or(mm::LEARNING_RATE)),
         (false, Dtype::F32) => Ok(train::<f32>(p, &args)?),
         (false, Dtype::F64) => Ok(train::<f64>(p, &args)?),

@@ -14,7 +14,7 @@ use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
 use mpmd::tree::PrefixTree;
 use mpmd_core::topology::LinkClass;
-use mpmd_examples::job::{self, JobArgs};
+use mpmd_job::JobArgs;
 
 /// Number of devices of the job.
 const DEVICES: usize = 8;
@@ -40,7 +40,7 @@ struct Layer<L> {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    job::run(&args.job, 4, DEVICES, |p| program(p, &args))
+    mpmd_job::run(&args.job, 4, DEVICES, |p| program(p, &args))
 }
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {

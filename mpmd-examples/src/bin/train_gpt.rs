@@ -28,10 +28,11 @@ use mpmd::train::data::{SEPARATOR, Text, Windows};
 use mpmd::train::stop::{StopFlag, exit_code};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, ProcessId};
-use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::sample::{next_byte, printable};
-use mpmd_examples::training::{self, Figures, at_least, not_negative};
+use mpmd_examples::training::{self, Figures};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
+use mpmd_job::JobArgs;
+use mpmd_job::{at_least, not_negative};
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
@@ -179,10 +180,10 @@ fn main() -> anyhow::Result<ExitCode> {
     };
     let processes = devices.min(4);
     let code = match args.elastic {
-        true => job::run_recovering(&args.job, processes, devices, |p, commits| {
+        true => mpmd_job::run_recovering(&args.job, processes, devices, |p, commits| {
             program(p, Some(commits))
         }),
-        false => job::run(&args.job, processes, devices, |p| program(p, None)),
+        false => mpmd_job::run(&args.job, processes, devices, |p| program(p, None)),
     }?;
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))

@@ -11,8 +11,9 @@ use mpmd::pipeline::{Loss, Pipeline, Schedule};
 use mpmd::train::data::{Text, Windows};
 use mpmd::train::{AdamW, Run, Trainer};
 use mpmd::{ProcessId, Program};
-use mpmd_examples::job::{self, JobArgs};
-use mpmd_examples::training::{Figures, TrainingArgs, at_least};
+use mpmd_examples::training::{Figures, TrainingArgs};
+use mpmd_job::JobArgs;
+use mpmd_job::at_least;
 
 /// Number of bytes from which the model predicts the next one.
 const CONTEXT: usize = 16;
@@ -69,7 +70,7 @@ fn main() -> anyhow::Result<ExitCode> {
     // Before any process is started, so that a wrong argument gives one message.
     let (schedule, text) = (args.training.schedule()?, args.training.text()?);
     let ranks = schedule.ranks();
-    job::run(&args.job, ranks, ranks, |p| train(p, &args, schedule.clone(), &text))
+    mpmd_job::run(&args.job, ranks, ranks, |p| train(p, &args, schedule.clone(), &text))
 }
 
 fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyhow::Result<()> {

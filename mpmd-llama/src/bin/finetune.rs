@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_examples::job::JobArgs;
-use mpmd_examples::training::at_least;
+use mpmd_job::JobArgs;
+use mpmd_job::at_least;
 use mpmd_llama::Folder;
 use mpmd_llama::score::{self, ScoreArgs};
 use mpmd_llama::train::{self, TrainArgs};

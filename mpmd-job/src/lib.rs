@@ -1,11 +1,11 @@
-//! Runs an example program as a job: as one process, as threads, as processes that it starts
-//! itself, or as one process of a job that a launcher has started.
+//! Runs a program as a job, by its arguments: as one process, as threads, as processes that it
+//! starts itself, or as one process of a job that a launcher has started.
 //!
 //! ```no_run
 //! use std::process::ExitCode;
 //!
 //! use clap::Parser;
-//! use mpmd_examples::job::{self, JobArgs};
+//! use mpmd_job::JobArgs;
 //!
 //! #[derive(Parser)]
 //! struct Args {
@@ -14,12 +14,16 @@
 //! }
 //!
 //! fn main() -> anyhow::Result<ExitCode> {
-//!     job::run(&Args::parse().job, 4, 8, |p| {
+//!     mpmd_job::run(&Args::parse().job, 4, 8, |p| {
 //!         println!("process {} of {}", p.process(), p.processes());
 //!         anyhow::Ok(())
 //!     })
 //! }
 //! ```
+
+#![forbid(unsafe_code)]
+
+mod numbers;
 
 use std::fmt;
 use std::io::{Write, stderr};
@@ -33,11 +37,13 @@ use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variab
 use mpmd::topology::DeviceKind;
 use mpmd::{Commits, Error, Program, testing::Simulation};
 
+pub use numbers::{at_least, not_negative};
+
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// Arguments that every example takes: how to run the job.
+/// Arguments that every program takes: how to run the job.
 ///
 /// If a launcher (`mpmd run`, Slurm, …) has started the program, the launcher decides, and these
 /// arguments are ignored.
