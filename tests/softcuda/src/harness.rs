@@ -16,18 +16,10 @@ const MARK: &str = "SOFTCUDA_AGAIN";
 /// Settings that a real driver ignores. With a real driver, tests that set them are skipped.
 const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
-/// The names by which programs look for CUDA's libraries. All are links to one file, so that the
-/// loader loads one library with one state.
-const NAMES: [&str; 8] = [
-    "libcuda.so",
-    "libcuda.so.1",
-    "libnvrtc.so",
-    "libnvrtc.so.12",
-    "libcublas.so",
-    "libcublas.so.12",
-    "libnccl.so",
-    "libnccl.so.2",
-];
+/// The names that the driver and the newest packages of CUDA's libraries have, without the plain
+/// ones of packages for developers. All are links to one file, so that the loader loads one library
+/// with one state.
+const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.13", "libcublas.so.13", "libnccl.so.2"];
 
 /// Returns the path of the driver library that cargo built. Looks in the folder of the running
 /// program, in the one above, and in `deps` in either.
