@@ -95,4 +95,4 @@ mod settings;
 mod source;
 
 pub use control::{Driver, bytes, calls, driver};
-pub use harness::{environment, install, library, real, run_again};
+pub use harness::{environment, install, library, name_of, real, run_again, run_anew};

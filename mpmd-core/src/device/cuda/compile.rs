@@ -336,3 +336,6 @@ fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
         (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
     Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
 }
+
+#[cfg(test)]
+mod tests;

@@ -228,8 +228,8 @@ fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     found
 }
 
-/// Returns the paths in a folder, those with the longest names first, then in reverse order, so that
-/// `python3.12` comes before `python3.9`. Empty if the folder cannot be read.
+/// Returns the paths in a folder: the longest names first, and among these the last in the
+/// alphabet. So `python3.12` comes before `python3.9`. Empty if the folder cannot be read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -304,9 +304,10 @@ mod tests {
         );
         let home = home.display();
         let expected = format!(
-            "no it found: looked for libmpmd-no.so.2, libmpmd-no.so in the loader's own folders, in \
-             LD_LIBRARY_PATH (/none), and in {home}/lib64, {home}/lib, /usr/local/cuda/lib64, \
-             /usr/local/cuda/lib, {new}/nvidia/{{a,b}}/lib, {old}/nvidia/{{a,b}}/lib, {seen}/nvidia/{{a,b}}/lib, {real}/nvidia/{{a,b}}/lib"
+            "no it found: looked for libmpmd-no.so.2, libmpmd-no.so in the loader's own folders, \
+             in LD_LIBRARY_PATH (/none), and in {home}/lib64, {home}/lib, /usr/local/cuda/lib64, \
+             /usr/local/cuda/lib, {new}/nvidia/{{a,b}}/lib, {old}/nvidia/{{a,b}}/lib, \
+             {seen}/nvidia/{{a,b}}/lib, {real}/nvidia/{{a,b}}/lib"
         );
         assert!(said.starts_with(&expected), "{said}\n{expected}");
     }

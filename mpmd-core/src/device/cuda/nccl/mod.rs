@@ -501,10 +501,16 @@ fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use mpmd_ids::ProcessId;
+    use mpmd_ids::block::mpsc::channel;
+    use mpmd_layout::aval::DType;
     use mpmd_transport::FailureKind;
+    use mpmd_transport::memory::{Arena, Pool};
 
     use super::*;
+    use crate::device::collective::Reduce;
 
     #[test]
     fn errors_are_worse_than_work_in_progress() {
@@ -524,5 +530,60 @@ mod tests {
         assert_eq!(found.as_deref(), Some("it was given up: it is gone"));
         assert!(all.are_to_be_watched() && !all.are_to_be_watched() && all.look().is_none());
         all.close(Duration::from_secs(1));
+    }
+
+    const SOON: Duration = Duration::from_secs(60);
+
+    /// NCCL refuses two ranks on one device. So this alone runs with NVIDIA's own on a machine with
+    /// one.
+    #[test]
+    fn single_rank_reduces_on_a_real_device() {
+        const COUNT: usize = 1000;
+        if !softcuda::real() {
+            println!("SKIPPED: MPMD_TEST_GPU=1 runs this on a real device");
+            return;
+        }
+        // NCCL needs a network interface even for one rank, and the machine may have no other.
+        let prepare = |command: &mut Command| {
+            command.env("NCCL_SOCKET_IFNAME", "lo");
+        };
+        if softcuda::anew!(prepare).is_some() {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let pool = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
+        let [from, to] = [0, 1].map(|_| pool.allocate(4 * COUNT).unwrap());
+        let [source, target] = [&from, &to].map(|memory| memory.device().unwrap());
+        let (all, deadline) = (Communicators::default(), now() + SOON);
+        gpu.context().bind().unwrap();
+        let group = (&[DeviceId(0)][..], 0);
+        let communicator = all.open(&gpu, group, &new_id().unwrap(), deadline).unwrap();
+        let kind = CollectiveKind::AllReduce(Reduce::Sum);
+        let joint = Joint {
+            kind: &kind,
+            dtype: DType::F32,
+            elements: COUNT,
+            ranks: 1,
+            from: source,
+            to: target,
+        };
+        let mut values = vec![0; 4 * COUNT];
+        let (said, told) = channel();
+        gpu.compute().submit(
+            &[],
+            |stream| {
+                stream.fill(source, 2.5_f32.to_ne_bytes(), 4)?;
+                stream.fill(target, [0; 4], 4)?;
+                communicator.issue(stream, &joint).unwrap();
+                communicator.until_done("reducing alone", deadline).unwrap();
+                stream.download(target, &mut values)
+            },
+            Box::new(move |result| said.send(result).unwrap()),
+        );
+        told.recv_timeout(SOON).unwrap().unwrap();
+        assert_eq!(values, 2.5_f32.to_ne_bytes().repeat(COUNT));
+        assert!(all.look().is_none());
+        all.close(SOON);
+        assert!(communicator.wait_until_gone(now()));
     }
 }
