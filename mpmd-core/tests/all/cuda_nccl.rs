@@ -444,8 +444,10 @@ fn missing_nccl_is_reported_only_if_requested() {
     let _limit = watchdog(60);
     let folder = std::env::var("LD_LIBRARY_PATH").unwrap();
     let folder = folder.split(':').next().unwrap();
-    for name in ["libnccl.so", "libnccl.so.2"] {
-        std::fs::remove_file(std::path::Path::new(folder).join(name)).unwrap();
+    std::fs::remove_file(std::path::Path::new(folder).join("libnccl.so.2")).unwrap();
+    if let Ok(version) = mpmd_device::cuda::nccl() {
+        println!("SKIPPED: NCCL {version} is also installed elsewhere on this machine");
+        return;
     }
     let ask =
         |way| Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way).alone();

@@ -18,6 +18,7 @@ mod commits;
 mod corners;
 mod cuda_calls;
 mod cuda_kernels;
+mod cuda_libraries;
 mod cuda_moves;
 mod cuda_nccl;
 mod dump;

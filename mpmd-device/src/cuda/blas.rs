@@ -53,15 +53,6 @@ impl Blas {
     ) -> Result<Self, CudaError> {
         const DOING: &str = "making cuBLAS ready";
         super::driver::cublas().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> =
-            calls::CUBLAS.iter().copied().filter(|symbol| !has(symbol)).collect();
-        if !missing.is_empty() {
-            let text = format!(
-                "no cuBLAS found that can be used: the library here has no {}",
-                missing.join(", ")
-            );
-            return Err(CudaError::new(DOING, "", text));
-        }
         let bytes = WORKSPACE_BYTES[usize::from(architecture.major() < 9)];
         let workspace = pool.allocate(bytes).map_err(|error| {
             CudaError::new(DOING, "", format!("no memory for cuBLAS's workspace: {error}"))
@@ -231,11 +222,6 @@ fn compute_type(types: Types) -> sys::cublasComputeType_t {
         (_, Math::F16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16F,
         (_, Math::Bf16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF,
     }
-}
-
-fn has(symbol: &str) -> bool {
-    // SAFETY: called once cuBLAS was found; its symbols are only looked for.
-    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }
 
 fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {

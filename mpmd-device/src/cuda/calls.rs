@@ -6,13 +6,14 @@
 //! the status is a number here, [`Answer`].
 //!
 //! A function is looked up at its first call, which panics if the library lacks it. Callers must
-//! have checked beforehand that the library has it.
+//! have checked beforehand that the library has it ([`Library`](super::library::Library)).
 
 use std::ffi::{CStr, c_char, c_int, c_longlong, c_uchar, c_uint, c_ushort, c_void};
 use std::fmt;
-use std::sync::OnceLock;
 
 use cudarc::{cublas::sys as cublas, driver::sys as cuda, nvrtc::sys as nvrtc};
+
+use super::library;
 
 /// The status that a function returns. In all these libraries 0 means success.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -91,9 +92,10 @@ pub(super) unsafe fn static_text(text: *const c_char) -> Option<String> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
+/// Declares functions of a [`Library`](super::library::Library), and a list of their names.
 macro_rules! functions {
     (
-        $library:ident, $symbols:ident:
+        $library:expr, $symbols:ident:
         $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*
     ) => {
         /// Names of the functions of this library that the CUDA back end calls.
@@ -110,13 +112,14 @@ macro_rules! functions {
             #[allow(clippy::too_many_arguments, reason = "CUDA's own")]
             pub(super) unsafe fn $name($($argument: $type),*) -> $result {
                 type Function = unsafe extern "C" fn($($type),*) -> $result;
-                static FOUND: OnceLock<Function> = OnceLock::new();
+                static FOUND: std::sync::OnceLock<Function> = std::sync::OnceLock::new();
                 let found = FOUND.get_or_init(|| {
-                    let name = stringify!($name).as_bytes();
                     // SAFETY: the type is that of the function's declaration, with its answer as
                     // the number that it is in C.
-                    let found = unsafe { $library::culib().get::<Function>(name) };
-                    *found.unwrap_or_else(|error| panic!("{error}"))
+                    let found = unsafe { $library.function::<Function>(stringify!($name)) };
+                    found.unwrap_or_else(|| {
+                        panic!("the {} here has no {}", $library.name, stringify!($name))
+                    })
                 });
                 // SAFETY: the caller keeps to the library's documentation.
                 unsafe { found($($argument),*) }
@@ -125,7 +128,9 @@ macro_rules! functions {
     };
 }
 
-functions! { cuda, DRIVER:
+pub(super) use functions;
+
+functions! { library::DRIVER, DRIVER:
     fn cuInit(flags: c_uint) -> Answer;
     fn cuDriverGetVersion(version: *mut c_int) -> Answer;
     fn cuGetErrorName(error: u32, name: *mut *const c_char) -> Answer;
@@ -211,7 +216,7 @@ functions! { cuda, DRIVER:
 }
 
 // `*_ASKED`: functions that not every version has. Callers check for them first.
-functions! { cuda, DRIVER_ASKED:
+functions! { library::DRIVER, DRIVER_ASKED:
     fn cuModuleGetFunctionCount(count: *mut c_uint, module: cuda::CUmodule) -> Answer;
     fn cuModuleEnumerateFunctions(
         functions: *mut cuda::CUfunction, count: c_uint, module: cuda::CUmodule
@@ -223,13 +228,14 @@ functions! { cuda, DRIVER_ASKED:
 }
 
 #[cfg(test)]
-functions! { cuda, DRIVER_IN_TESTS:
+functions! { library::DRIVER, DRIVER_IN_TESTS:
     fn cuLaunchHostFunc(
         stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void
     ) -> Answer;
 }
 
-functions! { nvrtc, NVRTC:
+functions! { library::NVRTC, NVRTC:
+    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> Answer;
     fn nvrtcGetErrorString(answer: Answer) -> *const c_char;
     fn nvrtcCreateProgram(
         program: *mut nvrtc::nvrtcProgram, source: *const c_char, name: *const c_char,
@@ -247,13 +253,12 @@ functions! { nvrtc, NVRTC:
     fn nvrtcGetProgramLog(program: nvrtc::nvrtcProgram, text: *mut c_char) -> Answer;
 }
 
-functions! { nvrtc, NVRTC_ASKED:
-    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> Answer;
+functions! { library::NVRTC, NVRTC_ASKED:
     fn nvrtcGetNumSupportedArchs(count: *mut c_int) -> Answer;
     fn nvrtcGetSupportedArchs(all: *mut c_int) -> Answer;
 }
 
-functions! { cublas, CUBLAS:
+functions! { library::CUBLAS, CUBLAS:
     fn cublasGetStatusName(answer: Answer) -> *const c_char;
     fn cublasGetStatusString(answer: Answer) -> *const c_char;
     fn cublasCreate_v2(handle: *mut cublas::cublasHandle_t) -> Answer;
@@ -282,6 +287,6 @@ functions! { cublas, CUBLAS:
     ) -> Answer;
 }
 
-functions! { cublas, CUBLAS_ASKED:
+functions! { library::CUBLAS, CUBLAS_ASKED:
     fn cublasGetProperty(which: cublas::libraryPropertyType, value: *mut c_int) -> Answer;
 }

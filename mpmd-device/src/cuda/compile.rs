@@ -12,6 +12,7 @@ use mpmd_ids::block::{Mutex, now, since};
 use super::cache::{Cache, Key};
 use super::calls::{self, Answer, static_text};
 use super::error::CudaError;
+use super::library::NVRTC;
 use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
 
@@ -213,22 +214,14 @@ fn nvrtc() -> Result<&'static Nvrtc, CudaError> {
         const DOING: &str = "compiling for a CUDA device";
         let version =
             super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> =
-            calls::NVRTC.iter().copied().filter(|symbol| !has(symbol)).collect();
-        if !missing.is_empty() {
-            let text = format!(
-                "no NVRTC found that can be used: the library here has no {}",
-                missing.join(", ")
-            );
-            return Err(CudaError::new(DOING, "", text));
-        }
         Ok(Nvrtc { version, architectures: architectures() })
     });
     found.as_ref().map_err(CudaError::clone)
 }
 
 fn architectures() -> Vec<Architecture> {
-    if !["nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"].into_iter().all(has) {
+    let asked = ["nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs"];
+    if !asked.into_iter().all(|symbol| NVRTC.has(symbol)) {
         return Vec::new();
     }
     let mut count = 0;
@@ -244,11 +237,6 @@ fn architectures() -> Vec<Architecture> {
         known
     };
     known.into_iter().filter_map(|number| u32::try_from(number).ok().map(Architecture)).collect()
-}
-
-fn has(symbol: &str) -> bool {
-    // SAFETY: called once NVRTC was found; its symbols are only looked for.
-    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }
 
 /// An NVRTC program, destroyed when dropped.
@@ -348,3 +336,6 @@ fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
         (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
     Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
 }
+
+#[cfg(test)]
+mod tests;

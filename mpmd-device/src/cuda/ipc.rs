@@ -28,6 +28,7 @@ use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch
 use super::calls;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
+use super::library::DRIVER;
 use super::orphan;
 use super::stream::{Event, RawEvent, RawStream, WAIT_DEFAULT, create_event, is_passed};
 use mpmd_launch::variables;
@@ -118,11 +119,7 @@ impl Sharing {
         if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
             return Err(format!("{}=0 turns it off", variables::CUDA_IPC));
         }
-        // SAFETY: the driver is there, as there are devices. Names are only looked up: nothing is
-        // called through this type.
-        let has =
-            |name: &&str| unsafe { sys::culib().get::<unsafe extern "C" fn()>(*name).is_ok() };
-        if let Some(missing) = SYMBOLS.iter().find(|name| !has(name)) {
+        if let Some(missing) = SYMBOLS.iter().find(|name| !DRIVER.has(name)) {
             return Err(format!("the CUDA driver has no {missing}"));
         }
         let mut samples = Vec::new();

@@ -14,6 +14,7 @@ use super::asked::RawArg;
 use super::calls::{self, DriverError};
 use super::error::CudaError;
 use super::gpu::{Gpu, cuda};
+use super::library::DRIVER;
 use super::stream::RawStream;
 use crate::cuda::{source::Source, work::Grid};
 
@@ -184,7 +185,7 @@ fn note_uses(stream: &RawStream, args: &[RawArg]) {
     let note = NOTE_USE.get_or_init(|| {
         // SAFETY: there is a driver, as there is a `Gpu`. Only the software driver has a symbol of
         // this name, and its type is the one above.
-        unsafe { sys::culib().get::<NoteUse>(b"softcuda_note_use").ok().map(|found| *found) }
+        unsafe { DRIVER.function::<NoteUse>("softcuda_note_use") }
     });
     let Some(note) = note else { return };
     for (place, writes) in args.iter().filter_map(|arg| arg.uses) {

@@ -1,7 +1,7 @@
 //! The CUDA back end: devices that are graphics processors.
 //!
-//! With the feature `cuda`, the back end calls CUDA through `cudarc`, which loads CUDA's libraries
-//! at their first use. Such a program also runs on a machine without CUDA, unless it asks for a
+//! With the feature `cuda`, the back end loads CUDA's libraries at their first use (`library.rs`).
+//! Such a program also runs on a machine without CUDA, unless it asks for a
 //! CUDA device. Without the feature, this module exports the same names and a `Gpu` that cannot be
 //! constructed.
 //!
@@ -80,6 +80,8 @@ pub mod kernels;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
+mod library;
+#[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
@@ -116,11 +118,6 @@ pub use error::CudaError;
 pub use gpu::{Gpu, reach_each_other};
 #[cfg(feature = "cuda")]
 pub use ipc::sharing;
-#[cfg(feature = "cuda")]
-pub(crate) use nccl::library::{
-    NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library,
-    version as nccl_version_of,
-};
 #[cfg(feature = "cuda")]
 pub use nccl::{Communicator, Communicators, new_id};
 #[cfg(feature = "cuda")]

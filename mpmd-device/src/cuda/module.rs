@@ -16,6 +16,7 @@ use super::calls::{self, DriverError};
 use super::compile::{self, Architecture};
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
+use super::library::DRIVER;
 use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
 
@@ -236,7 +237,7 @@ impl Module {
     fn load_functions(&self) {
         if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
             .into_iter()
-            .all(has)
+            .all(|symbol| DRIVER.has(symbol))
         {
             return;
         }
@@ -334,7 +335,7 @@ fn no_function(source: &Source, function: &str) -> CudaError {
 
 /// Returns the size in bytes of each parameter. `None` with drivers before 12.4.
 fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
-    if !has("cuFuncGetParamInfo") {
+    if !DRIVER.has("cuFuncGetParamInfo") {
         return None;
     }
     let size = |index| {
@@ -347,10 +348,4 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
         told.result().ok().map(|()| size)
     };
     Some((0..).map_while(size).collect())
-}
-
-/// Returns true if the driver has this function. Use it for functions that older drivers lack.
-fn has(symbol: &str) -> bool {
-    // SAFETY: there is a driver, as there is a module; its symbols are only looked for.
-    unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }

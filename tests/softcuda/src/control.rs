@@ -4,7 +4,7 @@
 use std::ffi::{CStr, CString, c_char};
 use std::mem::transmute;
 
-/// The softcuda library that this process has loaded as `libcuda.so`.
+/// The softcuda library that this process has loaded as `libcuda.so.1`.
 ///
 /// The copy of this crate that is linked into a test has its own state. So the methods call
 /// functions that the loaded library exports.
@@ -23,7 +23,8 @@ pub fn driver() -> Option<Driver> {
     // SAFETY: looks whether the library is there, and runs none of its code; the handle is never
     // closed.
     let library = unsafe {
-        libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY | libc::RTLD_LOCAL)
+        let flags = libc::RTLD_NOLOAD | libc::RTLD_LAZY | libc::RTLD_LOCAL;
+        libc::dlopen(c"libcuda.so.1".as_ptr(), flags)
     };
     if library.is_null() {
         return None;

@@ -16,18 +16,10 @@ const MARK: &str = "SOFTCUDA_AGAIN";
 /// Settings that a real driver ignores. With a real driver, tests that set them are skipped.
 const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
-/// The names by which programs look for CUDA's libraries. All are links to one file, so that the
-/// loader loads one library with one state.
-const NAMES: [&str; 8] = [
-    "libcuda.so",
-    "libcuda.so.1",
-    "libnvrtc.so",
-    "libnvrtc.so.12",
-    "libcublas.so",
-    "libcublas.so.12",
-    "libnccl.so",
-    "libnccl.so.2",
-];
+/// The names that the driver and the newest packages of CUDA's libraries have, without the plain
+/// ones of packages for developers. All are links to one file, so that the loader loads one library
+/// with one state.
+const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.13", "libcublas.so.13", "libnccl.so.2"];
 
 /// Returns the path of the driver library that cargo built. Looks in the folder of the running
 /// program, in the one above, and in `deps` in either.
@@ -115,19 +107,44 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
         }
         return told.is_some();
     }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let installed = install(folder.path()).unwrap_or_else(|error| panic!("{error}"));
+    run_anew(function, |command| {
+        environment(command, &installed);
+        command.envs(settings.iter().copied());
+    });
+    true
+}
+
+/// Runs the calling test again in a new process, with or without the driver; see
+/// [`anew!`](crate::anew!). `function` is the full name of a function inside the test, `prepare`
+/// changes the environment of the process.
+///
+/// Returns the output of the new process, or `None` if this is the new process. Blocks until the
+/// new process ends.
+///
+/// # Panics
+///
+/// If the test failed there, took longer than two minutes (its process is then killed), or could
+/// not be run.
+#[doc(hidden)]
+#[track_caller]
+pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<String> {
+    if std::env::var_os(MARK).is_some() {
+        return None;
+    }
     // The name is `crate::module::test::here`, as the macro defines a function inside the test.
     let name = function
         .split_once("::")
         .and_then(|(_, rest)| rest.rsplit_once("::"))
         .map_or(function, |it| it.0);
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let installed = install(folder.path()).unwrap_or_else(|error| panic!("{error}"));
     let output = folder.path().join("output");
     let file = std::fs::File::create(&output).expect("a file for the output");
     let mut command = Command::new(std::env::current_exe().expect("the path of this program"));
     command.args(["--exact", name, "--nocapture", "--include-ignored", "--test-threads=1"]);
-    environment(&mut command, &installed);
-    command.env(MARK, "1").envs(settings.iter().copied());
+    prepare(&mut command);
+    command.env(MARK, "1");
     let errors = file.try_clone().expect("the file once more");
     let mut child = command
         .stdin(Stdio::null())
@@ -152,9 +169,9 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
     let ran = output.contains("1 passed");
     assert!(
         status.is_some_and(|status| status.success()) && ran,
-        "{name}, run with the driver: {ended}\n{output}"
+        "{name}, run in a new process: {ended}\n{output}"
     );
-    true
+    Some(output)
 }
 
 /// Runs the calling test under the driver. It must be the first statement of a test: `if
@@ -168,9 +185,24 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{
         fn here() {}
-        fn name_of<T>(_: T) -> &'static str {
-            ::std::any::type_name::<T>()
-        }
-        $crate::run_again(name_of(here), &[$(($name, $value)),*])
+        $crate::run_again($crate::name_of(here), &[$(($name, $value)),*])
     }};
+}
+
+/// Runs the calling test again in a new process, whose environment `prepare` changes. Evaluates to
+/// the output of that process, or to `None` in it.
+///
+/// Unlike [`again!`], it gives the process no driver, and also works with a real driver.
+#[macro_export]
+macro_rules! anew {
+    ($prepare:expr) => {{
+        fn here() {}
+        $crate::run_anew($crate::name_of(here), $prepare)
+    }};
+}
+
+/// Returns the full name of a function.
+#[doc(hidden)]
+pub fn name_of<F>(_: F) -> &'static str {
+    std::any::type_name::<F>()
 }

@@ -1,7 +1,7 @@
 //! A CUDA driver in software, for tests. It is not a GPU, and its timing means nothing.
 //!
-//! A program finds it as it would find CUDA: as `libcuda.so`, `libnvrtc.so`, `libcublas.so` and
-//! `libnccl.so` in `LD_LIBRARY_PATH`. All four are links to this one library. Device memory is
+//! A program finds it as it would find CUDA: as `libcuda.so.1`, `libnvrtc.so.13`, `libcublas.so.13`
+//! and `libnccl.so.2` in `LD_LIBRARY_PATH`. All four are links to this one library. Device memory is
 //! memory of the process that the host cannot access. Streams are threads. Kernels are C++ sources,
 //! compiled unchanged for the CPU. So results are real, and wrong uses of CUDA are detected:
 //!
@@ -21,7 +21,7 @@
 //! * Two streams that use the same bytes without an order between them are reported: see
 //!   [`Driver::races`]. Copies, fills and matrix products are always checked. A kernel is checked
 //!   only if the program declares its accesses before the launch. It does so with the function
-//!   `softcuda_note_use(stream, address, bytes, write)` of this `libcuda.so`, which other drivers
+//!   `softcuda_note_use(stream, address, bytes, write)` of this `libcuda.so.1`, which other drivers
 //!   lack.
 //!
 //! # In a test
@@ -97,4 +97,4 @@ mod settings;
 mod source;
 
 pub use control::{Driver, bytes, calls, driver};
-pub use harness::{environment, install, library, real, run_again};
+pub use harness::{environment, install, library, name_of, real, run_again, run_anew};

@@ -141,7 +141,6 @@ fn dry_run_needs_no_driver() {
     assert_eq!(end.code(), 0, "{end:?}");
 }
 
-/// A case in which `cudarc` itself would panic.
 #[cfg(feature = "cuda")]
 #[test]
 fn library_that_is_no_driver_is_reported() {
@@ -153,7 +152,8 @@ fn library_that_is_no_driver_is_reported() {
         .find(|file| file.contains("libc.so"));
     let libc = libc.expect("this program has a libc");
     // The first name that is tried.
-    std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("the folder is ours");
+    std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so.1"))
+        .expect("the folder is ours");
     let mut command = bare_command(env!("CARGO_BIN_EXE_named"));
     command.arg("hello").env(variables::DEVICE, "cuda").env("LD_LIBRARY_PATH", folder.path());
     let end = start_and_wait(command);
@@ -192,7 +192,7 @@ mod with_a_driver_in_software {
             ("3", "3 processes of a device each get 0, 1, 2; 4 get 0, 1, 2, 0"),
         ] {
             let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-            on(folder.path(), devices, command.args(["doctor", "--json"]));
+            on(folder.path(), devices, command.args(["doctor", "--json", "--device", "cuda"]));
             let end = start_and_wait(command);
             assert_eq!(end.code(), 0, "{end:?}");
             assert!(end.stdout.contains(turns), "{}", end.stdout);

@@ -1,9 +1,8 @@
 //! [`Driver`]: the CUDA driver of this machine and its devices, or the reason why there is none.
 //!
 //! The libraries are loaded at their first use, so one executable runs with and without them.
-//! `cudarc` panics if a library or one of its functions is missing. [`found`] checks for both first
-//! and returns an error instead. So code that has a [`Driver`] may call all functions that `DRIVER`
-//! in `calls` lists.
+//! [`found`] checks first that the driver has all functions that `DRIVER` in `calls` lists. So code
+//! that has a [`Driver`] may call them.
 
 #[cfg(feature = "cuda")]
 mod ask;
@@ -85,10 +84,12 @@ pub enum NoCuda {
     NotBuilt,
     /// None of the library's file names can be loaded.
     #[error(
-        "no {library} found: looked for {}; the loader looks in its own folders and in \
-         LD_LIBRARY_PATH, which is {}",
-        some_of(.looked_for),
-        .library_path.as_deref().unwrap_or("not set")
+        "no {library} found: looked for {} in the loader's own folders, in LD_LIBRARY_PATH ({}), \
+         and in {}{}",
+        .looked_for.join(", "),
+        .library_path.as_deref().unwrap_or("not set"),
+        .folders.join(", "),
+        .failed.iter().map(|why| format!("; {why}")).collect::<String>()
     )]
     NoLibrary {
         /// The library's name in messages: `CUDA driver`, `NVRTC`.
@@ -97,6 +98,11 @@ pub enum NoCuda {
         looked_for: Vec<String>,
         /// The value of `LD_LIBRARY_PATH`, if set.
         library_path: Option<String>,
+        /// The other folders that were searched, whether they exist or not. Some have several
+        /// names in braces, as in a shell.
+        folders: Vec<String>,
+        /// The loader's reasons for files that exist but cannot be loaded.
+        failed: Vec<String>,
     },
     /// The library lacks functions: it is incomplete or too old for this program.
     #[error("no {library} found that can be used: the library here has no {}", .symbols.join(", "))]
@@ -119,6 +125,16 @@ pub enum NoCuda {
         /// The library's description of the error.
         text: String,
     },
+    /// The library found as the driver is the stub of a CUDA toolkit, which only the linker needs.
+    #[error(
+        "no CUDA driver found that can be used: libcuda.so is the stub of a CUDA toolkit, which is \
+         for linking only; take the toolkit's folder `stubs` out of LD_LIBRARY_PATH ({})",
+        .library_path.as_deref().unwrap_or("not set")
+    )]
+    Stub {
+        /// The value of `LD_LIBRARY_PATH`, if set.
+        library_path: Option<String>,
+    },
     /// The driver is older than [`OLDEST`].
     #[error(
         "no CUDA driver found that can be used: the one here is for CUDA {version}, this program \
@@ -137,14 +153,6 @@ pub enum NoCuda {
         /// The value of `CUDA_VISIBLE_DEVICES`, if set.
         visible: Option<String>,
     },
-    /// The binding `cudarc` panicked while it looked for the library.
-    #[error("no {library} found that can be used: {why}")]
-    Broken {
-        /// The library's name in messages.
-        library: &'static str,
-        /// The panic message.
-        why: String,
-    },
 }
 
 impl NoCuda {
@@ -153,15 +161,14 @@ impl NoCuda {
         match self {
             Self::NoLibrary { library, .. }
             | Self::NoSymbols { library, .. }
-            | Self::Refused { library, .. }
-            | Self::Broken { library, .. } => *library == NCCL,
+            | Self::Refused { library, .. } => *library == NCCL,
             _ => false,
         }
     }
 }
 
 /// NCCL's name in messages.
-const NCCL: &str = "NCCL";
+pub(super) const NCCL: &str = "NCCL";
 
 /// The oldest CUDA version that a driver must support.
 pub const OLDEST: Version = Version { major: 12, minor: 0 };
@@ -265,21 +272,6 @@ impl Serialize for Uuid {
     }
 }
 
-/// Lists up to four of the names that a Linux system is likely to have, and the number of others.
-fn some_of(names: &[String]) -> String {
-    const FEW: usize = 4;
-    // Names with a version number before `.so` do not exist on Linux.
-    let plain = |name: &&String| {
-        let stem = name.split_once(".so").map_or(name.as_str(), |(stem, _)| stem);
-        !stem.contains(|c: char| c.is_ascii_digit())
-    };
-    let shown: Vec<&str> = names.iter().filter(plain).take(FEW).map(String::as_str).collect();
-    match names.len() - shown.len() {
-        0 => shown.join(", "),
-        others => format!("{} and {others} other names", shown.join(", ")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,22 +287,26 @@ mod tests {
     }
 
     #[test]
-    fn missing_library_error_lists_names_and_search_path() {
-        let names =
-            ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
-        let none = |library_path: Option<&str>| NoCuda::NoLibrary {
-            library: "CUDA driver",
-            looked_for: names.map(str::to_owned).to_vec(),
+    fn missing_library_error_lists_names_and_folders() {
+        let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        let none = |library_path: Option<&str>, failed: &[&str]| NoCuda::NoLibrary {
+            library: "NVRTC",
+            looked_for: texts(&["libnvrtc.so.13", "libnvrtc.so"]),
             library_path: library_path.map(str::to_owned),
+            folders: texts(&["/cuda/lib64", "/packages/nvidia/{cu13,cuda_nvrtc}/lib"]),
+            failed: texts(failed),
         };
-        let said = none(None).to_string();
-        let expected = "no CUDA driver found: looked for libcuda.so, libcuda.so.12, libcuda.so.1 \
-            and 2 other names; \
-                        the loader looks in its own folders and in LD_LIBRARY_PATH, which is not \
-                        set";
-        assert_eq!(said, expected);
-        assert!(none(Some("/a:/b")).to_string().ends_with("which is /a:/b"));
-        assert_eq!(some_of(&["liba.so".to_owned()]), "liba.so");
+        assert_eq!(
+            none(None, &[]).to_string(),
+            "no NVRTC found: looked for libnvrtc.so.13, libnvrtc.so in the loader's own folders, \
+             in LD_LIBRARY_PATH (not set), and in /cuda/lib64, \
+             /packages/nvidia/{cu13,cuda_nvrtc}/lib"
+        );
+        let said = none(Some("/a:/b"), &["libnvrtc.so: file too short"]).to_string();
+        assert!(
+            said.contains(" LD_LIBRARY_PATH (/a:/b), ")
+                && said.ends_with("; libnvrtc.so: file too short")
+        );
         let hidden = NoCuda::NoGpu { visible: Some("7".to_owned()) };
         assert!(
             hidden

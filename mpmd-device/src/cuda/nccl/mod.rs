@@ -20,12 +20,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use cudarc::nccl::sys;
 use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
 use mpmd_proto::Failure;
 use mpmd_transport::memory::DevicePlace;
 
-use library::{Functions, IN_PROGRESS, SUCCESS, data_type, functions, operation};
+use library::{
+    Config, IN_PROGRESS, RawCommunicator, SUCCESS, UniqueId, check, data_type, operation, ready,
+};
 
 use super::error::CudaError;
 use super::gpu::{Context, Gpu};
@@ -58,7 +59,6 @@ struct State {
 
 /// One rank of an NCCL communicator.
 pub struct Communicator {
-    functions: &'static Functions,
     context: Arc<Context>,
     rank: usize,
     /// The NCCL handle. `None` before it is created and after it was ended.
@@ -69,7 +69,7 @@ pub struct Communicator {
 }
 
 #[derive(Clone, Copy)]
-struct Raw(sys::ncclComm_t);
+struct Raw(RawCommunicator);
 
 // SAFETY: a communicator may be used by any thread, but by one at a time, which the lock around it
 // ensures.
@@ -81,20 +81,14 @@ unsafe impl Send for Raw {}
 ///
 /// If NCCL is missing or finds no network.
 pub fn new_id() -> Result<CommunicatorId, CudaError> {
-    let functions = functions()?;
-    let mut id = sys::ncclUniqueId { internal: [0; 128] };
+    ready()?;
+    let mut id = UniqueId { internal: [0; 128] };
     // SAFETY: there is room for the id.
-    unsafe {
-        functions.check(
-            "creating an NCCL group id",
-            (functions.ncclGetUniqueId)(&raw mut id),
-            NONE,
-        )?
-    };
+    unsafe { check("creating an NCCL group id", library::ncclGetUniqueId(&raw mut id), NONE)? };
     Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
 }
 
-const NONE: sys::ncclComm_t = std::ptr::null_mut();
+const NONE: RawCommunicator = std::ptr::null_mut();
 
 impl Communicators {
     /// Returns the communicator of a rank of these devices. `None` if it was not created yet.
@@ -128,8 +122,8 @@ impl Communicators {
         id: &CommunicatorId,
         deadline: Instant,
     ) -> Result<Arc<Communicator>, NotJoined> {
+        ready()?;
         let made = Arc::new(Communicator {
-            functions: functions()?,
             context: gpu.context().clone(),
             rank,
             raw: Mutex::default(),
@@ -224,19 +218,14 @@ impl Communicator {
                 .map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
         };
         let (ranks, rank) = (number(ranks)?, number(self.rank)?);
-        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
-        let (mut raw, mut config) = (NONE, config());
+        let id = UniqueId { internal: id.map(|byte| byte as c_char) };
+        let (mut raw, mut config) = (NONE, Config::non_blocking());
         // SAFETY: there is room for the communicator, and the configuration says how much of it is
         // filled. The context of the device is current, as the caller has seen to.
         let begun = unsafe {
-            let answer = (self.functions.ncclCommInitRankConfig)(
-                &raw mut raw,
-                ranks,
-                id,
-                rank,
-                &raw mut config,
-            );
-            self.functions.check(DOING, answer, raw)
+            let answer =
+                library::ncclCommInitRankConfig(&raw mut raw, ranks, id, rank, &raw mut config);
+            check(DOING, answer, raw)
         };
         // A failed call may still have created one.
         *held = (raw != NONE).then_some(Raw(raw));
@@ -257,7 +246,6 @@ impl Communicator {
         let Some(dtype_number) = data_type(dtype) else {
             return Err(CudaError::new(doing(), "", format!("NCCL has no dtype {dtype}")).into());
         };
-        let functions = self.functions;
         let stream = stream.handle().cast();
         let (source, target) = (at(from, 0), at(to, 0));
         // Sizes were checked where the collective was called: both places have the number of
@@ -268,7 +256,7 @@ impl Communicator {
             match kind {
                 CollectiveKind::AllReduce(reduce) => {
                     let reduce = operation(*reduce);
-                    (functions.ncclAllReduce)(
+                    library::ncclAllReduce(
                         source,
                         target,
                         elements,
@@ -280,7 +268,7 @@ impl Communicator {
                 }
                 CollectiveKind::ReduceScatter(reduce) => {
                     let (reduce, share) = (operation(*reduce), elements / ranks);
-                    (functions.ncclReduceScatter)(
+                    library::ncclReduceScatter(
                         source,
                         target,
                         share,
@@ -291,12 +279,12 @@ impl Communicator {
                     )
                 }
                 CollectiveKind::AllGather => {
-                    (functions.ncclAllGather)(source, target, elements, dtype_number, raw, stream)
+                    library::ncclAllGather(source, target, elements, dtype_number, raw, stream)
                 }
                 CollectiveKind::Broadcast(root) => {
                     // NCCL counts ranks as `c_int`, so it fits.
                     let root = *root as c_int;
-                    (functions.ncclBroadcast)(
+                    library::ncclBroadcast(
                         source,
                         target,
                         elements,
@@ -313,10 +301,10 @@ impl Communicator {
                         let peer = other as c_int;
                         move || {
                             let sent =
-                                (functions.ncclSend)(from, share, dtype_number, peer, raw, stream);
+                                library::ncclSend(from, share, dtype_number, peer, raw, stream);
                             worse(
                                 sent,
-                                (functions.ncclRecv)(to, share, dtype_number, peer, raw, stream),
+                                library::ncclRecv(to, share, dtype_number, peer, raw, stream),
                             )
                         }
                     }))
@@ -327,7 +315,7 @@ impl Communicator {
                         mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank).map(
                             |pair| {
                                 move || match *pair {
-                                    (from, to) if from == self.rank => (functions.ncclSend)(
+                                    (from, to) if from == self.rank => library::ncclSend(
                                         source,
                                         elements,
                                         dtype_number,
@@ -337,7 +325,7 @@ impl Communicator {
                                     ),
                                     (from, _) => {
                                         let peer = from as c_int;
-                                        (functions.ncclRecv)(
+                                        library::ncclRecv(
                                             target,
                                             elements,
                                             dtype_number,
@@ -354,7 +342,7 @@ impl Communicator {
             }
         };
         // SAFETY: it is alive.
-        unsafe { functions.check(&doing(), answer, raw) }.map_err(NotJoined::from)
+        unsafe { check(&doing(), answer, raw) }.map_err(NotJoined::from)
     }
 
     /// Makes several NCCL calls as one group, which NCCL issues together. Returns their worst
@@ -369,13 +357,13 @@ impl Communicator {
             return SUCCESS;
         }
         // SAFETY: it takes nothing, and ends below on the same thread.
-        let begun = unsafe { (self.functions.ncclGroupStart)() };
+        let begun = unsafe { library::ncclGroupStart() };
         if !matches!(begun, SUCCESS | IN_PROGRESS) {
             return begun;
         }
         let called = calls.fold(SUCCESS, |answer, call| worse(answer, call()));
         // SAFETY: begun above.
-        worse(called, unsafe { (self.functions.ncclGroupEnd)() })
+        worse(called, unsafe { library::ncclGroupEnd() })
     }
 
     /// Waits until the background work of the last NCCL call is done, sleeping between polls.
@@ -408,9 +396,9 @@ impl Communicator {
         let mut state = SUCCESS;
         // SAFETY: it is alive, as its lock is held, and there is room for the number.
         unsafe {
-            let answer = (self.functions.ncclCommGetAsyncError)(raw, &raw mut state);
-            self.functions.check(doing, answer, raw)?;
-            self.functions.check(doing, state, raw)?;
+            let answer = library::ncclCommGetAsyncError(raw, &raw mut state);
+            check(doing, answer, raw)?;
+            check(doing, state, raw)?;
         }
         Ok(state)
     }
@@ -462,9 +450,7 @@ impl Communicator {
 
     fn abort(&self, Raw(raw): Raw) {
         // SAFETY: it is alive, and no other thread can reach it any more.
-        let aborted = unsafe {
-            self.functions.check("leaving NCCL", (self.functions.ncclCommAbort)(raw), NONE)
-        };
+        let aborted = unsafe { check("leaving NCCL", library::ncclCommAbort(raw), NONE) };
         if let Err(error) = aborted {
             tracing::debug!(%error, "aborting an NCCL communicator");
         }
@@ -475,9 +461,8 @@ impl Communicator {
         const DOING: &str = "leaving NCCL";
         let Raw(raw) = held;
         // SAFETY: it is alive, and no other thread can reach it any more.
-        let mut is_over =
-            unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
-                .and_then(|()| self.state(DOING, held));
+        let mut is_over = unsafe { check(DOING, library::ncclCommFinalize(raw), raw) }
+            .and_then(|()| self.state(DOING, held));
         while matches!(is_over, Ok(IN_PROGRESS)) && now() < deadline {
             thread::sleep(PAUSES[1]);
             is_over = self.state(DOING, held);
@@ -486,8 +471,7 @@ impl Communicator {
             return self.abort(held);
         }
         // SAFETY: as above; it was finalised.
-        let closed =
-            unsafe { self.functions.check(DOING, (self.functions.ncclCommDestroy)(raw), NONE) };
+        let closed = unsafe { check(DOING, library::ncclCommDestroy(raw), NONE) };
         if let Err(error) = closed {
             tracing::debug!(%error, "closing an NCCL communicator");
         }
@@ -509,23 +493,6 @@ fn at(place: DevicePlace, skip: usize) -> *mut std::ffi::c_void {
     std::ptr::with_exposed_provenance_mut(place.address as usize + skip)
 }
 
-/// Returns a non-blocking configuration, otherwise with NCCL's defaults. It has only the fields of
-/// NCCL 2.14 and says so; newer libraries use defaults for the rest.
-fn config() -> sys::ncclConfig_t {
-    /// The C size of the structure in that version: rounded up to the alignment of the first field.
-    const BYTES: usize = (std::mem::offset_of!(sys::ncclConfig_t, blocking) + size_of::<c_int>())
-        .next_multiple_of(size_of::<usize>());
-    // SAFETY: all fields are numbers and pointers, for which zeros are valid.
-    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
-    config.size = BYTES;
-    config.magic = 0xcafe_beef;
-    config.version = 21_400;
-    config.blocking = 0;
-    // Within that size as padding, but not a field of that version. Marked as undefined.
-    config.cgaClusterSize = c_int::MIN;
-    config
-}
-
 fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name(name.to_owned()).spawn(work) {
         tracing::warn!(%error, "cannot start the thread that ends an NCCL communicator");
@@ -534,25 +501,22 @@ fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use mpmd_ids::ProcessId;
+    use mpmd_ids::block::mpsc::channel;
+    use mpmd_layout::aval::DType;
     use mpmd_proto::FailureKind;
+    use mpmd_transport::memory::{Arena, Pool};
 
     use super::*;
+    use crate::collective::Reduce;
 
     #[test]
     fn errors_are_worse_than_work_in_progress() {
         assert_eq!(
             [worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)],
             [7, 7, 5, 3, 0]
-        );
-    }
-
-    #[test]
-    fn configuration_is_non_blocking_in_the_2_14_layout() {
-        let config = config();
-        assert_eq!(
-            (config.size, config.magic, config.version, config.blocking),
-            (24, 0xcafe_beef, 21_400, 0)
         );
     }
 
@@ -566,5 +530,60 @@ mod tests {
         assert_eq!(found.as_deref(), Some("it was given up: it is gone"));
         assert!(all.are_to_be_watched() && !all.are_to_be_watched() && all.look().is_none());
         all.close(Duration::from_secs(1));
+    }
+
+    const SOON: Duration = Duration::from_secs(60);
+
+    /// NCCL refuses two ranks on one device. So this alone runs with NVIDIA's own on a machine with
+    /// one.
+    #[test]
+    fn single_rank_reduces_on_a_real_device() {
+        const COUNT: usize = 1000;
+        if !softcuda::real() {
+            println!("SKIPPED: MPMD_TEST_GPU=1 runs this on a real device");
+            return;
+        }
+        // NCCL needs a network interface even for one rank, and the machine may have no other.
+        let prepare = |command: &mut Command| {
+            command.env("NCCL_SOCKET_IFNAME", "lo");
+        };
+        if softcuda::anew!(prepare).is_some() {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let pool = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
+        let [from, to] = [0, 1].map(|_| pool.allocate(4 * COUNT).unwrap());
+        let [source, target] = [&from, &to].map(|memory| memory.device().unwrap());
+        let (all, deadline) = (Communicators::default(), now() + SOON);
+        gpu.context().bind().unwrap();
+        let group = (&[DeviceId(0)][..], 0);
+        let communicator = all.open(&gpu, group, &new_id().unwrap(), deadline).unwrap();
+        let kind = CollectiveKind::AllReduce(Reduce::Sum);
+        let joint = Joint {
+            kind: &kind,
+            dtype: DType::F32,
+            elements: COUNT,
+            ranks: 1,
+            from: source,
+            to: target,
+        };
+        let mut values = vec![0; 4 * COUNT];
+        let (said, told) = channel();
+        gpu.compute().submit(
+            &[],
+            |stream| {
+                stream.fill(source, 2.5_f32.to_ne_bytes(), 4)?;
+                stream.fill(target, [0; 4], 4)?;
+                communicator.issue(stream, &joint).unwrap();
+                communicator.until_done("reducing alone", deadline).unwrap();
+                stream.download(target, &mut values)
+            },
+            Box::new(move |result| said.send(result).unwrap()),
+        );
+        told.recv_timeout(SOON).unwrap().unwrap();
+        assert_eq!(values, 2.5_f32.to_ne_bytes().repeat(COUNT));
+        assert!(all.look().is_none());
+        all.close(SOON);
+        assert!(communicator.wait_until_gone(now()));
     }
 }

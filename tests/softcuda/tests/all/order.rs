@@ -302,7 +302,7 @@ fn kernel_races_are_found_for_declared_uses() {
     let kernel = fixture.context.load_module(ptx).unwrap().load_function("nothing").unwrap();
     // SAFETY: the driver is loaded already, and its function has this type.
     let note: unsafe extern "C" fn(sys::CUstream, u64, u64, i32) = unsafe {
-        let library = libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW);
+        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
         std::mem::transmute(libc::dlsym(library, c"softcuda_note_use".as_ptr()))
     };
     let launch = |stream: &CudaStream, told: Option<i32>| {
