@@ -5,6 +5,7 @@
 
 mod case;
 mod check;
+mod direct;
 mod dispatch;
 mod host;
 mod issue;
@@ -15,7 +16,6 @@ mod metg;
 mod options;
 mod p2p;
 mod pipeline;
-mod plain;
 mod plan;
 mod reshard;
 mod schedules;
@@ -63,6 +63,9 @@ enum What {
     Metg(metg::MetgArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
+    /// The facts of a CUDA driver that the framework relies on, without the framework: times of
+    /// memory, events and copies, and what another process can open.
+    Probe(direct::ProbeArgs),
 }
 
 /// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
@@ -85,5 +88,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Stages(args) => issue::stages(args),
         What::Metg(args) => metg::metg(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
+        What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -70,6 +70,8 @@ mod clock;
 mod compile;
 #[cfg(feature = "cuda")]
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod direct;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
@@ -87,8 +89,6 @@ mod module;
 mod nccl;
 #[cfg(feature = "cuda")]
 mod orphan;
-#[cfg(feature = "cuda")]
-pub mod plain;
 #[cfg(feature = "cuda")]
 mod stream;
 #[cfg(feature = "cuda")]
