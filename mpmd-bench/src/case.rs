@@ -136,6 +136,36 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     sorted.get(index).copied().unwrap_or(f64::NAN)
 }
 
+/// Prints cases to standard output: lines of JSON as soon as the cases are measured, so that a time
+/// limit does not lose them, or one table at the end.
+pub(crate) struct Output {
+    json: bool,
+    cases: Vec<Case>,
+}
+
+impl Output {
+    pub(crate) fn new(json: bool) -> Self {
+        Self { json, cases: Vec::new() }
+    }
+
+    pub(crate) fn push(&mut self, case: Case) {
+        if self.json { show(&[case], true) } else { self.cases.push(case) }
+    }
+
+    /// Prints the table, if there is to be one.
+    pub(crate) fn end(self) {
+        if !self.json {
+            show(&self.cases, false);
+        }
+    }
+}
+
+impl Extend<Case> for Output {
+    fn extend<I: IntoIterator<Item = Case>>(&mut self, cases: I) {
+        cases.into_iter().for_each(|case| self.push(case));
+    }
+}
+
 /// Prints `cases` to standard output: as one table, or as a line of JSON per case if `json` is
 /// true.
 pub(crate) fn show(cases: &[Case], json: bool) {

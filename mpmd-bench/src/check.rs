@@ -10,7 +10,7 @@ use mpmd_schedule::flow::{Flow, Leaves};
 use mpmd_schedule::simulate::simulate_schedule;
 use mpmd_schedule::{Builtin, Costs, Schedule, lower};
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output};
 use crate::options::Options;
 
 /// The goal for proof and simulation of a schedule with fewer than `LARGE` actions, in
@@ -39,7 +39,7 @@ pub(crate) struct CheckArgs {
 /// Measures for each schedule: the proof over tags, the proof over a single queue, and proof and
 /// simulation from the actions. Prints the results.
 pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
-    let mut cases = Vec::new();
+    let mut cases = Output::new(args.options.json);
     for size in &args.sizes {
         let numbers =
             size.split_once('x').and_then(|(p, m)| Some((p.parse().ok()?, m.parse().ok()?)));
@@ -52,11 +52,11 @@ pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
             measure(&schedule, size, args.options.repeats, &mut cases)?;
         }
     }
-    show(&cases, args.options.json);
+    cases.end();
     Ok(())
 }
 
-fn measure(schedule: &Schedule, size: &str, repeats: usize, cases: &mut Vec<Case>) -> Result<()> {
+fn measure(schedule: &Schedule, size: &str, repeats: usize, cases: &mut Output) -> Result<()> {
     let actions: usize = schedule.rows().iter().map(Vec::len).sum();
     let (repeats, goal) = if actions < LARGE { (repeats, GOAL) } else { (1, LARGE_GOAL) };
     let parameters = |measured: &str| format!("{measured}, {} {size}", schedule.name());

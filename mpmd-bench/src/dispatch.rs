@@ -15,9 +15,9 @@ use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 use mpmd_transport::memory::CountingAllocator;
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output};
+use crate::direct::Launches;
 use crate::options::{DeviceOption, Options};
-use crate::plain;
 
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DispatchArgs {
@@ -30,8 +30,7 @@ pub(crate) struct DispatchArgs {
 /// Number of calls between two reads of the clock, below the limit on running ahead.
 const BATCH: usize = 500;
 
-/// The source of a kernel that does next to nothing, for comparison with a launch by `cudarc`
-/// alone.
+/// The source of a kernel that does next to nothing, which is also launched by the driver alone.
 static NOTHING: Source = Source::cuda(
     "nothing.cu",
     r#"
@@ -120,34 +119,47 @@ impl Kernel for First {
 
 pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
     let (options, device) = (args.options, args.on.device);
-    if device == DeviceKind::Cuda {
-        let mut cases = local(options, device)?;
-        // The other cases do not depend on the kind of the devices.
-        let launch = plain::launch(options.repeats)?;
-        cases[0] = std::mem::replace(&mut cases[0], launch.clone()).over("launch", &launch);
-        cases.push(launch);
-        show(&cases, options.json);
-        return Ok(ExitCode::SUCCESS);
+    let mut cases = Output::new(options.json);
+    local(options, device, &mut cases)?;
+    // The other cases do not depend on the kind of the devices.
+    if device == DeviceKind::Cpu {
+        cases.extend(closure(options)?);
+        let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
+        // Process 0 takes no part in the calls.
+        cases.extend(results.swap_remove(0)?);
+        cases.extend(traced(options)?);
     }
-    let mut cases = local(options, device)?;
-    cases.extend(closure(options)?);
-    let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
-    // Process 0 takes no part in the calls.
-    cases.extend(results.swap_remove(0)?);
-    cases.extend(traced(options)?);
-    show(&cases, options.json);
+    cases.end();
     Ok(ExitCode::SUCCESS)
 }
 
-fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
+/// Measures calls on a device of this process. On a GPU, batches of launches by the driver alone
+/// take turns with those of the first case.
+fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()> {
     let mut p = Program::builder().device_kinds(&[device]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let x = scalar(&mut p, &mesh)?;
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
-    let issue = issue_times(&mut p, options.repeats, one)?;
+    let launches = match device {
+        DeviceKind::Cuda => Some(Launches::new(&NOTHING, "nothing")?),
+        DeviceKind::Cpu => None,
+    };
+    let mut bare = Vec::new();
+    let issue = issue_times_with(&mut p, options.repeats, one, || {
+        bare.extend(launches.as_ref().map(|launches| launches.time(BATCH)).transpose()?);
+        Ok(())
+    })?;
+    let issue = Case::micros("jit issue", "empty, 1 leaf", issue);
+    if bare.is_empty() {
+        cases.push(issue.within(1.0));
+    } else {
+        let launch = Case::micros("launch", "by the driver alone", bare);
+        cases.extend([issue.over("launch", &launch), launch]);
+    }
     let issue_counts = allocations(&mut p, options.repeats, one)?;
     let complete = complete_times(&mut p, options.repeats, one)?;
+    cases.push(Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0));
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
     let xs: Vec<MpmdArray> =
         (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
@@ -155,14 +167,10 @@ fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
     let leaves = issue_times(&mut p, options.repeats, all)?;
     let leaves_counts = allocations(&mut p, options.repeats, all)?;
     p.finish()?;
-    let mut cases = vec![
-        Case::micros("jit issue", "empty, 1 leaf", issue).within(1.0),
-        Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0),
-        Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0),
-    ];
+    cases.push(Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0));
     cases.extend(issue_counts.cases("empty, 1 leaf"));
     cases.extend(leaves_counts.cases("64 leaves in, 64 out"));
-    Ok(cases)
+    Ok(())
 }
 
 /// Measures the issue of one empty kernel as a struct, as a closure, and as a method of an object.
@@ -335,7 +343,17 @@ fn clone_times(repeats: usize, xs: &[MpmdArray]) -> Vec<Duration> {
 fn issue_times<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
+    call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
+) -> mpmd_core::Result<Vec<Duration>> {
+    issue_times_with(p, repeats, call, || Ok(()))
+}
+
+/// Measures as [`issue_times`] does, and calls `between` after each batch.
+fn issue_times_with<T: Tree<Leaf = MpmdArray>>(
+    p: &mut Program,
+    repeats: usize,
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
+    mut between: impl FnMut() -> mpmd_core::Result<()>,
 ) -> mpmd_core::Result<Vec<Duration>> {
     let mut times = Vec::with_capacity(repeats);
     // Keeps the results of the previous batch, as a program keeps the arrays of its last step.
@@ -352,6 +370,7 @@ fn issue_times<T: Tree<Leaf = MpmdArray>>(
             y.block_until_ready()?;
         }
         kept = results;
+        between()?;
     }
     drop(kept);
     Ok(times)

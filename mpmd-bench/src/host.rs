@@ -9,8 +9,8 @@ use mpmd_core::prelude::*;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 
 use crate::case::Case;
+use crate::direct::{self, Way};
 use crate::options::Size;
-use crate::plain::{self, Way};
 
 /// Elements of the running kernel: enough to keep every multiprocessor busy.
 const WORK: usize = 1 << 20;
@@ -108,7 +108,7 @@ impl Meanwhile {
 
 /// Measures transfers of `bytes` bytes, a multiple of 4, between the host and one device, in both
 /// directions. The job must have one process.
-pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Result<Vec<Case>> {
+pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> Result<Vec<Case>> {
     let device = p.topology().device_ids()[0];
     let there = Sharding::single_device(device);
     let here = there.clone().with_memory_kind(MemoryKind::Host);
@@ -123,7 +123,7 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Re
         ("device to host", Way::Out, &on_device, &here),
     ] {
         let times = moves(p, &mut meanwhile, x, to, repeats)?;
-        let pinned = plain::copy(way, bytes, repeats)?;
+        let pinned = direct::case(way, bytes, direct::copies(way, bytes, repeats)?);
         let case =
             Case::bandwidth(name, format!("{}, kernels meanwhile", Size(bytes)), bytes, times);
         cases.extend([case.ratio_to("pinned", &pinned), pinned]);

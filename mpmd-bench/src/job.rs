@@ -3,6 +3,13 @@
 use anyhow::{Result, ensure};
 use mpmd_core::prelude::Program;
 use mpmd_launch::{Bind, Launch, OutputMode};
+use rustix::time::{ClockId, clock_gettime};
+
+/// Returns the nanoseconds of a clock that all processes of a host share.
+pub(crate) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
 
 /// Starts this program again with the same arguments, as a job of `processes` processes over
 /// `transport`. Its processes are bound to cores as `bind` says. Blocks until the job ends. Returns

@@ -7,6 +7,7 @@
 
 mod case;
 mod check;
+mod direct;
 mod dispatch;
 mod host;
 mod issue;
@@ -16,7 +17,6 @@ mod memcpy;
 mod options;
 mod p2p;
 mod pipeline;
-mod plain;
 mod plan;
 mod reshard;
 mod schedules;
@@ -61,6 +61,9 @@ enum What {
     Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
+    /// The facts of a CUDA driver that the framework relies on, without the framework: times of
+    /// memory, events and copies, and what another process can open.
+    Probe(direct::ProbeArgs),
 }
 
 /// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
@@ -82,5 +85,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Replay(args) => issue::replay(args),
         What::Stages(args) => issue::stages(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
+        What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

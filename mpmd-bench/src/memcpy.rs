@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output};
 use crate::options::{Options, Size};
 
 /// The minimum number of bytes that a thread copies for one sample, so that reading the clock
@@ -44,7 +44,7 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
             ensure!(bytes >= threads, "{bytes} bytes are too few for {threads} threads");
         }
     }
-    let mut cases = Vec::new();
+    let mut cases = Output::new(args.options.json);
     for size in args.sizes.iter().copied() {
         for threads in args.threads.iter().copied() {
             for target in [Target::Warm, Target::Fresh] {
@@ -56,7 +56,7 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
             }
         }
     }
-    show(&cases, args.options.json);
+    cases.end();
     Ok(())
 }
 

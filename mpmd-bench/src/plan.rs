@@ -12,7 +12,7 @@ use mpmd_layout::reshard;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::{Mesh, Topology};
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output};
 use crate::options::Options;
 
 /// Devices per process; `PER_HOST` is the number of processes per host.
@@ -32,7 +32,7 @@ pub(crate) struct PlanArgs {
 /// Measures planning between meshes of many devices, and prints the results. Cold: from shardings
 /// to the part of one process. Cached: again, from the plan cache of `device_put`.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
-    let mut cases = Vec::new();
+    let mut cases = Output::new(args.options.json);
     for devices in &args.devices {
         let side = devices.isqrt();
         anyhow::ensure!(
@@ -51,7 +51,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             cases.push(Case::micros(name, format!("cached, {devices} devices"), times));
         }
     }
-    show(&cases, args.options.json);
+    cases.end();
     Ok(())
 }
 

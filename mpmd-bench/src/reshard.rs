@@ -1,5 +1,5 @@
 //! Measures resharding from four devices to four, in one process and over several, beside plain
-//! copies of as many bytes.
+//! copies of as many bytes: by a thread of the host, or by the driver within a GPU's memory.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -15,7 +15,8 @@ use mpmd_layout::aval::f32s;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output};
+use crate::direct::{self, Copies, Way};
 use crate::host;
 use crate::job::run_as_job;
 use crate::memcpy;
@@ -26,6 +27,9 @@ const DEVICES: usize = 8;
 
 /// The minimum number of bytes of one sample, so that reading the clock costs nothing.
 const SAMPLE_BYTES: usize = 32 << 20;
+
+/// The number of moves in one sample on a GPU, where each takes some ten microseconds at least.
+const ROUNDS_ON_GPU: usize = 16;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ReshardArgs {
@@ -88,7 +92,8 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
     let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
     let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
     let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
-    let mut cases = Vec::new();
+    let on_gpu = args.on.device == DeviceKind::Cuda;
+    let mut cases = Output::new(args.options.json);
     for mib in args.mib.iter().copied() {
         let bytes = mib << 20;
         let rows = here.sharding(spec!["x"]);
@@ -107,10 +112,10 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
             let parameters = format!("{mib} MiB, {} processes", p.processes());
             if p.process().0 == 0 {
                 let moved = Case::bandwidth(name, parameters, bytes * copies, times);
-                cases.extend(beside(moved, bytes, plain));
+                cases.extend(beside(moved, args, bytes, plain));
             }
         }
-        if p.process().0 == 0 {
+        if p.process().0 == 0 && !on_gpu {
             if p.processes() == 1 {
                 cases.extend(copies(args, bytes, &here)?);
             }
@@ -119,15 +124,14 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
         // The other processes wait here, so that these copies have the machine to themselves.
         meet(p, &here)?;
     }
-    if args.on.device == DeviceKind::Cuda && p.processes() == 1 {
+    if on_gpu && p.processes() == 1 {
         let repeats = args.options.repeats.clamp(1, 10);
         for mib in args.mib.iter().copied() {
-            let moved = host::cases(p, mib << 20, repeats);
-            cases.extend(moved.map_err(|error| mpmd_core::Error::kernel(format!("{error:#}")))?);
+            cases.extend(host::cases(p, mib << 20, repeats)?);
         }
     }
     if p.process().0 == 0 {
-        show(&cases, args.options.json);
+        cases.end();
     }
     Ok(())
 }
@@ -179,8 +183,11 @@ fn put(
     })
 }
 
-/// Blocks until every process has called this.
+/// Blocks until every process has called this. Does nothing with one process.
 fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
+    if p.processes() == 1 {
+        return Ok(());
+    }
     // Each process sends its part when it issues this, after it has waited for its earlier
     // operations.
     let here = p.array_from_fn(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| {
@@ -216,25 +223,31 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[C
     })?;
     let parameters = format!("{} MiB, rows to columns", bytes >> 20);
     let copied = Case::bandwidth("copy_region", parameters, bytes, times);
-    Ok(beside(copied, bytes, plain))
+    Ok(beside(copied, args, bytes, plain))
 }
 
-/// Takes samples of moves of `bytes` bytes, in turns with samples of plain copies by one thread.
-/// So both see the same load of the machine. `moves` makes the given number of moves and returns
-/// their time. Copies nothing if `measures` is false. Returns the mean time of (a move, a
-/// copy) in each sample, without the first sample.
+/// Takes samples of moves of `bytes` bytes, in turns with samples of plain copies. So both see the
+/// same load of the machine. `moves` makes the given number of moves and returns their time. Copies
+/// nothing if `measures` is false. Returns the mean time of (a move, a copy) in each sample,
+/// without the first sample.
 fn in_turns(
     args: &ReshardArgs,
     bytes: usize,
     measures: bool,
     mut moves: impl FnMut(usize) -> mpmd_core::Result<Duration>,
 ) -> mpmd_core::Result<[Vec<Duration>; 2]> {
-    let rounds = (SAMPLE_BYTES / bytes).max(1);
-    let copied = if measures { bytes } else { 0 };
+    let on_gpu = args.on.device == DeviceKind::Cuda;
+    let rounds = if on_gpu { ROUNDS_ON_GPU } else { (SAMPLE_BYTES / bytes).max(1) };
+    let on_device = (on_gpu && measures).then(|| Copies::new(Way::OnDevice, bytes)).transpose()?;
+    let copied = if measures && !on_gpu { bytes } else { 0 };
     let (source, mut target) = (vec![7u8; copied], vec![0u8; copied]);
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..=args.options.repeats.min(10) {
         times[0].push(moves(rounds)? / rounds as u32);
+        if let Some(copies) = &on_device {
+            times[1].push(copies.time(rounds)?);
+            continue;
+        }
         let start = Instant::now();
         for _ in 0..rounds {
             target.copy_from_slice(std::hint::black_box(&source));
@@ -245,8 +258,12 @@ fn in_turns(
     Ok(times.map(|times| times.into_iter().skip(1).collect()))
 }
 
-/// Returns `moved` with its ratio to plain copies of `bytes` bytes by one thread, and these copies.
-fn beside(moved: Case, bytes: usize, plain: Vec<Duration>) -> [Case; 2] {
+/// Returns `moved` with its ratio to plain copies of `bytes` bytes, and these copies.
+fn beside(moved: Case, args: &ReshardArgs, bytes: usize, plain: Vec<Duration>) -> [Case; 2] {
+    if args.on.device == DeviceKind::Cuda {
+        let plain = direct::case(Way::OnDevice, bytes, plain);
+        return [moved.ratio_to("device_copy", &plain), plain];
+    }
     let plain = Case::bandwidth("memcpy", format!("{} MiB, 1 thread", bytes >> 20), bytes, plain);
     [moved.beside(&plain), plain]
 }

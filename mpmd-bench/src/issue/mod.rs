@@ -17,7 +17,7 @@ use clap::builder::RangedU64ValueParser;
 use mpmd_core::prelude::Program;
 use mpmd_core::{ProcessId, Recorded, Simulation};
 
-use crate::case::{Case, show};
+use crate::case::{Case, Output, show};
 use crate::options::Options;
 use peers::Peers;
 use step::{Given, Results, Steps};
@@ -142,7 +142,7 @@ fn per_operation(
 /// Measures whole steps of jobs with more and more stages, on threads of this process. Prints the
 /// time per pass, forward or backward, and its ratio to that of the first job.
 pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
-    let mut cases: Vec<Case> = Vec::new();
+    let mut cases = Output::new(args.options.json);
     for replays in [false, true] {
         let mut first = None;
         for stages in args.stages.iter().copied() {
@@ -171,7 +171,7 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
             cases.extend([case, ratio]);
         }
     }
-    show(&cases, args.options.json);
+    cases.end();
     Ok(ExitCode::SUCCESS)
 }
 

@@ -21,6 +21,11 @@ pub(super) enum Test {
     /// The time from one process's futex wake-up until the other runs, in microseconds: without
     /// the framework, in turns with the hand-overs.
     Wake,
+    /// The time from one process's record of a CUDA event until the other's GPU has passed it, in
+    /// microseconds: by the driver alone, in turns with the hand-overs.
+    BareIpc,
+    /// The time as for `BareIpc`, with a copy of the other process's memory behind the event.
+    BareIpcCopy,
     /// The time of one hop around a ring of this many processes, in microseconds.
     Ring(usize),
     /// Half the time in which a tree of 64 arrays goes to and fro, in microseconds.
@@ -48,6 +53,8 @@ impl Test {
             Self::Handover => "handover",
             Self::HandoverWarmUp => "handover warm-up",
             Self::Wake => "futex wake",
+            Self::BareIpc => "bare ipc",
+            Self::BareIpcCopy => "bare ipc copy",
             Self::Ring(_) => "ring",
             Self::Leaves => "64 leaves",
             Self::OneByOne => "64 one by one",
@@ -76,7 +83,8 @@ impl Test {
     pub(super) fn unit(self) -> &'static str {
         match self {
             Self::Latency | Self::Leaves | Self::OneByOne => "us",
-            Self::Handover | Self::HandoverWarmUp | Self::Wake | Self::Ring(_) => "us",
+            Self::Handover | Self::HandoverWarmUp | Self::Ring(_) => "us",
+            Self::Wake | Self::BareIpc | Self::BareIpcCopy => "us",
             _ => "GB/s",
         }
     }
@@ -101,7 +109,7 @@ impl Samples {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
             Test::Latency | Test::Leaves | Test::OneByOne => seconds * 1e6 / 2.0,
-            Test::Handover | Test::HandoverWarmUp | Test::Wake | Test::Ring(_) => seconds * 1e6,
+            test if test.unit() == "us" => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });
     }

@@ -4,23 +4,26 @@
 //! The sender works like a program that passes on a new result each step. A kernel writes each
 //! array, and the last ones are kept, so that each array takes other memory for a while. The
 //! receiver waits before the array is sent, and may have fallen asleep unless `--spin` keeps it
-//! awake. After the measurement it adds up every byte, and keeps some arrays for a while.
+//! awake. After each measurement it adds up every byte, or a GPU compares them, and it keeps some
+//! arrays for a while.
 //!
 //! Each side reads a clock that all processes of a host share, so no answer is measured. Two hosts
 //! have no such clock, and nothing is measured between them.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
 use mpmd_core::{Error, Result};
+use mpmd_device::cuda;
 use mpmd_ids::ProcessId;
-use mpmd_layout::aval::u8s;
+use mpmd_layout::aval::{i32s, u8s};
 use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, LinkClass};
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use super::array::{FIRST, Pair, arrive};
@@ -28,6 +31,8 @@ use super::found::{Samples, Test};
 use super::memory::available;
 use super::pace::Pace;
 use super::wake::Wake;
+use crate::direct::Exchange;
+use crate::job::now;
 use crate::options::Size;
 
 /// The process that receives the arrays.
@@ -55,20 +60,47 @@ const WORTH_READING: usize = 1 << 20;
 /// Measured hand-overs for each repeat of the other cases.
 const FOR_EACH_REPEAT: usize = 2;
 
-static WRITE: Source = Source::cuda(
-    "write.cu",
+/// The number of threads of [`BYTES`]' functions: enough to fill a GPU, each with many words.
+const THREADS: usize = 1 << 18;
+
+static BYTES: Source = Source::cuda(
+    "bytes.cu",
     r#"
+#define EACH(i, n) \
+    unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; \
+    i < (n); i += gridDim.x * (unsigned long long)blockDim.x
+
 extern "C" __global__ void write(
     const unsigned char *number, unsigned char *array, unsigned long long n
 ) {
-    unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
-    for (; i < n; i += gridDim.x * (unsigned long long)blockDim.x) array[i] = number[0];
+    unsigned long long word = number[0] * 0x0101010101010101ull;
+    for (EACH(i, n / 8)) ((unsigned long long *)array)[i] = word;
+    for (EACH(i, n % 8)) array[n / 8 * 8 + i] = number[0];
+}
+
+/* Counts the words and bytes that do not have the number. */
+extern "C" __global__ void compare(
+    const unsigned char *number, const unsigned char *array, unsigned long long n, int *wrong
+) {
+    unsigned long long word = number[0] * 0x0101010101010101ull;
+    for (EACH(i, n / 8)) {
+        if (((const unsigned long long *)array)[i] != word) atomicAdd(wrong, 1);
+    }
+    for (EACH(i, n % 8)) {
+        if (array[n / 8 * 8 + i] != number[0]) atomicAdd(wrong, 1);
+    }
 }
 "#,
 );
 
-/// A kernel that writes the number of its input into every byte of its output.
-struct Write(ShapedArray);
+/// Returns the grid of a function of [`BYTES`] for an array of `bytes` bytes.
+fn grid(bytes: usize) -> Grid {
+    Grid::over(bytes.div_ceil(8).min(THREADS))
+}
+
+/// A kernel that writes the number of its input into every byte of its output. It notes the
+/// address.
+struct Write(ShapedArray, Arc<AtomicU64>);
 
 impl Kernel for Write {
     type In = MpmdArray;
@@ -80,17 +112,51 @@ impl Kernel for Write {
 
     fn run(&self, cx: &mut Context<'_>, number: View<'_>, mut array: ViewMut<'_>) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
+            self.1.store(cuda.address(&mut array)?, Ordering::Relaxed);
             let bytes = array.region().elements();
             let args = [(&number).into(), (&mut array).into(), bytes.into()];
-            return cuda.launch(&WRITE, "write", Grid::over(bytes), &args);
+            return cuda.launch(&BYTES, "write", grid(bytes), &args);
         }
         let number = number.as_slice::<u8>()?[0];
-        array.as_mut_slice::<u8>()?.fill(number);
+        let bytes = array.as_mut_slice::<u8>()?;
+        self.1.store(bytes.as_ptr().addr() as u64, Ordering::Relaxed);
+        bytes.fill(number);
         Ok(())
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
-        vec![&WRITE]
+        vec![&BYTES]
+    }
+}
+
+/// A kernel for GPUs that counts the words of an array that do not have a number in every byte. It
+/// notes the address.
+struct Compare(Arc<AtomicU64>);
+
+impl Kernel for Compare {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(i32s([1])))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (number, array): (View<'_>, View<'_>),
+        mut wrong: ViewMut<'_>,
+    ) -> Result<()> {
+        let cuda = cx.cuda().ok_or_else(|| Error::kernel("it is for GPUs only".to_owned()))?;
+        self.0.store(cuda.address(&array)?, Ordering::Relaxed);
+        let bytes = array.region().elements();
+        cuda.zero(&mut wrong)?;
+        let args = [(&number).into(), (&array).into(), bytes.into(), (&mut wrong).into()];
+        cuda.launch(&BYTES, "compare", grid(bytes), &args)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&BYTES]
     }
 }
 
@@ -115,14 +181,7 @@ pub(super) fn handover(
         }
         return Ok(Vec::new());
     }
-    let mut found = measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats)?;
-    if on_gpu {
-        // To add up the bytes, the receiver would copy them to the host.
-        found.retain(|found| {
-            matches!(found.test, Test::Handover | Test::HandoverWarmUp | Test::Wake)
-        });
-    }
-    Ok(found)
+    measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats, on_gpu)
 }
 
 /// Returns the reason why hand-overs of `bytes` bytes cannot be measured over `link` with `room`
@@ -138,9 +197,26 @@ fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     })
 }
 
-fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result<Vec<Samples>> {
-    let mesh = p.mesh_of(&[("x", 1)], pair.here.devices())?;
-    let write = p.jit(Write(u8s([bytes]))).on(&mesh).outputs(pair.here.clone()).build()?;
+fn measure(
+    p: &mut Program,
+    pair: &Pair,
+    bytes: usize,
+    repeats: usize,
+    on_gpu: bool,
+) -> Result<Vec<Samples>> {
+    let [mesh, other_mesh] =
+        [&pair.here, &pair.there].map(|at| p.mesh_of(&[("x", 1)], at.devices()));
+    let (mesh, other_mesh) = (mesh?, other_mesh?);
+    let place = Arc::new(AtomicU64::new(0));
+    let write = Write(u8s([bytes]), place.clone());
+    let write = p.jit(write).on(&mesh).outputs(pair.here.clone()).build()?;
+    let compare = if on_gpu {
+        let compare = Compare(place.clone());
+        Some(p.jit(compare).on(&other_mesh).outputs(pair.there.clone()).build()?)
+    } else {
+        None
+    };
+    let exchange = if on_gpu { meet_by_cuda(p, bytes)? } else { None };
     let small = p.array_from_fn(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
     // The moments that this process records: as the sender, of each `device_put`; as the receiver,
@@ -148,7 +224,12 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     let (mut given, mut had) = (Vec::new(), Vec::new());
     // The places of all arrays so far, as this process sees them.
     let mut places = HashSet::new();
-    let mut wake = Wake::new(p)?;
+    let mut wakes = vec![(Test::Wake, Wake::new(p)?)];
+    if exchange.is_some() {
+        wakes.extend([(Test::BareIpc, Wake::new(p)?), (Test::BareIpcCopy, Wake::new(p)?)]);
+    }
+    // The counts of `compare`, which are read after the last round.
+    let mut wrong = Vec::new();
     for number in 0..WARM_UP + repeats {
         let value = (number % 251 + 1) as u8;
         let input = p.device_put(&MpmdArray::from_slice(&[1], &[value])?, mesh.replicated())?;
@@ -160,7 +241,7 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         }
         meet(p, pair, &small)?;
         if p.process() == FIRST {
-            let is_new = x.to_host()?.is_some_and(|values| places.insert(values.bytes().as_ptr()));
+            let is_new = places.insert(place.load(Ordering::Relaxed));
             // Asleep: a busy wait might occupy the core that the receiver needs.
             std::thread::sleep(if is_new { SETTLED_NEW } else { SETTLED });
         }
@@ -168,12 +249,22 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
         let y = p.device_put(&x, &pair.there)?;
         arrive(&y)?;
         let ready = now();
-        // In place: after a zero-copy transfer no copy is made here.
-        if let Some(values) = y.to_host()? {
+        if let Some(compare) = &compare {
+            let number = p.device_put(&MpmdArray::from_slice(&[1], &[value])?, &pair.there)?;
+            let count = compare.call(p, (number, y.clone()))?;
+            arrive(&count)?;
+            if p.process() == SECOND {
+                let is_new = places.insert(place.load(Ordering::Relaxed));
+                had.push(Had { ready, read: 0, is_new });
+            }
+            wrong.push(count);
+        } else if let Some(values) = y.to_host()? {
+            // In place: after a zero-copy transfer no copy is made here.
             let start = Instant::now();
             let sum = sum_of(values.bytes());
             let read = start.elapsed().as_nanos() as u64;
-            had.push(Had { ready, read, is_new: places.insert(values.bytes().as_ptr()) });
+            let place = values.bytes().as_ptr().addr() as u64;
+            had.push(Had { ready, read, is_new: places.insert(place) });
             if sum != u64::from(value) * bytes as u64 {
                 let what =
                     format!("{bytes} bytes of {value} were handed over, and their sum is {sum}");
@@ -187,14 +278,59 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
             }
         }
         meet(p, pair, &small)?;
-        wake.measure(SETTLED)?;
+        for (test, wake) in &mut wakes {
+            // A bare wake-up gives nothing.
+            let exchange = exchange.as_ref().filter(|_| *test != Test::Wake);
+            let take = |exchange: &Exchange| exchange.take(*test == Test::BareIpcCopy);
+            let give = || exchange.map_or(Ok(()), Exchange::give);
+            wake.measure(SETTLED, give, || exchange.map_or(Ok(()), take))?;
+        }
+    }
+    for count in wrong {
+        if let Some(values) = count.to_host()?
+            && let [count] = values.as_slice::<i32>()?
+            && *count > 0
+        {
+            let what = format!("of {bytes} bytes that were handed over, {count} words are wrong");
+            return Err(Error::kernel(what));
+        }
     }
     let had = p.broadcast_value(SECOND, Vec::new(), || Ok(had))?;
     let mut found = evaluate(bytes, &given, &had);
-    let mut wakes = Samples::new(Test::Wake, bytes);
-    wake.times(p)?.into_iter().for_each(|time| wakes.add(1, time));
-    found.push(wakes);
+    if on_gpu {
+        // The host does not read the arrays.
+        found.truncate(2);
+    }
+    for (test, wake) in wakes {
+        let mut samples = Samples::new(test, bytes);
+        wake.times(p)?.into_iter().for_each(|time| samples.add(1, time));
+        found.push(samples);
+    }
     Ok(found)
+}
+
+/// Shows memory and an event of each process's GPU to the other, by the driver alone. Returns
+/// `None` between threads, which CUDA IPC does not join; also if it fails, and prints the reason.
+/// Both processes must call this.
+fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
+    let devices = p.topology().device_ids();
+    if p.topology().link_between(devices[0], devices[1]) == Some(LinkClass::SameProcess) {
+        return Ok(None);
+    }
+    let own = p.topology().ordinals(p.process(), cuda::found()?.gpus.len() as u32)[0];
+    let mut exchange = Exchange::new(own, bytes);
+    let words = exchange.as_ref().map_or(Ok(Vec::new()), Exchange::words).unwrap_or_default();
+    let first = p.broadcast_value(FIRST, Vec::new(), || Ok(words.clone()))?;
+    let second = p.broadcast_value(SECOND, Vec::new(), || Ok(words))?;
+    let other = if p.process() == FIRST { second } else { first };
+    let opened = exchange.as_mut().map_or(Ok(()), |exchange| exchange.open(&other));
+    if let Some(error) = exchange.as_ref().err().or(opened.as_ref().err()) {
+        eprintln!("mpmd: hand-overs by CUDA alone are not measured: {error}");
+    }
+    let works = exchange.is_ok() && opened.is_ok();
+    let first = p.broadcast_value(FIRST, false, || Ok(works))?;
+    let second = p.broadcast_value(SECOND, false, || Ok(works))?;
+    Ok(exchange.ok().filter(|_| first && second))
 }
 
 /// Synchronises both processes: returns on the first one once the second is about to issue its next
@@ -221,12 +357,6 @@ fn sum_of(bytes: &[u8]) -> u64 {
     };
     let whole: u64 = blocks.chunks(256).map(piece).sum();
     whole + rest.iter().map(|byte| u64::from(*byte)).sum::<u64>()
-}
-
-/// Returns the nanoseconds of a clock that all processes of a host share.
-pub(super) fn now() -> u64 {
-    let time = clock_gettime(ClockId::Monotonic);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// An arrival as the receiver saw it, in nanoseconds.

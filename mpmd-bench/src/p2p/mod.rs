@@ -30,8 +30,8 @@ use mpmd_launch::{JobEnv, Launch, OutputMode};
 use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
+use crate::direct;
 use crate::options::{BindOption, Carrier, DeviceOption, Size};
-use crate::plain;
 use busy::Busy;
 use found::{Samples, Test};
 use pace::Pace;
@@ -156,10 +156,7 @@ impl P2pArgs {
 pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     match JobEnv::from_env()? {
         Some(env) => in_job(args, &env)?,
-        None => {
-            let rows = rows(args)?;
-            table::show(&rows, &args.setting(), args.json);
-        }
+        None => measure(args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -203,9 +200,9 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     }
 }
 
-/// Starts pairs for all requested cases, one after another, and returns their results. Blocks until
-/// all are measured.
-fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
+/// Starts pairs for all requested cases, one after another, and prints their results: lines of JSON
+/// after each size, or a table at the end.
+fn measure(args: &P2pArgs) -> Result<()> {
     ensure!(
         !args.peer || !args.of_pairs().is_empty(),
         "--peer is measured beside latency and bandwidth: --case names neither"
@@ -225,41 +222,40 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
         .transpose()?;
     let pace = args.pace();
     let _busy = Busy::start(args.busy.into())?;
-    let mut rows = Rows::default();
-    for level in args.levels().iter().copied() {
-        match &perftest {
-            None => rows.take(Some(level), ours(args, level, &args.sizes, &pace)?),
-            Some(perftest) => {
-                for size in args.sizes.iter().copied() {
-                    in_turns(args, level, size, perftest, &pace, &mut rows)?;
+    let mut all = Vec::new();
+    for size in args.sizes.iter().copied() {
+        let mut rows = Rows::default();
+        for level in args.levels().iter().copied() {
+            match &perftest {
+                None => rows.take(Some(level), ours(args, level, size, &pace)?),
+                Some(perftest) => in_turns(args, level, size, perftest, &pace, &mut rows)?,
+            }
+            if level == Level::Array && !args.peer && args.case.contains(&Case::Ring) {
+                for processes in &args.processes {
+                    rows.take(Some(level), around(args, usize::from(*processes), size, &pace)?);
                 }
             }
         }
-        if level == Level::Array && !args.peer && args.case.contains(&Case::Ring) {
-            for processes in &args.processes {
-                rows.take(Some(level), around(args, usize::from(*processes), &pace)?);
-            }
+        let (bytes, repeats) = (size.0, pace.repeats_at(size.0));
+        let copied =
+            if on_gpu { on_device(bytes, repeats)? } else { memory::memcpy(bytes, repeats, &pace) };
+        rows.take(None, [copied]);
+        rows.compare();
+        if args.json {
+            table::show(&rows.0, &args.setting(), true);
         }
+        all.extend(rows.0);
     }
-    for Size(bytes) in args.sizes.iter().copied() {
-        let repeats = pace.repeats_at(bytes);
-        rows.take(
-            None,
-            [if on_gpu {
-                on_device(bytes, repeats)?
-            } else {
-                memory::memcpy(bytes, repeats, &pace)
-            }],
-        );
+    if !args.json {
+        table::show(&all, &args.setting(), false);
     }
-    rows.compare();
-    Ok(rows.0)
+    Ok(())
 }
 
 /// Measures the driver's own copies of `bytes` bytes within a device's memory.
 fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
     let mut found = Samples::new(Test::DeviceCopy, bytes);
-    for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
+    for time in direct::copies(direct::Way::OnDevice, bytes, repeats)? {
         found.add(1, time);
     }
     Ok(found)
@@ -276,7 +272,7 @@ fn in_turns(
 ) -> Result<()> {
     let mut known = [None, None];
     for _ in 0..pace.repeats_at(size.0) {
-        rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
+        rows.take(Some(level), ours(args, level, size, &Pace { repeats: 1, ..*pace })?);
         let tests = [(Case::Latency, Test::Latency), (Case::Bandwidth, Test::Bandwidth)];
         for ((case, test), known) in tests.into_iter().zip(&mut known) {
             if !args.case.contains(&case) {
@@ -289,28 +285,28 @@ fn in_turns(
     Ok(())
 }
 
-/// Measures a pair of processes, or of threads for `inproc`. Blocks until all sizes are measured.
-fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Samples>> {
+/// Measures a pair of processes, or of threads for `inproc`. Blocks until all cases are measured.
+fn ours(args: &P2pArgs, level: Level, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     let cases = args.of_pairs();
     match level {
         _ if cases.is_empty() => Ok(Vec::new()),
         Level::Message if args.transport == Carrier::Inproc => {
-            message::in_threads(sizes, &cases, pace)
+            message::in_threads(&[size], &cases, pace)
         }
         Level::Array if args.transport == Carrier::Inproc => {
-            Ok(array::in_threads(args.on.device, sizes, &cases, pace)?)
+            Ok(array::in_threads(args.on.device, &[size], &cases, pace)?)
         }
-        _ => started(args, 2, level, &cases, sizes, pace),
+        _ => started(args, 2, level, &cases, size, pace),
     }
 }
 
-/// Measures a ring of processes, or of threads for `inproc`. Blocks until all sizes are measured.
-fn around(args: &P2pArgs, processes: usize, pace: &Pace) -> Result<Vec<Samples>> {
+/// Measures a ring of processes, or of threads for `inproc`. Blocks until it is measured.
+fn around(args: &P2pArgs, processes: usize, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
-        let found = ring::in_threads(processes, args.on.device, &args.sizes, args.rounds, pace);
+        let found = ring::in_threads(processes, args.on.device, &[size], args.rounds, pace);
         return Ok(found?);
     }
-    started(args, processes, Level::Array, &[Case::Ring], &args.sizes, pace)
+    started(args, processes, Level::Array, &[Case::Ring], size, pace)
 }
 
 /// Starts processes that measure together. Blocks until they have ended, and returns their samples.
@@ -319,18 +315,17 @@ fn started(
     processes: usize,
     level: Level,
     cases: &[Case],
-    sizes: &[Size],
+    size: Size,
     pace: &Pace,
 ) -> Result<Vec<Samples>> {
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
-    let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
     let cases: Vec<&str> = cases.iter().map(|case| case.name()).collect();
     let mut words = vec![
         ("--transport", args.transport.name().to_owned()),
         ("--device", args.on.device.name().to_owned()),
         ("--level", level.name().to_owned()),
         ("--case", cases.join(",")),
-        ("--sizes", sizes.join(",")),
+        ("--sizes", size.to_string()),
         ("--spin", args.spin.word.clone()),
         ("--repeats", pace.repeats.to_string()),
         ("--sample-us", pace.sample.as_micros().to_string()),
@@ -363,15 +358,19 @@ impl Rows {
         }
     }
 
-    /// Sets in each row of a bandwidth the median of a plain copy of as many bytes, if it was
-    /// measured.
+    /// Sets the reference of each row that has one.
     fn compare(&mut self) {
-        let copies = self.0.iter().filter(|row| row.test.is_plain());
-        let copies: Vec<(usize, (Test, f64))> =
-            copies.map(|row| (row.bytes, (row.test, quantile(&row.ours, 0.5)))).collect();
-        for row in self.0.iter_mut().filter(|row| !row.test.is_plain() && row.test.unit() == "GB/s")
-        {
-            row.copy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
+        let medians: Vec<(Test, usize, f64)> =
+            self.0.iter().map(|row| (row.test, row.bytes, quantile(&row.ours, 0.5))).collect();
+        for row in &mut self.0 {
+            let is_reference = |test: Test| match row.test {
+                Test::Handover => test == Test::BareIpc,
+                ours => ours.unit() == "GB/s" && !ours.is_plain() && test.is_plain(),
+            };
+            let mut beside = medians
+                .iter()
+                .filter(|(test, bytes, _)| *bytes == row.bytes && is_reference(*test));
+            row.beside = beside.next().map(|(test, _, median)| (*test, *median));
         }
     }
 
@@ -379,7 +378,14 @@ impl Rows {
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new(), copy: None });
+            self.0.push(Row {
+                level,
+                test,
+                bytes,
+                ours: Vec::new(),
+                peer: Vec::new(),
+                beside: None,
+            });
             self.0.len() - 1
         });
         &mut self.0[at]

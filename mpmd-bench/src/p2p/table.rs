@@ -18,9 +18,9 @@ pub(super) struct Row {
     pub(super) ours: Vec<f64>,
     /// Samples of `ucx_perftest`; empty if it was not requested.
     pub(super) peer: Vec<f64>,
-    /// The (kind, median in GB/s) of a plain copy of as many bytes. `None` for other tests than
-    /// bandwidths.
-    pub(super) copy: Option<(Test, f64)>,
+    /// The (test, median) of the reference in the same unit, for as many bytes: of bandwidths a
+    /// plain copy, of hand-overs the same by CUDA alone. `None` for other tests.
+    pub(super) beside: Option<(Test, f64)>,
 }
 
 /// The options that all lines of the results have in common. `busy` is a number of threads.
@@ -50,9 +50,12 @@ impl Row {
             "unit": self.test.unit(),
             "repeats": self.ours.len(),
         });
-        if let Some((test, copy)) = self.copy {
-            let name = format!("of_{}", test.name().replace(' ', "_"));
-            line[name] = json!(quantile(&self.ours, 0.5) / copy);
+        if let Some((test, reference)) = self.beside {
+            let (name, median) = (test.name().replace(' ', "_"), quantile(&self.ours, 0.5));
+            match test.unit() {
+                "us" => line[format!("over_{name}_us")] = json!(median - reference),
+                _ => line[format!("of_{name}")] = json!(median / reference),
+            }
         }
         if !self.peer.is_empty() {
             for (name, share) in [("peer_median", 0.5), ("peer_p10", 0.1), ("peer_p90", 0.9)] {
@@ -99,8 +102,14 @@ impl Row {
         let mut cells = vec![level, name, Size(self.bytes).to_string()];
         cells.extend(figures(&self.ours));
         cells.push(self.test.unit().to_owned());
-        let copy = |(_, copy)| format!("{:.2}", quantile(&self.ours, 0.5) / copy);
-        cells.push(self.copy.map(copy).unwrap_or_default());
+        let beside = |(test, reference): (Test, f64)| {
+            let median = quantile(&self.ours, 0.5);
+            match test.unit() {
+                "us" => format!("{:+.2} over {}", median - reference, test.name()),
+                _ => format!("{:.2} of {}", median / reference, test.name()),
+            }
+        };
+        cells.push(self.beside.map(beside).unwrap_or_default());
         if !self.peer.is_empty() {
             cells.extend(figures(&self.peer));
             cells.push(match self.compared() {
@@ -123,11 +132,11 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
     }
     let Setting { transport, spin, busy } = setting;
     println!("{transport}, spin {spin}, {busy} busy beside it");
-    let mut heading = vec!["level", "case", "size", "median", "p10", "p90", "unit", "of copy"];
+    let mut heading = vec!["level", "case", "size", "median", "p10", "p90", "unit", "beside"];
     if rows.iter().any(|row| !row.peer.is_empty()) {
         heading.extend(["perftest", "p10", "p90", "ours"]);
     }
-    println!("{}", case::table(&heading, rows.iter().map(Row::cells).collect(), &[0, 1, 6]));
+    println!("{}", case::table(&heading, rows.iter().map(Row::cells).collect(), &[0, 1, 6, 7]));
 }
 
 /// Formats a value with about four significant digits.
@@ -152,7 +161,7 @@ mod tests {
 
     fn row(test: Test, ours: &[f64], peer: &[f64]) -> Row {
         let (ours, peer) = (ours.to_vec(), peer.to_vec());
-        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, copy: None }
+        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, beside: None }
     }
 
     #[test]
@@ -181,14 +190,18 @@ mod tests {
     }
 
     #[test]
-    fn bandwidths_have_a_ratio_to_a_plain_copy() {
-        let copied = Row { copy: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
+    fn bandwidths_and_hand_overs_have_a_reference() {
+        let copied = Row { beside: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
         assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto, 1 busy");
-        let on_device = Row { copy: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
+        let on_device = Row { beside: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
         assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
-        assert_eq!(copied.cells()[6..], ["GB/s", "0.50"]);
+        assert_eq!(copied.cells()[6..], ["GB/s", "0.50 of memcpy"]);
+        let bare = Some((Test::BareIpc, 8.0));
+        let handed = Row { beside: bare, ..row(Test::Handover, &[10.0], &[]) };
+        assert_eq!(handed.json(&setting())["over_bare_ipc_us"], json!(2.0));
+        assert_eq!(handed.cells()[6..], ["us", "+2.00 over bare ipc"]);
         let line = row(Test::Latency, &[4.0], &[]).json(&setting());
         assert!(line.get("of_memcpy").is_none(), "{line}");
     }

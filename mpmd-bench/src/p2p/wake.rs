@@ -1,4 +1,5 @@
-//! Measures bare wake-ups between two processes, in turns with hand-overs.
+//! Measures bare wake-ups between two processes, in turns with hand-overs, alone and with work of
+//! their GPUs.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,8 @@ use mpmd_core::{Error, Result};
 use mpmd_transport::shm::BareWord;
 
 use super::array::FIRST;
-use super::handover::{SECOND, now};
+use super::handover::SECOND;
+use crate::job::now;
 
 /// Deadline of one wake-up. It only passes if the other process has ended.
 const WITHIN: Duration = Duration::from_secs(60);
@@ -32,15 +34,22 @@ impl Wake {
         Ok(Self { word, is_first, moments: Vec::new() })
     }
 
-    /// Measures one wake-up: the second process falls asleep, and after `settled` the first wakes
-    /// it. Both must call this at about the same time.
-    pub(super) fn measure(&mut self, settled: Duration) -> Result<()> {
+    /// Measures one wake-up: the second process falls asleep, and after `settled` the first calls
+    /// `give` and wakes it. The wake-up ends when the second has called `take`. Both must call this
+    /// at about the same time.
+    pub(super) fn measure(
+        &mut self,
+        settled: Duration,
+        give: impl FnOnce() -> Result<()>,
+        take: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let before = self.moments.len() as u32;
         if self.is_first {
             std::thread::sleep(settled);
             self.moments.push(now());
+            let given = give();
             self.word.count();
-            return Ok(());
+            return given;
         }
         let until = Instant::now() + WITHIN;
         while self.word.value() <= before {
@@ -49,6 +58,7 @@ impl Wake {
             }
             self.word.wait(before, WITHIN);
         }
+        take()?;
         self.moments.push(now());
         Ok(())
     }

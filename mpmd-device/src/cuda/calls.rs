@@ -69,13 +69,6 @@ impl DriverError {
     }
 }
 
-/// Converts an error of `cudarc`'s own functions, which only [`plain`](super::plain) calls.
-impl From<cudarc::driver::DriverError> for DriverError {
-    fn from(error: cudarc::driver::DriverError) -> Self {
-        Self(error.0 as u32)
-    }
-}
-
 impl fmt::Display for DriverError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.name(), self.text())

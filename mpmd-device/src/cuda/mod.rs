@@ -70,7 +70,9 @@ mod clock;
 mod compile;
 #[cfg(feature = "cuda")]
 mod copy;
-pub mod driver;
+#[cfg(feature = "cuda")]
+pub mod direct;
+pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -89,8 +91,6 @@ mod module;
 mod nccl;
 #[cfg(feature = "cuda")]
 mod orphan;
-#[cfg(feature = "cuda")]
-pub mod plain;
 #[cfg(feature = "cuda")]
 mod stream;
 #[cfg(feature = "cuda")]

@@ -168,6 +168,8 @@ fn library_that_is_no_driver_is_reported() {
 mod with_a_driver_in_software {
     use std::path::Path;
 
+    use serde_json::Value;
+
     use super::*;
 
     fn on(folder: &Path, devices: &str, command: &mut Command) {
@@ -219,29 +221,128 @@ mod with_a_driver_in_software {
         }
     }
 
+    /// Runs `mpmd bench` with these settings of the driver in software. Returns its lines.
+    fn bench(arguments: &str, settings: &[(&str, &str)]) -> Vec<Value> {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
+        command.arg("bench").args(arguments.split(' ')).args(["--device", "cuda", "--json"]);
+        on(folder.path(), "1", &mut command);
+        command.envs(settings.iter().copied());
+        let end = start_and_wait(command);
+        assert_eq!(end.code(), 0, "{arguments}: {end:?}");
+        let lines = end.stdout.lines().map(serde_json::from_str).collect::<Result<_, _>>();
+        lines.unwrap_or_else(|error| panic!("{error}: {}", end.stdout))
+    }
+
+    fn named<'a>(lines: &'a [Value], name: &str) -> Vec<&'a Value> {
+        let lines: Vec<_> = lines.iter().filter(|line| line["name"] == name).collect();
+        assert!(!lines.is_empty(), "there is no {name}");
+        lines
+    }
+
     /// Runs small versions of all benchmarks of CUDA devices.
     #[test]
     fn cuda_benchmarks_print_every_expected_figure() {
-        let folder = tempfile::tempdir().expect("a folder for the test");
-        for (bench, expected) in [
-            (&["dispatch", "--repeats", "2"][..], &["over_launch_us"][..]),
+        for (arguments, expected) in [
+            ("dispatch --repeats 2", &[("jit issue", "over_launch_us"), ("launch", "p90")][..]),
             (
-                &["p2p", "--case", "handover", "--sizes", "64Ki", "--repeats", "2"],
-                &["\"name\":\"handover\"", "of_device_copy"],
-            ),
-            (
-                &["reshard", "--mib", "1", "--processes", "1", "--repeats", "2"],
-                &["host to device", "device to host", "of_pinned"],
+                "reshard --mib 1 --processes 1 --repeats 2",
+                &[
+                    ("rows to columns", "of_device_copy"),
+                    ("to other devices", "of_device_copy"),
+                    ("replicate", "of_device_copy"),
+                    ("chunks to chunks", "of_device_copy"),
+                    ("regions to rows", "of_device_copy"),
+                    ("device copy", "median"),
+                    ("host to device", "of_pinned"),
+                    ("device to host", "of_pinned"),
+                    ("pinned in", "median"),
+                    ("pinned out", "median"),
+                ],
             ),
         ] {
-            let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-            command.arg("bench").args(bench).args(["--device", "cuda", "--json"]);
-            on(folder.path(), "1", &mut command);
-            let end = start_and_wait(command);
-            assert_eq!(end.code(), 0, "{bench:?}: {end:?}");
-            for expected in expected {
-                assert!(end.stdout.contains(expected), "{expected} of {bench:?}: {}", end.stdout);
+            let lines = bench(arguments, &[]);
+            for (name, field) in expected {
+                let found = named(&lines, name)[0];
+                assert!(found[field].as_f64().is_some_and(f64::is_finite), "{field} of {found}");
+            }
+            assert!(lines.iter().all(|line| line["name"] != "memcpy"), "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn hand_overs_stand_beside_cuda_alone() {
+        let lines = bench("p2p --case handover --sizes 4Ki,64Ki --repeats 2", &[]);
+        let figure = |line: &Value, field: &str| {
+            line[field].as_f64().filter(|figure| figure.is_finite()).unwrap_or_else(|| {
+                panic!("{field} of {line}");
+            })
+        };
+        for (name, field) in [
+            ("handover", "over_bare_ipc_us"),
+            ("one copy", "of_device_copy"),
+            ("bare ipc", "median"),
+            ("bare ipc copy", "median"),
+            ("futex wake", "median"),
+            ("device copy", "median"),
+        ] {
+            let found = named(&lines, name);
+            assert_eq!(found.len(), 2, "{name}: {lines:?}");
+            for line in found {
+                figure(line, field);
+                assert!(0.0 < figure(line, "p10") && figure(line, "p10") <= figure(line, "p90"));
             }
         }
+        // Each size is printed before the next is measured.
+        let sizes: Vec<_> = lines.iter().filter_map(|line| line["bytes"].as_u64()).collect();
+        assert!(sizes.len() == lines.len() && sizes.is_sorted(), "{lines:?}");
+        // Memory is known by its address on the device. The sender keeps 8 arrays.
+        for (steady, new) in named(&lines, "handover").iter().zip(named(&lines, "handover warm-up"))
+        {
+            let [steady, new] = [steady, &new].map(|line| figure(line, "repeats"));
+            assert!(steady + new == 16.0 && new > 8.0 && steady > 0.0, "{steady} and {new}");
+        }
+    }
+
+    #[test]
+    fn probe_prints_every_fact_of_a_driver() {
+        let small = ("SOFTCUDA_MEMORY", "1073741824");
+        let lines = bench("probe --events 50", &[small]);
+        assert!(lines.iter().all(|line| line.get("failed").is_none()), "{lines:?}");
+        assert!(named(&lines, "driver")[0]["version"].as_str().is_some_and(|it| it.contains('.')));
+        let positive = |name: &str, path: &str| {
+            for line in named(&lines, name) {
+                assert!(line.pointer(path).and_then(Value::as_f64) > Some(0.0), "{path} of {line}");
+            }
+        };
+        positive("context", "/open_us");
+        positive("device copy", "/read_and_written_gb_per_s");
+        positive("event recorded and waited for", "/us/median");
+        assert_eq!(named(&lines, "event recorded and waited for").len(), 3);
+        let pinned = named(&lines, "host memory");
+        assert!(pinned.len() == 3 && pinned.iter().all(|line| line["pin"] == "ok"), "{pinned:?}");
+        positive("host memory", "/in/gb_per_s");
+        positive("host memory", "/out/gb_per_s");
+        let last = *named(&lines, "ipc memory").last().expect("it is there");
+        assert_eq!([&last["first"]["open"], &last["second"]["open"]], ["ok"; 2], "{last}");
+        assert_eq!([&last["first"]["first_byte"], &last["second"]["first_byte"]], [17, 34]);
+        assert_ne!(last["same_process"], "ok", "{last}");
+        positive("ipc memory", "/allocate_us");
+        positive("ipc event", "/idle_us/median");
+        let event = named(&lines, "ipc event")[0];
+        assert_eq!([&event["opened"]["open"], &event["last"]["wait"]], ["ok"; 2], "{event}");
+        assert_eq!(named(&lines, "interprocess events")[0]["made"], 50);
+        let garbage = named(&lines, "garbage handles")[0];
+        assert!(garbage["memory"] != "ok" && garbage["event"] != "ok", "{garbage}");
+        if softcuda::real() {
+            return;
+        }
+        // A refusal is a fact, and so is an error.
+        let fail = "cuMemHostRegister_v2=801:1,cuIpcGetEventHandle=801:1";
+        let refused = bench("probe --events 50", &[small, ("SOFTCUDA_FAIL", fail)]);
+        assert_eq!(refused.len(), lines.len(), "{refused:?}");
+        assert_eq!(named(&refused, "host memory")[0]["pin"], "CUDA_ERROR_NOT_SUPPORTED");
+        let event = named(&refused, "ipc event")[0];
+        assert!(event["failed"].as_str().is_some_and(|why| why.contains("NOT_SUPPORTED")));
     }
 }

@@ -1,0 +1,125 @@
+//! Copies, launches and hand-overs by single calls of the driver.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::cuda::Source;
+use mpmd_core::{Error, Result};
+use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory, Waiting};
+
+use super::Way;
+
+/// The driver's first GPU. A job's first process has the same.
+const FIRST: u32 = 0;
+
+/// The unit in which drivers give memory. Smaller blocks may share a unit with other memory, and
+/// another process opens a unit as a whole.
+const UNIT: usize = 2 << 20;
+
+/// Copies on the first GPU.
+pub(crate) struct Copies {
+    direct: Direct,
+    from: Memory,
+    to: Memory,
+    bytes: usize,
+}
+
+impl Copies {
+    pub(crate) fn new(way: Way, bytes: usize) -> Result<Self> {
+        let direct = Direct::open(FIRST)?;
+        let device = direct.allocate(bytes)?;
+        let mut other =
+            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes, false) }?;
+        other.pin()?;
+        let (from, to) = if way == Way::Out { (device, other) } else { (other, device) };
+        Ok(Self { direct, from, to, bytes })
+    }
+
+    /// Returns the mean time of `rounds` copies, until the last has ended.
+    pub(crate) fn time(&self, rounds: usize) -> Result<Duration> {
+        let start = Instant::now();
+        for _ in 0..rounds {
+            self.direct.copy(&self.from, &self.to, self.bytes)?;
+        }
+        self.direct.wait()?;
+        Ok(start.elapsed() / rounds as u32)
+    }
+}
+
+/// Launches of a function of two pointers on the first GPU.
+pub(crate) struct Launches {
+    direct: Direct,
+    function: Function,
+    x: Memory,
+    y: Memory,
+}
+
+impl Launches {
+    pub(crate) fn new(source: &'static Source, function: &str) -> Result<Self> {
+        let direct = Direct::open(FIRST)?;
+        let function = direct.function(source, function)?;
+        let (x, y) = (direct.allocate(64)?, direct.allocate(64)?);
+        Ok(Self { direct, function, x, y })
+    }
+
+    /// Returns the mean time to issue one of `rounds` launches. Then waits for the device.
+    pub(crate) fn time(&self, rounds: usize) -> Result<Duration> {
+        let start = Instant::now();
+        for _ in 0..rounds {
+            self.function.launch(&self.x, &self.y)?;
+        }
+        let issued = start.elapsed();
+        self.direct.wait()?;
+        Ok(issued / rounds as u32)
+    }
+}
+
+/// Memory and an event that this process shows to another, and the other's.
+pub(crate) struct Exchange {
+    direct: Direct,
+    own: (Memory, Event),
+    other: Option<(Memory, Event)>,
+    bytes: usize,
+}
+
+impl Exchange {
+    pub(crate) fn new(ordinal: u32, bytes: usize) -> Result<Self> {
+        let direct = Direct::open(ordinal)?;
+        let own =
+            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event(Waiting::Interprocess)?);
+        direct.fill(&own.0, 1)?;
+        own.1.record()?;
+        direct.wait()?;
+        Ok(Self { direct, own, other: None, bytes })
+    }
+
+    /// Returns the handles, for the other process's [`open`](Self::open).
+    pub(crate) fn words(&self) -> Result<Vec<u8>> {
+        Ok([self.own.0.handle()?, self.own.1.handle()?].concat())
+    }
+
+    pub(crate) fn open(&mut self, words: &[u8]) -> Result<()> {
+        let no_handles = || Error::kernel("the other process shows no memory".to_owned());
+        let (memory, event) = words.split_first_chunk().ok_or_else(no_handles)?;
+        let event: Handle = event.try_into().map_err(|_| no_handles())?;
+        let memory = self.direct.open_memory(*memory, self.bytes)?;
+        self.other = Some((memory, self.direct.open_event(event)?));
+        Ok(())
+    }
+
+    /// Records this process's event.
+    pub(crate) fn give(&self) -> Result<()> {
+        Ok(self.own.1.record()?)
+    }
+
+    /// Waits on the device for the other's event, copies its memory if `copies`, and waits on the
+    /// host until that is done. Does nothing before [`open`](Self::open).
+    pub(crate) fn take(&self, copies: bool) -> Result<()> {
+        let Some((memory, event)) = &self.other else { return Ok(()) };
+        self.direct.come_after(event)?;
+        if copies {
+            self.direct.copy(memory, &self.own.0, self.bytes)?;
+        }
+        self.own.1.record()?;
+        Ok(self.own.1.wait()?)
+    }
+}
