@@ -93,8 +93,8 @@ fn dispatch(turn: &mut Turn<'_>) {
 }
 
 fn reshard(turn: &mut Turn<'_>) {
-    let (processes, mib) = turn.sized(("1,2", "64"), ("1", "1"));
-    let arguments = ["reshard", "--processes", processes, "--mib", mib, "--repeats", "3"];
+    let (processes, mib, repeats) = turn.sized(("1,2", "64", "3"), ("1", "1", "2"));
+    let arguments = ["reshard", "--processes", processes, "--mib", mib, "--repeats", repeats];
     let command = turn.bench(&arguments, &[]);
     turn.run_measuring(command);
 }
