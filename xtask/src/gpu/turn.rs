@@ -181,12 +181,6 @@ impl<'a> Turn<'a> {
         self.command(self.place.kit.folder.join("mpmd"), &arguments)
     }
 
-    /// Runs `mpmd bench …`, whose figures go to their file.
-    pub(super) fn measure(&mut self, arguments: &[&str]) {
-        let arguments = [&["bench"], arguments].concat();
-        self.run_measuring(self.command(self.place.kit.folder.join("mpmd"), &arguments));
-    }
-
     /// Runs a program of the kit and returns its output. A failure is noted.
     pub(super) fn program(&mut self, name: &str, arguments: &[&str]) -> String {
         self.run(self.command(self.place.kit.folder.join(name), arguments))
