@@ -1,5 +1,6 @@
 //! The list of transports between processes, for all tests with real processes.
 
+use std::ffi::OsString;
 use std::process::Command;
 
 use mpmd_core::launch::variables;
@@ -31,7 +32,7 @@ impl Carrier {
     pub const UCX_TCP: Self = Self { transport: "ucx", ways: Some("tcp,self") };
 
     /// Returns settings for `processes` times the program at `program` over this carrier.
-    pub fn processes(self, program: &str, processes: usize) -> Processes {
+    pub fn processes(self, program: impl Into<OsString>, processes: usize) -> Processes {
         let all = Processes::new(processes, program).env(variables::TRANSPORT, self.transport);
         // Without the variable, `Processes` inherits none.
         self.ways.into_iter().fold(all, |all, ways| all.env(WAYS, ways))

@@ -6,8 +6,11 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::process::geteuid;
 
-/// Returns the file of a program of another package of the workspace. Cargo builds only the tests'
-/// own programs, so a missing one is built now.
+/// Returns the file of a program of the workspace, in the folder above the running test's. Cargo
+/// builds only the tests' own programs, so one of another package that is missing is built now.
+///
+/// Unlike cargo's variables at compile time, this also finds programs that were moved to another
+/// machine together with the tests.
 ///
 /// # Panics
 ///

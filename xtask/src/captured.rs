@@ -1,12 +1,13 @@
 //! Runs programs with a deadline and captures their output.
 
-use std::io::Read;
-use std::process::{Child, Command, Stdio};
+use std::io::{self, Read};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::commands::shown;
 
@@ -38,18 +39,6 @@ impl Said {
     }
 }
 
-/// Prints a command, runs it to its end, prints its standard error, and returns its output.
-///
-/// # Errors
-///
-/// If it cannot be started, or takes longer than `limit`; then it is killed.
-pub(crate) fn captured(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
-    println!("   $ {}", shown(command));
-    let said = quiet(command, limit, &AtomicBool::new(false))?;
-    eprint!("{}", said.stderr);
-    Ok(said)
-}
-
 /// Runs a command to its end and returns its output. Prints nothing.
 ///
 /// # Errors
@@ -78,23 +67,38 @@ fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("`{line}` cannot be started"))?;
     let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
-    let until = Instant::now() + limit;
-    let status = loop {
-        if let Some(status) = child.try_wait().with_context(|| format!("waiting for `{line}`"))? {
-            break status;
-        }
+    let status = ended(&mut child, Instant::now() + limit, stop);
+    let Some(status) = status.with_context(|| format!("waiting for `{line}`"))? else {
         if stop.load(Ordering::Relaxed) {
-            end(&mut child);
             bail!("`{line}` was interrupted");
         }
-        if Instant::now() > until {
-            end(&mut child);
-            bail!("`{line}` takes longer than {} s", limit.as_secs_f64());
-        }
-        std::thread::sleep(LOOK);
+        bail!("`{line}` takes longer than {} s", limit.as_secs_f64());
     };
     let text = |reader: JoinHandle<String>| reader.join().unwrap_or_default();
     Ok(Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) })
+}
+
+/// Waits for a program to end. Past `until`, or as soon as `stop` is true, kills it together with
+/// the processes that it has started, and returns `None`.
+///
+/// # Errors
+///
+/// If the system cannot tell the program's state.
+pub(crate) fn ended(
+    child: &mut Child,
+    until: Instant,
+    stop: &AtomicBool,
+) -> io::Result<Option<ExitStatus>> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if stop.load(Ordering::Relaxed) || Instant::now() > until {
+            end(child);
+            return Ok(None);
+        }
+        std::thread::sleep(LOOK);
+    }
 }
 
 /// Reads all of a program's output on a thread, so that the program never waits. The thread ends
@@ -116,18 +120,22 @@ fn end(child: &mut Child) {
     let all = descendants(child.id());
     let _ = child.kill();
     let _ = child.wait();
-    if !all.is_empty() {
-        // Some may have ended meanwhile; that is no failure.
-        let _ = Command::new("kill").arg("-KILL").args(all.iter().map(u32::to_string)).status();
+    for process in all {
+        // It may have ended meanwhile; that is no failure.
+        let _ = kill_process(process, Signal::KILL);
     }
 }
 
 /// Returns the pids of all descendants of a process.
-fn descendants(process: u32) -> Vec<u32> {
+fn descendants(process: u32) -> Vec<Pid> {
     let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
     let children = children.unwrap_or_default();
     let children = children.split_whitespace().filter_map(|number| number.parse().ok());
-    children.flat_map(|child| std::iter::once(child).chain(descendants(child))).collect()
+    let with_own = |child: u32| {
+        let pid = i32::try_from(child).ok().and_then(Pid::from_raw);
+        pid.into_iter().chain(descendants(child))
+    };
+    children.flat_map(with_own).collect()
 }
 
 #[cfg(test)]
@@ -136,27 +144,25 @@ mod tests {
 
     #[test]
     fn output_and_status_are_returned() {
-        let said =
-            captured(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG)
-                .unwrap();
+        let said = run(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG);
+        let said = said.unwrap();
         assert_eq!(
             (said.code, said.stdout.as_str(), said.stderr.as_str()),
             (Some(3), "one\n", "two\n")
         );
         assert_eq!(said.last_words(), "ended with status 3: two");
-        let silent = captured(&mut Command::new("true"), LONG).unwrap();
+        let silent = run(&mut Command::new("true"), LONG).unwrap();
         assert_eq!(silent.last_words(), "ended with status 0: without a word");
     }
 
     #[test]
     fn slow_program_is_killed_and_missing_one_is_named() {
-        let late =
-            captured(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
+        let late = run(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
         assert!(late.to_string().contains("`sleep 60` takes longer than 0.05 s"), "{late}");
         // Its children end too: they are gone, or zombies that nobody has waited for.
         let file = std::env::temp_dir().join(format!("mpmd-xtask-{}", std::process::id()));
         let shell = format!("sleep 61 & echo $! > {}; wait", file.display());
-        captured(Command::new("sh").args(["-c", &shell]), Duration::from_secs(1)).unwrap_err();
+        run(Command::new("sh").args(["-c", &shell]), Duration::from_secs(1)).unwrap_err();
         let process = std::fs::read_to_string(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         let until = Instant::now() + LONG;
@@ -170,9 +176,13 @@ mod tests {
         }
         let stopped = quiet(Command::new("sleep").arg("62"), LONG, &AtomicBool::new(true));
         assert!(stopped.unwrap_err().to_string().contains("`sleep 62` was interrupted"));
-        let missing = captured(&mut Command::new("no-such-program-anywhere"), LONG).unwrap_err();
+        let missing = run(&mut Command::new("no-such-program-anywhere"), LONG).unwrap_err();
         assert!(missing.to_string().contains("cannot be started"), "{missing}");
     }
 
     const LONG: Duration = Duration::from_secs(60);
+
+    fn run(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
+        quiet(command, limit, &AtomicBool::new(false))
+    }
 }

@@ -38,9 +38,18 @@ checks that planted
 cargo xtask soak --minutes N  long jobs over every transport, whose memory must stay flat; \
 then tests of
                              deaths, stops, training and transfers round after round
-cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one \
-table; --software: the
-                             same on the tests' own driver, small, to try the command itself
+cargo xtask gpu [--software] [--stage NAME,...] [--limit SECONDS]
+                             what needs a graphics processor, in stages with time limits: builds, \
+and runs them here;
+                             --software: the same on the tests' own driver, small, to try the \
+command itself
+cargo xtask gpu --pack FOLDER
+                             builds, and packs programs, tests and this program for a machine \
+without cargo
+xtask gpu --prebuilt FOLDER [--software] [--stage NAME,...] [--limit SECONDS]
+                             runs the stages there, without cargo; results in $OUT, else \
+FOLDER/out
+xtask gpu --list             the stages and their limits
 cargo xtask bench [--against REV] [--pairs N] [--only NAME,...] [--list]
                   [--json FILE] [--at-most RATIO] [--record]
                              a fixed set of measurements; with REV in turns with those of that \
@@ -72,8 +81,13 @@ fn main() -> ExitCode {
             };
             return ended(root().and_then(|root| soak::soak(root, time)));
         }
-        ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
-        ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),
+        ["gpu", ref rest @ ..] => match gpu::Options::parse(rest) {
+            Ok(options) => return ended(gpu::gpu(root, &options)),
+            Err(why) => {
+                eprintln!("{why}\n\n{USAGE}");
+                return ExitCode::from(2);
+            }
+        },
         ["bench", ref rest @ ..] => match bench::Options::parse(rest) {
             Ok(options) => return ended(root().and_then(|root| bench::bench(root, &options))),
             Err(why) => {

@@ -37,6 +37,7 @@ const MPI: &str = "starts programs in the tests of launchers";
 const SLURM: &str = "part of the Slurm that the tests of launchers set up";
 const ENDS: &str = "ends processes that the tests of launchers start";
 const MEMORY: &str = "finds misuse of memory";
+const KIT: &str = "packs what runs on machines with GPUs";
 const PAGES: &str = "opens, points at and zooms the pages that are drawn";
 
 /// The needs of every run.
@@ -63,6 +64,8 @@ pub(crate) const FULL: &[Need] = &[
     lying("munged", SLURM, &["munge"]),
     answering("setpriv", ENDS, &["util-linux"]),
     answering("valgrind", MEMORY, &["valgrind"]),
+    answering("objdump", KIT, &["binutils"]),
+    answering("zstd", KIT, &["zstd"]),
     // The largest package: about 80 MB to download, 400 MB once installed.
     answering("chromium", PAGES, &["chromium"]),
 ];

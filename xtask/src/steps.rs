@@ -57,7 +57,10 @@ const STEPS: &[Step] = &[
     // These two packages depend on the features. The last step shows that the rest compiles without
     // them.
     ("clippy without UCX and CUDA", Extent::All, |root| {
-        clippy(root, &["--package", "mpmd-transport", "--package", "mpmd-core"])
+        clippy(
+            root,
+            &["--package", "mpmd-transport", "--package", "mpmd-device", "--package", "mpmd-core"],
+        )
     }),
     ("documentation", Extent::All, documentation),
     ("tests and the programs they start", Extent::All, programs),

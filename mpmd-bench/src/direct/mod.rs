@@ -1,4 +1,5 @@
-//! CUDA without the framework: the reference for the framework's figures, and a probe of the driver.
+//! CUDA without the framework: the reference for the framework's figures, and a probe of the
+//! driver.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;

@@ -65,6 +65,13 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
     Ended { code, out, err }
 }
 
+/// Returns the path of a program of this package: it lies in the folder above the running test's,
+/// also where both were moved after they were built.
+fn program(name: &str) -> String {
+    let this = std::env::current_exe().unwrap();
+    this.ancestors().nth(2).unwrap().join(name).to_str().unwrap().to_owned()
+}
+
 fn count(text: &str, of: &str) -> usize {
     text.lines().filter(|line| line.contains(of)).count()
 }
@@ -88,7 +95,7 @@ fn programs_run_on_gpus_or_report_an_error() {
             "--device",
             device,
         ];
-        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_basic"), &args);
+        let Ended { code, out, err } = run(folder.path(), &program("basic"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(
             (count(&out, "a2 is 2.0 everywhere"), count(&out, "b2 is 4.0 everywhere")),
@@ -96,16 +103,16 @@ fn programs_run_on_gpus_or_report_an_error() {
             "{out}"
         );
         let args = ["--width", "24", "--processes", processes, "--device", device];
-        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_reshard"), &args);
+        let Ended { code, out, err } = run(folder.path(), &program("reshard"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
     }
-    let program = env!("CARGO_BIN_EXE_pipeline");
-    let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
+    let pipeline = program("pipeline");
+    let Ended { code, err, .. } = run(folder.path(), &pipeline, &["--device", "cuda"]);
     assert_eq!(code, Some(1), "{err}");
     let refusal = "computes only on devices of kind cpu: leave --device out";
     assert_eq!(count(&err, refusal), 1, "{err}");
-    let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
+    let Ended { code, err, .. } = run(folder.path(), &pipeline, &["--device", "cpu,gpu"]);
     assert_eq!(code, Some(2), "{err}");
     assert!(err.contains("cpu or cuda"), "{err}");
 }
@@ -122,13 +129,13 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     let file = folder.path().join("losses");
     let mlp = "--width 4 --hidden 8 --layers 4 --microbatches 4 --steps 3 --stages 4";
     let gpt = "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --stages 4 --sample 2";
-    let programs = [(env!("CARGO_BIN_EXE_train_mlp"), mlp), (env!("CARGO_BIN_EXE_train_gpt"), gpt)];
+    let programs = [(program("train_mlp"), mlp), (program("train_gpt"), gpt)];
     for (program, sizes) in programs {
         let losses = |args: &[&str]| {
             let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
             let args: Vec<&str> =
                 sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
-            let Ended { code, out, err } = run(folder.path(), program, &args);
+            let Ended { code, out, err } = run(folder.path(), &program, &args);
             assert_eq!(code, Some(0), "{program} {args:?}:\n{out}\n{err}");
             std::fs::read_to_string(&file).unwrap()
         };
@@ -153,7 +160,7 @@ fn training_without_a_driver_reports_it() {
     let folder = tempfile::tempdir().unwrap();
     for processes in ["1", "2"] {
         let args = ["--device", "cuda", "--stages", "2", "--processes", processes];
-        let Ended { code, err, .. } = run(folder.path(), env!("CARGO_BIN_EXE_train_gpt"), &args);
+        let Ended { code, err, .. } = run(folder.path(), &program("train_gpt"), &args);
         assert_eq!(code, Some(1), "{err}");
         assert!(err.contains("no CUDA driver found"), "{err}");
         assert!(!err.contains("panicked"), "{err}");

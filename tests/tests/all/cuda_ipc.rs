@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, FaultOutcome, Job};
+use mpmd_tests::{Carrier, FaultOutcome, Job, package_program};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -17,7 +17,7 @@ const SOON: Duration = Duration::from_secs(10);
 /// holds the driver and must live as long as the job.
 fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, tempfile::TempDir) {
     let options = Carrier::SHM
-        .processes(env!("CARGO_BIN_EXE_named"), processes)
+        .processes(package_program("mpmd-tests", "named"), processes)
         .peer_timeout(Duration::from_secs(30))
         .deadline(Duration::from_secs(120));
     let folder = tempfile::tempdir().expect("a folder for the driver");

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd};
+use mpmd_tests::{Carrier, FaultOutcome, Job, ProcessEnd, package_program};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death or a wrong setting.
@@ -23,7 +23,7 @@ fn start(
     settings: &[(&str, &str)],
 ) -> (Job, tempfile::TempDir) {
     let processes = ways.len();
-    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
+    let options = carrier.processes(package_program("mpmd-tests", "named"), processes);
     let options = options.peer_timeout(Duration::from_secs(30)).deadline(Duration::from_secs(100));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = softcuda::install(folder.path()).expect("the driver is built");
@@ -133,8 +133,9 @@ fn process_without_nccl_is_named_by_all() {
     let poor = tempfile::tempdir().expect("a folder");
     let driver = softcuda::install(poor.path()).expect("the driver is built");
     std::fs::remove_file(driver.join("libnccl.so.2")).expect("it was put there");
-    let options =
-        Carrier::SHM.processes(env!("CARGO_BIN_EXE_named"), 2).deadline(Duration::from_secs(60));
+    let options = Carrier::SHM
+        .processes(package_program("mpmd-tests", "named"), 2)
+        .deadline(Duration::from_secs(60));
     let mut job = Job::prepare(options);
     let rich = tempfile::tempdir().expect("a folder");
     let rich = (softcuda::install(rich.path()).expect("the driver is built"), rich);

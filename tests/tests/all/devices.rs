@@ -210,7 +210,8 @@ mod with_a_driver_in_software {
             for kinds in ["cuda", "cpu,cuda"] {
                 let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
                 command.args(["run", "-n", "2", "--device", kinds, "--"]);
-                on(folder.path(), devices, command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
+                let named = package_program("mpmd-tests", "named");
+                on(folder.path(), devices, command.arg(named).arg("hello"));
                 let end = start_and_wait(command);
                 assert_eq!(end.code(), 0, "{kinds} over {devices}: {end:?}");
                 for process in 0..2 {

@@ -12,6 +12,7 @@ mod divergence;
 mod example_tests;
 mod examples;
 mod fault_injection;
+mod gpu_kit;
 mod hang;
 mod holdings;
 mod kill;

@@ -1,0 +1,440 @@
+//! The kit: a folder with everything that the stages need, to be moved to another machine.
+//!
+//! Programs lie in the folder itself, tests in `deps` below, as in cargo's target folder: tests
+//! look for programs and for the driver in software in the folder above their own.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use ruzstd::decoding::StreamingDecoder;
+use serde_json::Value;
+
+use crate::captured::{quiet, watched};
+use crate::commands::cargo;
+
+/// The program that runs the stages.
+const RUNNER: &str = "xtask";
+
+/// All programs: that one, and those that the stages and their tests start.
+const PROGRAMS: [&str; 10] = [
+    "mpmd",
+    "basic",
+    "cuda_kernel",
+    "overlap",
+    "pipeline",
+    "reshard",
+    "named",
+    "train_gpt",
+    "train_mlp",
+    RUNNER,
+];
+
+/// The packages with these programs, and with tests for GPUs.
+const PACKAGES: [&str; 6] =
+    ["mpmd-core", "mpmd-device", "mpmd-cli", "mpmd-examples", "mpmd-tests", "xtask"];
+
+/// The driver in software.
+const SOFTWARE: &str = "libsoftcuda.so";
+
+/// The file of a kit with its commit and its tests.
+const MANIFEST: &str = "manifest";
+
+/// The file of a packed kit with everything but the program that runs the stages, which unpacks it.
+const PACKED: &str = "packed.tar.zst";
+
+/// The most bytes of a packed kit: together with the repository it fits where such machines take
+/// their files from.
+const MOST: u64 = 55_000_000;
+
+/// The newest version of glibc that a program may need.
+const GLIBC: (u32, u32) = (2, 34);
+
+/// The libraries that a program may need. CUDA's are loaded when they are first used.
+const LIBRARIES: [&str; 4] = ["libc.so.", "libm.so.", "libgcc_s.so.", "ld-linux"];
+
+/// Time limit of the build, and of each program that packs.
+const LONG: Duration = Duration::from_secs(4 * 3600);
+
+/// A kit, as its manifest tells.
+pub(super) struct Kit {
+    /// The absolute folder.
+    pub(super) folder: PathBuf,
+    pub(super) commit: String,
+    pub(super) tests: Vec<Test>,
+}
+
+/// A test of a kit.
+pub(super) struct Test {
+    /// The test executable, relative to the kit.
+    pub(super) file: String,
+    pub(super) name: String,
+}
+
+impl fmt::Display for Test {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let file = self.file.rsplit('/').next().unwrap_or_default();
+        write!(f, "{file} {}", self.name)
+    }
+}
+
+/// What cargo has built.
+#[derive(Debug, Default)]
+struct Built {
+    programs: BTreeMap<String, PathBuf>,
+    /// Test executables by the names that they get.
+    tests: BTreeMap<String, PathBuf>,
+    software: Option<PathBuf>,
+}
+
+impl Kit {
+    /// Reads the manifest of the kit in `folder`, which it unpacks if need be.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be unpacked, or has no manifest or a wrong one.
+    pub(super) fn read(folder: &Path) -> anyhow::Result<Self> {
+        let (path, packed) = (folder.join(MANIFEST), folder.join(PACKED));
+        if packed.exists() {
+            unpack(&packed, folder).with_context(|| format!("unpacking {}", packed.display()))?;
+        }
+        let text = fs::read_to_string(&path)
+            .with_context(|| format!("{}: no kit of `cargo xtask gpu --pack`", path.display()))?;
+        let mut lines = text.lines();
+        let commit = lines.next().and_then(|line| line.strip_prefix("commit "));
+        let commit = commit.with_context(|| format!("{} names no commit", path.display()))?;
+        let tests = lines.map(|line| {
+            let (file, name) =
+                line.split_once(' ').with_context(|| format!("{}: {line:?}", path.display()))?;
+            Ok(Test { file: file.to_owned(), name: name.to_owned() })
+        });
+        Ok(Self {
+            commit: commit.to_owned(),
+            tests: tests.collect::<anyhow::Result<_>>()?,
+            folder: folder.canonicalize().context("the kit's folder")?,
+        })
+    }
+}
+
+/// Builds the workspace at `root` and lays a kit into `folder`, in place of an older kit.
+///
+/// # Errors
+///
+/// If the build fails or is interrupted by `stop`, or if the folder holds something else.
+pub(super) fn lay(root: &Path, folder: &Path, stop: &AtomicBool) -> anyhow::Result<Kit> {
+    let mut command = Command::new(cargo());
+    command.current_dir(root).args(["build", "--profile", "gpu", "--lib", "--bins", "--tests"]);
+    command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+    command.args(["--features", "cuda", "--message-format", "json-render-diagnostics"]);
+    println!("building programs and tests for speed, which takes 20 minutes or more at first");
+    let said = watched(&mut command, LONG, stop)?;
+    ensure!(said.code == Some(0), "the build failed");
+    let mut describe = Command::new("git");
+    describe.current_dir(root).args(["describe", "--always", "--abbrev=40", "--dirty"]);
+    describe.args(["--exclude", "*"]);
+    // A copy without git's data has no commit.
+    let commit = quiet(&mut describe, LONG, stop).ok().filter(|said| said.code == Some(0));
+    let commit = commit.map_or_else(|| "unknown".to_owned(), |said| said.stdout.trim().to_owned());
+    laid(&built(&said.stdout), &commit, &root.join("README.md"), folder, stop)
+}
+
+/// Reads what cargo says about a build.
+fn built(said: &str) -> Built {
+    let mut built = Built::default();
+    for line in said.lines() {
+        let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
+        let (target, files) = (&message["target"], message["filenames"].as_array());
+        let Some(name) = target["name"].as_str() else { continue };
+        let files = files.into_iter().flatten().filter_map(Value::as_str);
+        if let Some(file) = files.into_iter().find(|file| file.ends_with(SOFTWARE)) {
+            built.software = Some(file.into());
+        }
+        let Some(executable) = message["executable"].as_str() else { continue };
+        if message["profile"]["test"] == true {
+            // The package's folder says which of several targets `all` this is.
+            let manifest = Path::new(message["manifest_path"].as_str().unwrap_or_default());
+            let package = manifest.parent().and_then(Path::file_name).unwrap_or_default();
+            let file = format!("{}-{name}", package.to_string_lossy());
+            built.tests.insert(file, executable.into());
+        } else {
+            built.programs.insert(name.to_owned(), executable.into());
+        }
+    }
+    built
+}
+
+/// Lays a kit of what was built.
+fn laid(
+    built: &Built,
+    commit: &str,
+    text: &Path,
+    folder: &Path,
+    stop: &AtomicBool,
+) -> anyhow::Result<Kit> {
+    if folder.join(MANIFEST).is_file() {
+        fs::remove_dir_all(folder).with_context(|| format!("removing {}", folder.display()))?;
+    }
+    fs::create_dir_all(folder.join("deps"))
+        .with_context(|| format!("making {}", folder.display()))?;
+    let is_new = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
+    ensure!(is_new, "{} is neither empty nor a kit", folder.display());
+    for name in PROGRAMS {
+        let program = built.programs.get(name).with_context(|| format!("{name} was not built"))?;
+        link(program, &folder.join(name))?;
+    }
+    let software = built.software.as_ref().with_context(|| format!("{SOFTWARE} was not built"))?;
+    link(software, &folder.join(SOFTWARE))?;
+    // Something to train on.
+    link(text, &folder.join("text"))?;
+    let mut manifest = format!("commit {commit}\n");
+    for (file, path) in &built.tests {
+        let mut list = Command::new(path);
+        let said = quiet(list.args(["--list", "--format", "terse"]), LONG, stop)?;
+        let names = said.stdout.lines().filter_map(|line| line.strip_suffix(": test"));
+        // By name: every such test has `cuda` in its name, or in that of its module.
+        let names: Vec<&str> = names.filter(|name| name.contains("cuda")).collect();
+        if names.is_empty() {
+            continue;
+        }
+        link(path, &folder.join("deps").join(file))?;
+        manifest.extend(names.iter().map(|name| format!("deps/{file} {name}\n")));
+    }
+    fs::write(folder.join(MANIFEST), manifest).context("writing the manifest")?;
+    Kit::read(folder)
+}
+
+/// Puts a file into a kit: as a hard link, or as a copy on another file system.
+fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
+    if fs::hard_link(from, to).is_err() {
+        fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
+    }
+    Ok(())
+}
+
+/// Checks what the files of a kit need, packs it beside its folder, and returns how to use it.
+///
+/// # Errors
+///
+/// If a file needs a newer system than such machines have, or if the archive is too large.
+pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
+    let never = AtomicBool::new(false);
+    let mut files = vec![PathBuf::from(SOFTWARE)];
+    files.extend(PROGRAMS.map(PathBuf::from));
+    files.extend(kit.tests.iter().map(|test| PathBuf::from(&test.file)));
+    files.dedup();
+    for file in &files {
+        let mut dump = Command::new("objdump");
+        dump.args(["-p", "-T"]).arg(kit.folder.join(file)).env("LC_ALL", "C");
+        let said = quiet(&mut dump, LONG, &never).context("objdump is part of binutils")?;
+        ensure!(said.code == Some(0), "objdump {}: {}", file.display(), said.first_words());
+        if let Some(need) = too_new(&said.stdout, GLIBC) {
+            bail!("{} needs {need}, which machines with GPUs may lack", file.display());
+        }
+    }
+    let name = kit.folder.file_name().context("the kit's folder has no name")?;
+    let archive = kit.folder.with_extension("tar");
+    let above = kit.folder.parent().context("the kit lies in no folder")?;
+    let packed = kit.folder.join(PACKED);
+    println!("packing {} files", files.len() + 2);
+    let mut inner = Command::new("tar");
+    // No machine has all of xz and zstd: the stages' program unpacks by itself.
+    inner.args(["-I", "zstd -q -19 -T0 --long=26", "-cf"]).arg(&packed).arg("-C");
+    inner.arg(&kit.folder).args([MANIFEST, "text"]);
+    inner.args(files.iter().filter(|file| *file != Path::new(RUNNER)));
+    let mut outer = Command::new("tar");
+    outer.arg("-cf").arg(&archive).arg("-C").arg(above);
+    outer.args([RUNNER, PACKED].map(|file| Path::new(name).join(file)));
+    for mut tar in [inner, outer] {
+        let said = quiet(&mut tar, LONG, &never).context("tar and zstd pack a kit")?;
+        ensure!(said.code == Some(0), "tar {}", said.last_words());
+    }
+    fs::remove_file(&packed).context("removing what is in the archive")?;
+    let bytes = fs::metadata(&archive).context("the archive")?.len();
+    let mut sizes: Vec<(u64, &PathBuf)> = files
+        .iter()
+        .map(|file| Ok((fs::metadata(kit.folder.join(file))?.len(), file)))
+        .collect::<std::io::Result<_>>()?;
+    sizes.sort_unstable();
+    let mut text = String::new();
+    for (bytes, file) in &sizes {
+        text += &format!("{:8.1} MB  {}\n", *bytes as f64 / 1e6, file.display());
+    }
+    ensure!(bytes <= MOST, "{text}{} has {bytes} bytes, more than {MOST}", archive.display());
+    let (tests, name) = (kit.tests.len(), name.display());
+    Ok(format!(
+        "{text}{:8.1} MB packed: {}, {tests} tests, commit {}\nthere: tar xf {name}.tar && \
+         {name}/{RUNNER} gpu --prebuilt {name}",
+        bytes as f64 / 1e6,
+        archive.display(),
+        kit.commit
+    ))
+}
+
+/// Unpacks the rest of a kit into its folder, and removes the archive.
+fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
+    let mut plain = StreamingDecoder::new(BufReader::new(File::open(packed)?))?;
+    let mut tar = Command::new("tar");
+    let mut tar = tar.arg("-C").arg(folder).args(["-xf", "-"]).stdin(Stdio::piped()).spawn()?;
+    let mut input = tar.stdin.take().context("tar takes no input")?;
+    let copied = io::copy(&mut plain, &mut input);
+    drop(input);
+    let status = tar.wait()?;
+    copied?;
+    ensure!(status.success(), "tar ended with {status}");
+    Ok(fs::remove_file(packed)?)
+}
+
+/// Returns the first need of a program that is not met everywhere, from the output of `objdump -p
+/// -T`: a library, or a symbol of a glibc newer than `newest`.
+fn too_new(dump: &str, newest: (u32, u32)) -> Option<String> {
+    dump.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if let ["NEEDED", library] = words[..] {
+            let is_known = LIBRARIES.iter().any(|known| library.starts_with(known));
+            return (!is_known).then(|| format!("the library {library}"));
+        }
+        let version = words.iter().rev().nth(1).filter(|_| words.contains(&"*UND*"))?;
+        let version = version.trim_matches(['(', ')']).strip_prefix("GLIBC_")?;
+        let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(u32::MAX));
+        let found = (numbers.next()?, numbers.next().unwrap_or(0));
+        (found > newest).then(|| format!("{} of GLIBC_{version}", words[words.len() - 1]))
+    })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    /// A temporary folder.
+    pub(in crate::gpu) struct Folder(pub(in crate::gpu) PathBuf);
+
+    impl Folder {
+        pub(in crate::gpu) fn new(name: &str) -> Self {
+            let name = format!("mpmd-xtask-gpu-{name}-{}", std::process::id());
+            let folder = std::env::temp_dir().canonicalize().unwrap().join(name);
+            fs::create_dir_all(&folder).unwrap();
+            Self(folder)
+        }
+
+        /// Makes the folder a kit of nothing but these lines of tests.
+        pub(in crate::gpu) fn kit(&self, tests: &str) -> Kit {
+            fs::write(self.0.join(MANIFEST), format!("commit 0123\n{tests}")).unwrap();
+            Kit::read(&self.0).unwrap()
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// Returns a build that has a small file in place of each program.
+    fn fake(folder: &Folder) -> Built {
+        let small = folder.0.join("small");
+        fs::write(&small, "no program").unwrap();
+        Built {
+            programs: PROGRAMS.map(|name| (name.to_owned(), small.clone())).into(),
+            tests: [("small".to_owned(), "/bin/true".into())].into(),
+            software: Some(small),
+        }
+    }
+
+    #[test]
+    fn kit_has_tests_of_gpus_alone_and_replaces_only_a_kit() {
+        let folder = Folder::new("lay");
+        let (mut built, stop) = (fake(&folder), AtomicBool::new(false));
+        let listing = folder.0.join("listing");
+        fs::write(&listing, "#!/bin/sh\necho 'cuda::one: test'\necho 'two: test'\n").unwrap();
+        fs::set_permissions(&listing, fs::Permissions::from_mode(0o755)).unwrap();
+        built.tests.insert("listing".to_owned(), listing);
+        let (text, kit) = (folder.0.join("small"), folder.0.join("kit"));
+        let lay = |built: &Built| laid(built, "abc", &text, &kit, &stop);
+        for _ in 0..2 {
+            let kit = lay(&built).unwrap();
+            let names: Vec<String> = kit.tests.iter().map(Test::to_string).collect();
+            assert_eq!(names, ["listing cuda::one"]);
+            assert_eq!(kit.commit, "abc");
+            assert!(!kit.folder.join("deps/small").exists());
+        }
+        let mut poor = Built { software: None, ..fake(&folder) };
+        assert!(lay(&poor).err().unwrap().to_string().contains("libsoftcuda.so was not built"));
+        fs::create_dir_all(&kit).unwrap();
+        fs::write(kit.join("mine"), "").unwrap();
+        assert!(lay(&built).err().unwrap().to_string().contains("is neither empty nor a kit"));
+        assert!(kit.join("mine").exists());
+        fs::remove_dir_all(&kit).unwrap();
+        poor.programs.remove("named");
+        assert!(lay(&poor).err().unwrap().to_string().contains("named was not built"));
+        let missing = Kit::read(&folder.0).err().unwrap();
+        assert!(format!("{missing:#}").contains("no kit of `cargo xtask gpu --pack`"));
+    }
+
+    #[test]
+    fn messages_of_cargo_name_programs_tests_and_the_driver() {
+        let said = r#"{"reason":"compiler-artifact","manifest_path":"/w/a/Cargo.toml","target":{"name":"b"},"profile":{"test":false},"filenames":["/t/b"],"executable":"/t/b"}
+{"reason":"compiler-artifact","manifest_path":"/w/a/Cargo.toml","target":{"name":"all"},"profile":{"test":true},"filenames":["/t/all-1"],"executable":"/t/all-1"}
+{"reason":"compiler-artifact","manifest_path":"/w/s/Cargo.toml","target":{"name":"s"},"profile":{"test":false},"filenames":["/t/libs.rlib","/t/libsoftcuda.so"],"executable":null}
+{"reason":"build-finished","success":true}"#;
+        let Built { programs, tests, software } = built(said);
+        assert_eq!(programs, [("b".to_owned(), PathBuf::from("/t/b"))].into());
+        assert_eq!(tests, [("a-all".to_owned(), PathBuf::from("/t/all-1"))].into());
+        assert_eq!(software, Some("/t/libsoftcuda.so".into()));
+    }
+
+    #[test]
+    fn packed_kit_is_unpacked_when_it_is_read() {
+        let folder = Folder::new("pack");
+        let program = PathBuf::from("/bin/true");
+        let mut built = fake(&folder);
+        built.software = Some(program.clone());
+        built.programs.values_mut().for_each(|file| file.clone_from(&program));
+        let text = folder.0.join("small");
+        let kit = laid(&built, "abc", &text, &folder.0.join("kit"), &AtomicBool::new(false));
+        let said = pack(&kit.unwrap()).unwrap();
+        assert!(said.contains("tar xf kit.tar && kit/xtask gpu --prebuilt kit"), "{said}");
+        let there = folder.0.join("there");
+        fs::create_dir(&there).unwrap();
+        let mut tar = Command::new("tar");
+        tar.arg("-C").arg(&there).arg("-xf").arg(folder.0.join("kit.tar"));
+        assert!(tar.status().unwrap().success());
+        let there = there.join("kit");
+        assert_eq!(fs::read_dir(&there).unwrap().count(), 2);
+        for _ in 0..2 {
+            assert_eq!(Kit::read(&there).unwrap().commit, "abc");
+        }
+        assert_eq!(fs::read(there.join("mpmd")).unwrap(), fs::read(&program).unwrap());
+        assert!(Command::new(there.join("mpmd")).status().unwrap().success());
+        assert_eq!(fs::read_dir(&there).unwrap().count(), PROGRAMS.len() + 3);
+        fs::write(there.join(PACKED), "damaged").unwrap();
+        let error = Kit::read(&there).err().unwrap();
+        assert!(error.to_string().contains("unpacking "), "{error:#}");
+    }
+
+    #[test]
+    fn newer_symbols_and_foreign_libraries_are_named() {
+        let dump = "  NEEDED               libm.so.6\n  NEEDED               libc.so.6\n\
+             0000000000000000      DF *UND*\t0000000000000000 (GLIBC_2.34) pthread_create\n\
+             0000000000000000  w   D  *UND*\t0000000000000000  Base        __gmon_start__\n";
+        assert_eq!(too_new(dump, GLIBC), None);
+        let found = too_new(dump, (2, 33));
+        assert_eq!(found.as_deref(), Some("pthread_create of GLIBC_2.34"));
+        let library = too_new(&dump.replace("libm.so.6", "libucp.so.0"), GLIBC);
+        assert_eq!(library.as_deref(), Some("the library libucp.so.0"));
+        // The format of the installed objdump.
+        let this = std::env::current_exe().unwrap();
+        let said = Command::new("objdump").args(["-p", "-T"]).arg(this).output().unwrap();
+        let said = String::from_utf8(said.stdout).unwrap();
+        assert_eq!(too_new(&said, GLIBC), None);
+        let found = too_new(&said, (2, 1)).unwrap_or_default();
+        assert!(found.contains(" of GLIBC_2."), "{found}");
+    }
+}

@@ -1,0 +1,188 @@
+//! The stages: what runs on a machine with a GPU, in the order of priority.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use super::tests::{self, Kind};
+use super::turn::Turn;
+
+/// A part of the run with a time limit of its own.
+pub(super) struct Stage {
+    pub(super) name: &'static str,
+    /// Time limit in seconds.
+    pub(super) limit: u64,
+    pub(super) run: fn(&mut Turn<'_>),
+}
+
+/// All stages. The limits together are at most ten minutes, the longest time that one command may
+/// take on some machines with GPUs.
+pub(super) const STAGES: [Stage; 12] = [
+    Stage { name: "facts", limit: 20, run: facts },
+    Stage { name: "doctor", limit: 30, run: doctor },
+    Stage { name: "kernel", limit: 30, run: kernel },
+    Stage { name: "probe", limit: 60, run: probe },
+    Stage { name: "tests", limit: 120, run: |turn| tests::run(turn, Kind::Usual, 8) },
+    Stage { name: "hand-over", limit: 50, run: hand_over },
+    Stage { name: "dispatch", limit: 25, run: dispatch },
+    Stage { name: "reshard", limit: 40, run: reshard },
+    Stage { name: "programs", limit: 50, run: programs },
+    Stage { name: "gpt", limit: 45, run: gpt },
+    Stage { name: "memcheck", limit: 60, run: memcheck },
+    // Last: a driver may wait for a dead process for ever.
+    Stage { name: "kills", limit: 60, run: |turn| tests::run(turn, Kind::Kill, 2) },
+];
+
+/// Exit code of the sanitizer if it has found an error.
+const FOUND: &str = "86";
+
+/// The variable that selects the GPUs that the driver shows.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
+/// Returns the stages with their limits as a text for people.
+pub(super) fn list() -> String {
+    let mut text = String::new();
+    for Stage { name, limit, .. } in &STAGES {
+        let _ = writeln!(text, "{name:10} {limit:4} s");
+    }
+    let all: u64 = STAGES.iter().map(|stage| stage.limit).sum();
+    let _ = writeln!(text, "{:10} {all:4} s", "together");
+    text
+}
+
+/// Shows what may explain a failure. Programs that the machine lacks are no failure.
+fn facts(turn: &mut Turn<'_>) {
+    const SCRIPT: &str = "\
+        nvidia-smi; nvidia-smi -q -d COMPUTE,PERFORMANCE | head -60
+        uname -a; ldd --version | head -1; nproc; free -g; df -h /dev/shm /tmp; ulimit -a
+        cat /proc/sys/vm/max_map_count; readlink /proc/self/ns/pid
+        echo LD_LIBRARY_PATH=$LD_LIBRARY_PATH CUDA_HOME=$CUDA_HOME
+        ldconfig -p | grep -i 'libcuda\\|nvrtc\\|cublas\\|nccl'; ls -d /usr/local/cuda*
+        find / -xdev -name 'libnvrtc.so*' -o -name 'libcublas.so*' -o -name 'libnccl.so*'
+        for p in nvcc compute-sanitizer nsys ncu c++ python3; do command -v $p; done; exit 0";
+    turn.run(turn.command("/bin/sh", &["-c", SCRIPT]));
+}
+
+fn doctor(turn: &mut Turn<'_>) {
+    turn.program("mpmd", &["doctor", "--device", "cuda", "--json"]);
+}
+
+fn kernel(turn: &mut Turn<'_>) {
+    let elements = turn.sized("1048576", "4096");
+    let said = turn.program("cuda_kernel", &["--elements", elements]);
+    if said.contains("on the CPU") {
+        turn.failed("cuda_kernel found no GPU and ran on the CPU", &said);
+    }
+}
+
+fn probe(turn: &mut Turn<'_>) {
+    let command = turn.bench(&["probe"], &["--events", "100"]);
+    turn.run_measuring(command);
+}
+
+fn hand_over(turn: &mut Turn<'_>) {
+    // A benchmark prints its figures at its end: one command for each size.
+    for size in turn.sized(["1Mi", "256Mi"], ["64Ki", "1Mi"]) {
+        let arguments = ["p2p", "--level", "array", "--case", "handover", "--sizes", size];
+        let mut command = turn.bench(&arguments, &["--repeats", "2"]);
+        // Both processes share one GPU, even if there are more.
+        let visible = std::env::var(VISIBLE).unwrap_or_default();
+        let first = visible.split(',').map(str::trim).find(|name| !name.is_empty());
+        command.env(VISIBLE, first.unwrap_or("0"));
+        turn.run_measuring(command);
+    }
+}
+
+fn dispatch(turn: &mut Turn<'_>) {
+    let command = turn.bench(&["dispatch"], &["--repeats", "2"]);
+    turn.run_measuring(command);
+}
+
+fn reshard(turn: &mut Turn<'_>) {
+    let (processes, mib, repeats) = turn.sized(("1,2", "64", "3"), ("1", "1", "2"));
+    let arguments = ["reshard", "--processes", processes, "--mib", mib, "--repeats", repeats];
+    let command = turn.bench(&arguments, &[]);
+    turn.run_measuring(command);
+}
+
+fn programs(turn: &mut Turn<'_>) {
+    let small = |arguments: &'static str| turn.sized("", arguments).split_whitespace();
+    let [basic, reshard, overlap] =
+        ["--rows 32 --columns 100 --rounds 1", "--width 24", "--width 32 --batch 8 --steps 2"]
+            .map(|arguments| small(arguments).collect::<Vec<_>>());
+    for processes in ["1", "2"] {
+        let on = ["--device", "cuda", "--processes", processes];
+        turn.program("basic", &[&on, &basic[..]].concat());
+        let said = turn.program("reshard", &[&on, &reshard[..]].concat());
+        let proofs = said.matches("values proved").count();
+        if proofs.to_string() != processes {
+            turn.failed(&format!("reshard proved its values {proofs} times"), &said);
+        }
+    }
+    turn.program("overlap", &[&["--device", "cuda"], &overlap[..]].concat());
+}
+
+/// Trains on CUDA devices and on CPU devices. The losses must be equal: stages of candle compute on
+/// the host.
+fn gpt(turn: &mut Turn<'_>) {
+    let sizes = turn.sized(
+        "--steps 20 --sample 20",
+        "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --sample 2",
+    );
+    let [cuda, cpu] = ["cuda", "cpu"].map(|device| {
+        let losses = turn.place.scratch.join(format!("losses-{device}"));
+        let text = turn.place.kit.folder.join("text");
+        let (out, text) = (losses.to_string_lossy(), text.to_string_lossy());
+        let how = ["--processes", "2", "--stages", "2", "--device", device, "--losses-out", &out];
+        turn.program(
+            "train_gpt",
+            &[&how[..], &sizes.split(' ').collect::<Vec<_>>(), &[&text]].concat(),
+        );
+        std::fs::read_to_string(&losses).unwrap_or_default()
+    });
+    if cuda.is_empty() || cuda != cpu {
+        turn.failed("the losses on CUDA and CPU devices differ", &format!("{cuda}\n{cpu}"));
+    }
+}
+
+/// Runs small programs under compute-sanitizer, for memory errors within kernels.
+fn memcheck(turn: &mut Turn<'_>) {
+    const SANITIZER: &str = "compute-sanitizer";
+    let Some(sanitizer) = installed(SANITIZER).filter(|_| !turn.place.software) else {
+        turn.not_run(if turn.place.software {
+            "there is no GPU to look at"
+        } else {
+            "compute-sanitizer is not installed"
+        });
+        return;
+    };
+    let handover = ["bench", "p2p", "--level", "array", "--case", "handover", "--sizes", "64Ki"];
+    let handover = [&handover[..], &["--repeats", "2", "--device", "cuda", "--json"]].concat();
+    for (program, arguments) in [("cuda_kernel", &[][..]), ("mpmd", &handover)] {
+        let program = turn.place.kit.folder.join(program);
+        let program = program.to_string_lossy();
+        let how = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", FOUND];
+        let command = turn.command(&sanitizer, &[&how[..], &[&program], arguments].concat());
+        turn.run(command);
+    }
+}
+
+/// Returns the file of a program in `PATH` or in the usual folders of CUDA.
+fn installed(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let home = std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin"));
+    let usual = [PathBuf::from("/usr/local/cuda/bin")];
+    let folders = std::env::split_paths(&path).chain(home).chain(usual);
+    folders.map(|folder| folder.join(program)).find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod limits {
+    use super::*;
+
+    #[test]
+    fn limits_together_are_ten_minutes_at_most() {
+        let sum: u64 = STAGES.iter().map(|stage| stage.limit).sum();
+        assert!(sum <= 600, "{sum} s");
+        assert!(list().ends_with(&format!("together  {sum:5} s\n")), "{}", list());
+    }
+}

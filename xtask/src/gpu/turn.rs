@@ -1,0 +1,360 @@
+//! The turn of one stage: its programs, each with its output in files, and none left behind.
+
+use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::symlink;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+use super::kit::Kit;
+use crate::captured;
+use crate::commands::shown;
+
+/// The files for results, all in one folder. A machine with a GPU may hand back only a few.
+pub(super) const LOG: &str = "log.txt";
+pub(super) const FIGURES: &str = "figures.jsonl";
+pub(super) const TESTS: &str = "tests.txt";
+pub(super) const SUMMARY: &str = "summary.txt";
+
+/// Bytes of one command's output that stay in the log, half of its beginning and half of its end.
+const MOST: u64 = 1 << 20;
+
+/// The names by which programs find the libraries of CUDA, here the driver in software.
+const STANDS_FOR: [&str; 6] = [
+    "libcuda.so.1",
+    "libcuda.so",
+    "libnvrtc.so.13",
+    "libnvrtc.so",
+    "libcublas.so.13",
+    "libcublas.so",
+];
+
+/// The name of NCCL's library, in every version of CUDA.
+const NCCL: &str = "libnccl.so.2";
+
+/// Environment variable by which the processes of a run are found when it has ended. Its value is
+/// different for each run.
+const MARK: &str = "XTASK_GPU_RUN";
+
+/// The kit and the folders of a run.
+pub(super) struct Place<'a> {
+    pub(super) kit: &'a Kit,
+    /// True if programs run on the driver in software.
+    pub(super) software: bool,
+    /// Folder for results.
+    pub(super) out: PathBuf,
+    /// Working folder of all programs, which is deleted at the end.
+    pub(super) scratch: PathBuf,
+    /// Ends the run when it becomes true.
+    stop: Arc<AtomicBool>,
+}
+
+impl<'a> Place<'a> {
+    /// Makes the folders of a run, and deletes the results of an earlier one.
+    pub(super) fn new(kit: &'a Kit, software: bool, stop: Arc<AtomicBool>) -> anyhow::Result<Self> {
+        let out = std::env::var_os("OUT").filter(|out| !out.is_empty());
+        let out = out.map_or_else(|| kit.folder.join("out"), PathBuf::from);
+        let scratch = kit.folder.join("scratch");
+        let _ = fs::remove_dir_all(&scratch);
+        for folder in [&out, &scratch] {
+            fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+        }
+        let out = out.canonicalize().context("the folder for results")?;
+        for name in [LOG, FIGURES, TESTS, SUMMARY] {
+            File::create(out.join(name)).with_context(|| format!("making {name}"))?;
+        }
+        if software {
+            let library = kit.folder.join("libsoftcuda.so");
+            let folder = scratch.join("cuda");
+            fs::create_dir_all(&folder).context("making the driver's folder")?;
+            for name in STANDS_FOR.iter().chain([&NCCL]) {
+                symlink(&library, folder.join(name)).with_context(|| format!("linking {name}"))?;
+            }
+        }
+        Ok(Self { kit, software, out, scratch, stop })
+    }
+
+    /// Returns true if a signal has asked for the end of the run.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// Opens a file for results at its end. What is written is there at once.
+    pub(super) fn file(&self, name: &str) -> std::io::Result<File> {
+        File::options().append(true).create(true).read(true).open(self.out.join(name))
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        // It is in nobody's way.
+        let _ = fs::remove_dir_all(&self.scratch);
+    }
+}
+
+/// A failed command or test, with the last part of its output.
+pub(super) struct Failure {
+    pub(super) what: String,
+    pub(super) output: String,
+}
+
+/// The turn of a stage.
+pub(super) struct Turn<'a> {
+    pub(super) place: &'a Place<'a>,
+    pub(super) begin: Instant,
+    pub(super) until: Instant,
+    pub(super) failures: Vec<Failure>,
+    /// A result in a few words.
+    pub(super) detail: String,
+    /// The reason why nothing ran.
+    pub(super) not_run: Option<String>,
+    /// True if a part did not run because the time was over.
+    pub(super) is_cut: bool,
+}
+
+/// The end of a command.
+pub(super) enum End {
+    Status(ExitStatus),
+    /// It was killed at its time limit, or because the run was interrupted.
+    Killed,
+    /// It could not be started.
+    NotStarted(std::io::Error),
+}
+
+impl<'a> Turn<'a> {
+    pub(super) fn new(place: &'a Place<'a>, until: Instant) -> Self {
+        Self {
+            place,
+            begin: Instant::now(),
+            until,
+            failures: Vec::new(),
+            detail: String::new(),
+            not_run: None,
+            is_cut: false,
+        }
+    }
+
+    /// Returns `large`, or `small` on the driver in software.
+    pub(super) fn sized<T>(&self, large: T, small: T) -> T {
+        if self.place.software { small } else { large }
+    }
+
+    /// Notes that the stage did not run.
+    pub(super) fn not_run(&mut self, why: &str) {
+        self.not_run = Some(why.to_owned());
+    }
+
+    /// Notes that the stage did not run because there was no time.
+    pub(super) fn cut(&mut self, why: &str) {
+        self.not_run(why);
+        self.is_cut = true;
+    }
+
+    /// Notes a failure, with the output that shows it.
+    pub(super) fn failed(&mut self, what: &str, output: &str) {
+        self.failures.push(Failure { what: what.to_owned(), output: output.to_owned() });
+    }
+
+    /// Returns a command that runs on the devices of this run.
+    pub(super) fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program.as_ref());
+        command.args(arguments).env("MPMD_CUDA_CACHE", self.place.scratch.join("cache"));
+        if self.place.software {
+            command.env("LD_LIBRARY_PATH", self.place.scratch.join("cuda"));
+            command.env("SOFTCUDA_CACHE", self.place.kit.folder.join("softcuda-kernels"));
+        }
+        command
+    }
+
+    /// Returns a command for `mpmd bench …` on CUDA devices, with the arguments `small` on the
+    /// driver in software.
+    pub(super) fn bench(&self, arguments: &[&str], small: &[&str]) -> Command {
+        let small = self.sized(&[][..], small);
+        let arguments = [&["bench"], arguments, small, &["--device", "cuda", "--json"]].concat();
+        self.command(self.place.kit.folder.join("mpmd"), &arguments)
+    }
+
+    /// Runs a program of the kit and returns its output. A failure is noted.
+    pub(super) fn program(&mut self, name: &str, arguments: &[&str]) -> String {
+        self.run(self.command(self.place.kit.folder.join(name), arguments))
+    }
+
+    /// Runs a command and returns its output, which goes to the log. A failure is noted.
+    pub(super) fn run(&mut self, command: Command) -> String {
+        self.logged(command, None)
+    }
+
+    /// Runs a command whose standard output is figures.
+    pub(super) fn run_measuring(&mut self, command: Command) {
+        let line = shown(&command);
+        let figures = self.place.file(FIGURES).and_then(|mut file| {
+            // Which lines are whose.
+            writeln!(file, "{}", serde_json::json!({"command": line})).map(|()| file)
+        });
+        match figures {
+            Ok(file) => drop(self.logged(command, Some(file))),
+            Err(error) => self.failed(&line, &format!("{FIGURES}: {error}")),
+        }
+    }
+
+    fn logged(&mut self, mut command: Command, figures: Option<File>) -> String {
+        let line = shown(&command);
+        let begin = Instant::now();
+        let log = self.place.file(LOG).and_then(|mut log| {
+            writeln!(log, "\n$ {line}")?;
+            let start = log.metadata()?.len();
+            let outputs = (log.try_clone()?, log.try_clone()?);
+            Ok((log, start, outputs))
+        });
+        let (log, start, (stdout, stderr)) = match log {
+            Ok(log) => log,
+            Err(error) => {
+                self.failed(&line, &format!("{LOG}: {error}"));
+                return String::new();
+            }
+        };
+        command.stdout(figures.unwrap_or(stdout)).stderr(stderr);
+        let end = self.place.ended(&mut command, self.until);
+        let said = shortened(log, start, begin.elapsed()).unwrap_or_default();
+        if let Some(how) = end.failure() {
+            self.failed(&format!("{line}: {how}"), &said);
+        }
+        said
+    }
+}
+
+impl Place<'_> {
+    /// Runs a command in a process group of its own until it ends, at the latest `until`. No
+    /// process that it has started is left then.
+    pub(super) fn ended(&self, command: &mut Command, until: Instant) -> End {
+        static RUNS: AtomicU64 = AtomicU64::new(0);
+        let mark = format!("{}-{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
+        // Without a real driver, tests install the one in software themselves.
+        if self.software {
+            command.env_remove("MPMD_TEST_GPU");
+        } else {
+            command.env("MPMD_TEST_GPU", "1");
+        }
+        command.current_dir(&self.scratch).stdin(Stdio::null()).process_group(0);
+        command.env(MARK, &mark);
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => return End::NotStarted(error),
+        };
+        let end = captured::ended(&mut child, until, &self.stop);
+        sweep(&child, &mark);
+        match end {
+            Ok(Some(status)) => End::Status(status),
+            Ok(None) => End::Killed,
+            Err(error) => End::NotStarted(error),
+        }
+    }
+}
+
+impl End {
+    /// Returns how the command failed, in a few words; `None` if it did not.
+    pub(super) fn failure(&self) -> Option<String> {
+        match self {
+            Self::Status(status) if status.success() => None,
+            Self::Status(status) => Some(format!("ended with {status}")),
+            Self::Killed => Some("TIMEOUT, killed".to_owned()),
+            Self::NotStarted(error) => Some(format!("cannot be started: {error}")),
+        }
+    }
+}
+
+/// Cuts a command's output in the log, from `start`, to its first and last part. Adds how long the
+/// command took, and returns what is left.
+fn shortened(mut log: File, start: u64, took: Duration) -> std::io::Result<String> {
+    let length = log.metadata()?.len() - start;
+    if length > MOST {
+        let mut end = Vec::new();
+        log.seek(SeekFrom::End(-((MOST / 2) as i64)))?;
+        log.read_to_end(&mut end)?;
+        log.set_len(start + MOST / 2)?;
+        writeln!(log, "\n… {} bytes are left out …", length - MOST)?;
+        log.write_all(&end)?;
+    }
+    let mut said = Vec::new();
+    log.seek(SeekFrom::Start(start))?;
+    log.read_to_end(&mut said)?;
+    writeln!(log, "  ({:.1} s)", took.as_secs_f64())?;
+    Ok(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// Kills what a command has left behind: the processes of its group and all with its mark.
+fn sweep(child: &Child, mark: &str) {
+    if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        // Most groups are empty.
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+    let wanted = format!("{MARK}={mark}\0");
+    // One that is about to be killed may start another.
+    for _ in 0..50 {
+        let left = marked(wanted.as_bytes());
+        if left.is_empty() {
+            return;
+        }
+        for process in left {
+            let _ = kill_process(process, Signal::KILL);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Returns the processes whose environment holds these bytes. Those that have ended have none.
+fn marked(wanted: &[u8]) -> Vec<Pid> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let is_it = |pid: &i32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.windows(wanted.len()).any(|bytes| bytes == wanted)
+    };
+    pids.filter(is_it).filter_map(Pid::from_raw).collect()
+}
+
+#[cfg(test)]
+mod places {
+    use super::*;
+    use crate::gpu::kit::tests::Folder;
+
+    #[test]
+    fn late_command_is_killed_with_processes_that_left_its_group() {
+        let folder = Folder::new("late");
+        let kit = folder.kit("");
+        let place = Place::new(&kit, false, Arc::default()).unwrap();
+        let mut turn = Turn::new(&place, Instant::now() + Duration::from_millis(500));
+        // The first one has its own session, and its parent is gone at once.
+        let script = "(setsid sleep 71 &); sleep 72 & echo started; sleep 73";
+        let said = turn.run(turn.command("/bin/sh", &["-c", script]));
+        assert_eq!(said, "started\n");
+        assert!(turn.failures[0].what.ends_with("TIMEOUT, killed"), "{}", turn.failures[0].what);
+        let mark = format!("{MARK}={}-", std::process::id());
+        assert_eq!(marked(mark.as_bytes()), []);
+        let missing = turn.run(turn.command("/no/such/program", &[]));
+        assert_eq!((missing.as_str(), turn.failures.len()), ("", 2));
+        assert!(turn.failures[1].what.contains("cannot be started"), "{}", turn.failures[1].what);
+    }
+
+    #[test]
+    fn long_output_keeps_its_beginning_and_its_end() {
+        let folder = Folder::new("long");
+        let kit = folder.kit("");
+        let place = Place::new(&kit, false, Arc::default()).unwrap();
+        let mut turn = Turn::new(&place, Instant::now() + Duration::from_secs(60));
+        let script = "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last; exit 3";
+        let said = turn.run(turn.command("/bin/sh", &["-c", script]));
+        assert!(said.starts_with("first\nxxx") && said.ends_with("xxx\nlast\n"));
+        assert!(said.contains("bytes are left out") && (said.len() as u64) < MOST + 100);
+        assert!(turn.failures[0].what.ends_with("ended with exit status: 3"));
+        let log = fs::read_to_string(place.out.join(LOG)).unwrap();
+        assert!(log.contains(&said) && log.ends_with(" s)\n"));
+    }
+}
