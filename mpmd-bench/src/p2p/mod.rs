@@ -1,9 +1,5 @@
-//! Measures messages and arrays between a pair of processes, beside `ucx_perftest` and a plain
-//! copy, and arrays that go around a ring of processes.
-//!
-//! This process starts the others and shows their results. Beside `ucx_perftest` each sample comes
-//! from a new pair, as it does there. The two programs take turns, size by size, so that noise of
-//! the machine affects both. No engine runs while the other program is measured.
+//! Measures messages and arrays between a pair of processes, beside a plain copy, and arrays that go
+//! around a ring of processes. This process starts the others and shows their results.
 
 mod array;
 mod busy;
@@ -14,7 +10,6 @@ mod meet;
 mod memory;
 mod message;
 mod pace;
-mod perftest;
 mod ring;
 mod table;
 mod wake;
@@ -35,24 +30,21 @@ use crate::options::{BindOption, Carrier, DeviceOption, Size};
 use busy::Busy;
 use found::{Samples, Test};
 use pace::Pace;
-use perftest::Perftest;
 use table::{Row, Setting};
 use words::{Case, Level, SpinWord};
 
 /// The variable for the spin time of transport engines, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";
 
-/// The usual number and length of samples without `--peer`, that is, without ucx_perftest in turns.
-const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
-/// The usual number and length of samples with `--peer`: each sample first starts two processes.
-const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };
+/// The usual number and length of samples.
+const USUAL: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct P2pArgs {
     /// Print one line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// Number of measurements of each case, fewer for large sizes; by default 15, with `--peer` 5.
+    /// Number of measurements of each case, fewer for large sizes; by default 15.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
     /// The transport of the messages.
@@ -68,7 +60,7 @@ pub(crate) struct P2pArgs {
     level: Vec<Level>,
     /// The cases to measure for each size: latency, bandwidth, handover, ring (an array that goes
     /// around all processes), and leaves (64 arrays, moved by one call and by 64). The last three
-    /// exist for arrays only, and without a peer.
+    /// exist for arrays only.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
     /// Numbers of processes of the rings.
@@ -97,16 +89,6 @@ pub(crate) struct P2pArgs {
     /// Number of threads that each keep a core busy during the measurement.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
     busy: u16,
-    /// Measures `ucx_perftest`, too, in turns: the one beside the UCX library in use.
-    #[arg(long)]
-    peer: bool,
-    /// The path of another `ucx_perftest`.
-    #[arg(long, value_name = "PATH", requires = "peer")]
-    perftest: Option<PathBuf>,
-    /// A further option for `ucx_perftest`; with `-e` it detects failures of its peer, as mpmd
-    /// does, which costs TCP some bandwidth.
-    #[arg(long, value_name = "OPTION", requires = "peer", allow_hyphen_values = true)]
-    perftest_option: Vec<String>,
     /// The length of a sample in microseconds, set by the launcher of the pair.
     #[arg(long, hide = true)]
     sample_us: Option<u64>,
@@ -117,10 +99,9 @@ pub(crate) struct P2pArgs {
 
 impl P2pArgs {
     fn pace(&self) -> Pace {
-        let usual = if self.peer { BESIDE } else { ALONE };
         Pace {
-            repeats: self.repeats.map_or(usual.repeats, |repeats| repeats as usize),
-            sample: self.sample_us.map_or(usual.sample, Duration::from_micros),
+            repeats: self.repeats.map_or(USUAL.repeats, |repeats| repeats as usize),
+            sample: self.sample_us.map_or(USUAL.sample, Duration::from_micros),
         }
     }
 
@@ -136,13 +117,7 @@ impl P2pArgs {
 
     /// Returns the cases that are measured with a pair of processes.
     fn of_pairs(&self) -> Vec<Case> {
-        let is_left_out = |case: &Case| match case {
-            Case::Ring => true,
-            // A peer has no hand-overs and no trees.
-            Case::Handover | Case::Leaves => self.peer,
-            Case::Latency | Case::Bandwidth => false,
-        };
-        self.case.iter().copied().filter(|case| !is_left_out(case)).collect()
+        self.case.iter().copied().filter(|case| *case != Case::Ring).collect()
     }
 
     fn setting(&self) -> Setting {
@@ -170,7 +145,6 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         "a pair is measured, and this job has {} processes",
         env.processes
     );
-    ensure!(!args.peer, "--peer needs a pair that this program has started itself");
     let &[level] = args.levels() else {
         bail!("a job measures one level: choose --level message or --level array");
     };
@@ -203,34 +177,19 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
 /// Starts pairs for all requested cases, one after another, and prints their results: lines of JSON
 /// after each size, or a table at the end.
 fn measure(args: &P2pArgs) -> Result<()> {
-    ensure!(
-        !args.peer || !args.of_pairs().is_empty(),
-        "--peer is measured beside latency and bandwidth: --case names neither"
-    );
     let on_gpu = args.on.device == DeviceKind::Cuda;
     ensure!(
         !on_gpu || args.levels() == [Level::Array],
         "messages have no device: choose --level array with --device cuda"
     );
-    ensure!(
-        !on_gpu || !args.peer,
-        "--peer is measured beside the host's memory, not with --device cuda"
-    );
-    let perftest = args
-        .peer
-        .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
-        .transpose()?;
     let pace = args.pace();
     let _busy = Busy::start(args.busy.into())?;
     let mut all = Vec::new();
     for size in args.sizes.iter().copied() {
         let mut rows = Rows::default();
         for level in args.levels().iter().copied() {
-            match &perftest {
-                None => rows.take(Some(level), ours(args, level, size, &pace)?),
-                Some(perftest) => in_turns(args, level, size, perftest, &pace, &mut rows)?,
-            }
-            if level == Level::Array && !args.peer && args.case.contains(&Case::Ring) {
+            rows.take(Some(level), ours(args, level, size, &pace)?);
+            if level == Level::Array && args.case.contains(&Case::Ring) {
                 for processes in &args.processes {
                     rows.take(Some(level), around(args, usize::from(*processes), size, &pace)?);
                 }
@@ -259,30 +218,6 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
         found.add(1, time);
     }
     Ok(found)
-}
-
-/// Takes samples of mpmd and of `ucx_perftest` in turns, and adds them to `rows`.
-fn in_turns(
-    args: &P2pArgs,
-    level: Level,
-    size: Size,
-    perftest: &Perftest,
-    pace: &Pace,
-    rows: &mut Rows,
-) -> Result<()> {
-    let mut known = [None, None];
-    for _ in 0..pace.repeats_at(size.0) {
-        rows.take(Some(level), ours(args, level, size, &Pace { repeats: 1, ..*pace })?);
-        let tests = [(Case::Latency, Test::Latency), (Case::Bandwidth, Test::Bandwidth)];
-        for ((case, test), known) in tests.into_iter().zip(&mut known) {
-            if !args.case.contains(&case) {
-                continue;
-            }
-            let sample = perftest.sample(test, size.0, pace, known)?;
-            rows.row(Some(level), test, size.0).peer.push(sample);
-        }
-    }
-    Ok(())
 }
 
 /// Measures a pair of processes, or of threads for `inproc`. Blocks until all cases are measured.
@@ -378,14 +313,7 @@ impl Rows {
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row {
-                level,
-                test,
-                bytes,
-                ours: Vec::new(),
-                peer: Vec::new(),
-                beside: None,
-            });
+            self.0.push(Row { level, test, bytes, ours: Vec::new(), beside: None });
             self.0.len() - 1
         });
         &mut self.0[at]

@@ -16,8 +16,6 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     /// Samples of mpmd, in the unit of the test.
     pub(super) ours: Vec<f64>,
-    /// Samples of `ucx_perftest`; empty if it was not requested.
-    pub(super) peer: Vec<f64>,
     /// The (test, median) of the reference in the same unit, for as many bytes: of bandwidths a
     /// plain copy, of hand-overs the same by CUDA alone. `None` for other tests.
     pub(super) beside: Option<(Test, f64)>,
@@ -57,13 +55,6 @@ impl Row {
                 _ => line[format!("of_{name}")] = json!(median / reference),
             }
         }
-        if !self.peer.is_empty() {
-            for (name, share) in [("peer_median", 0.5), ("peer_p10", 0.1), ("peer_p90", 0.9)] {
-                line[name] = json!(quantile(&self.peer, share));
-            }
-            let (name, compared) = self.compared();
-            line[name] = json!(compared);
-        }
         line
     }
 
@@ -78,16 +69,6 @@ impl Row {
             words += &format!(", {busy} busy");
         }
         words
-    }
-
-    /// Returns (name, value): the difference of the median latencies in microseconds, or the ratio
-    /// of bandwidths.
-    fn compared(&self) -> (&'static str, f64) {
-        let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
-        match self.test {
-            test if test.unit() == "us" => ("difference_us", ours - peer),
-            _ => ("ratio", ours / peer),
-        }
     }
 
     /// Returns the cells of the table.
@@ -110,14 +91,6 @@ impl Row {
             }
         };
         cells.push(self.beside.map(beside).unwrap_or_default());
-        if !self.peer.is_empty() {
-            cells.extend(figures(&self.peer));
-            cells.push(match self.compared() {
-                ("ratio", ratio) => format!("x {ratio:.2}"),
-                (_, difference) if difference < 0.0 => format!("- {} us", figure(-difference)),
-                (_, difference) => format!("+ {} us", figure(difference)),
-            });
-        }
         cells
     }
 }
@@ -132,10 +105,7 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
     }
     let Setting { transport, spin, busy } = setting;
     println!("{transport}, spin {spin}, {busy} busy beside it");
-    let mut heading = vec!["level", "case", "size", "median", "p10", "p90", "unit", "beside"];
-    if rows.iter().any(|row| !row.peer.is_empty()) {
-        heading.extend(["perftest", "p10", "p90", "ours"]);
-    }
+    let heading = ["level", "case", "size", "median", "p10", "p90", "unit", "beside"];
     println!("{}", case::table(&heading, rows.iter().map(Row::cells).collect(), &[0, 1, 6, 7]));
 }
 
@@ -159,30 +129,19 @@ mod tests {
         Setting { transport: "tcp", spin: "auto".to_owned(), busy: 1 }
     }
 
-    fn row(test: Test, ours: &[f64], peer: &[f64]) -> Row {
-        let (ours, peer) = (ours.to_vec(), peer.to_vec());
-        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, beside: None }
+    fn row(test: Test, ours: &[f64]) -> Row {
+        let ours = ours.to_vec();
+        Row { level: Some(Level::Message), test, bytes: 4096, ours, beside: None }
     }
 
     #[test]
-    fn latencies_are_compared_by_difference_and_bandwidths_by_ratio() {
-        let line = row(Test::Latency, &[2.0, 3.0, 4.0], &[1.0, 1.5, 9.0]).json(&setting());
-        assert_eq!((&line["difference_us"], &line["peer_median"]), (&json!(1.5), &json!(1.5)));
+    fn plain_copies_have_no_level_and_no_transport() {
+        let line = row(Test::Latency, &[2.0, 3.0, 4.0]).json(&setting());
         assert_eq!(
             (&line["level"], &line["bytes"], &line["busy"]),
             (&json!("message"), &json!(4096), &json!(1))
         );
-        assert!(line.get("ratio").is_none());
-        let line = row(Test::Bandwidth, &[4.0], &[5.0]).json(&setting());
-        assert_eq!(line["ratio"], json!(0.8));
-        assert!(line.get("difference_us").is_none());
-    }
-
-    #[test]
-    fn rows_without_a_peer_have_no_peer_fields() {
-        let line = row(Test::Latency, &[2.0], &[]).json(&setting());
-        assert!(line.as_object().unwrap().keys().all(|key| !key.contains("peer")), "{line}");
-        let line = Row { level: None, ..row(Test::Memcpy, &[2.0], &[]) }.json(&setting());
+        let line = Row { level: None, ..row(Test::Memcpy, &[2.0]) }.json(&setting());
         assert_eq!(
             (&line["level"], &line["transport"], &line["spin"]),
             (&Value::Null, &Value::Null, &Value::Null)
@@ -191,7 +150,7 @@ mod tests {
 
     #[test]
     fn bandwidths_and_hand_overs_have_a_reference() {
-        let copied = Row { beside: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
+        let copied = Row { beside: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0]) };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
         assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto, 1 busy");
@@ -199,10 +158,10 @@ mod tests {
         assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
         assert_eq!(copied.cells()[6..], ["GB/s", "0.50 of memcpy"]);
         let bare = Some((Test::BareIpc, 8.0));
-        let handed = Row { beside: bare, ..row(Test::Handover, &[10.0], &[]) };
+        let handed = Row { beside: bare, ..row(Test::Handover, &[10.0]) };
         assert_eq!(handed.json(&setting())["over_bare_ipc_us"], json!(2.0));
         assert_eq!(handed.cells()[6..], ["us", "+2.00 over bare ipc"]);
-        let line = row(Test::Latency, &[4.0], &[]).json(&setting());
+        let line = row(Test::Latency, &[4.0]).json(&setting());
         assert!(line.get("of_memcpy").is_none(), "{line}");
     }
 }

@@ -1,7 +1,5 @@
 //! Runs the benchmarks, and checks the form of their results.
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -182,7 +180,6 @@ fn pair_is_measured_at_both_levels_and_every_size() {
             let pair = level.is_some();
             assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
             assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
-            assert!(line.get("peer_median").is_none(), "{line}");
             let other = match name {
                 "handover" => "handover warm-up",
                 "handover warm-up" => "handover",
@@ -258,119 +255,6 @@ fn table_has_one_level_and_busy_threads() {
     }
 }
 
-/// Writes a stand-in for `ucx_perftest` that prints constant results, and returns its path. Its two
-/// processes first run `mpmd bench p2p` as a pair, as under another launcher.
-fn stand_in() -> PathBuf {
-    let path =
-        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
-    let script = format!(
-        r#"#!/bin/sh
-export MPMD_RANK=0 MPMD_WORLD_SIZE=2
-all="$*"
-while [ $# -gt 0 ]; do
-    case "$1" in
-        -p) export MPMD_COORDINATOR="127.0.0.1:$2"; shift;;
-        127.0.0.1) MPMD_RANK=1;;
-    esac
-    shift
-done
-'{mpmd}' bench p2p --level message --sizes 8 --repeats 1 --sample-us 100 >/dev/null || exit 1
-if [ $MPMD_RANK = 1 ]; then
-    case "$all" in
-        *"-s 4096"*"-E sleep"*) ;;
-        *) echo "other words: $all"; exit 2;;
-    esac
-    echo "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr"
-    echo "10,0.1,2.5,2.5,1000.00,1000.00,1,1"
-fi
-"#,
-        mpmd = env!("CARGO_BIN_EXE_mpmd")
-    );
-    // Another process writes the file. A file that is inherited open for writing by a child of ours
-    // cannot be executed.
-    let mut writer = Command::new("sh");
-    writer.args(["-c", "cat > \"$0\" && chmod 700 \"$0\""]).arg(&path).stdin(Stdio::piped());
-    let mut writer = writer.spawn().expect("a shell");
-    let mut input = writer.stdin.take().expect("its input");
-    input.write_all(script.as_bytes()).expect("it reads");
-    drop(input);
-    assert!(writer.wait().expect("its end").success());
-    path
-}
-
-#[test]
-fn the_peer_is_measured_in_turns_and_compared() {
-    let perftest = stand_in();
-    let path = perftest.to_str().expect("a name in Unicode");
-    let said = bench(&[
-        "p2p",
-        "--level",
-        "message",
-        "--sizes",
-        "4Ki",
-        "--repeats",
-        "2",
-        "--spin",
-        "never",
-        "--peer",
-        "--perftest",
-        path,
-        "--json",
-    ]);
-    std::fs::remove_file(&perftest).expect("it was written");
-    let lines = lines(&said);
-    assert_eq!(lines.len(), 3, "{said}");
-    for line in &lines {
-        assert_measured(line, 2);
-    }
-    let (latency, bandwidth) = (&lines[0], &lines[1]);
-    let figure = |line: &Value, name: &str| {
-        line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"))
-    };
-    assert_eq!(figure(latency, "peer_median"), 2.5);
-    assert!(
-        (figure(latency, "difference_us") - (figure(latency, "median") - 2.5)).abs() < 1e-9,
-        "{latency}"
-    );
-    // Its "MB" are mebibytes.
-    assert!((figure(bandwidth, "peer_median") - 1.048_576).abs() < 1e-9, "{bandwidth}");
-    assert!(
-        (figure(bandwidth, "ratio") - figure(bandwidth, "median") / 1.048_576).abs() < 1e-9,
-        "{bandwidth}"
-    );
-    assert!(lines[2].get("peer_median").is_none(), "{said}");
-}
-
-#[test]
-fn missing_or_failing_peer_is_an_error() {
-    let said = complaint(&["p2p", "--sizes", "8", "--peer", "--perftest", "/nowhere/ucx_perftest"]);
-    assert!(
-        said.contains("no ucx_perftest at /nowhere/ucx_perftest") && said.contains("--perftest"),
-        "{said}"
-    );
-    let said = complaint(&[
-        "p2p",
-        "--level",
-        "message",
-        "--sizes",
-        "8",
-        "--repeats",
-        "1",
-        "--peer",
-        "--perftest",
-        "/bin/false",
-    ]);
-    assert!(
-        said.contains("/bin/false for latency of 8 bytes")
-            && said.contains("the server ended with"),
-        "{said}"
-    );
-    let said = complaint(&["p2p", "--peer", "--perftest", "/bin/true", "--case", "handover"]);
-    assert!(said.contains("--case names neither"), "{said}");
-    let said = complaint(&["p2p", "--perftest", "/bin/true"]);
-    assert!(said.contains("--peer"), "{said}");
-}
-
 #[test]
 fn invalid_pair_arguments_are_refused() {
     assert!(complaint(&["p2p", "--sizes", "0"]).contains("4Ki"));
@@ -390,8 +274,6 @@ fn invalid_pair_arguments_are_refused() {
     assert!(said.contains("this job has 3 processes"), "{said}");
     let said = in_a_job("2", &["p2p"]);
     assert!(said.contains("--level message"), "{said}");
-    let said = in_a_job("2", &["p2p", "--level", "array", "--peer"]);
-    assert!(said.contains("--peer"), "{said}");
 }
 
 #[test]
