@@ -74,8 +74,8 @@ functions! { NCCL, SYMBOLS:
         communicator: RawCommunicator, stream: RawStream
     ) -> u32;
     fn ncclAllGather(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, communicator: RawCommunicator,
-        stream: RawStream
+        from: *const c_void, to: *mut c_void, count: usize, dtype: u32,
+        communicator: RawCommunicator, stream: RawStream
     ) -> u32;
     fn ncclBroadcast(
         from: *const c_void, to: *mut c_void, count: usize, dtype: u32, root: c_int,
