@@ -534,13 +534,17 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(60);
 
-    /// NCCL refuses two ranks on one device. So this alone runs with NVIDIA's own on a machine with
-    /// one.
+    /// The only test that runs with NVIDIA's NCCL on a machine with one device: NCCL refuses two
+    /// ranks on a device.
     #[test]
     fn single_rank_reduces_on_a_real_device() {
         const COUNT: usize = 1000;
         if !softcuda::real() {
             println!("SKIPPED: MPMD_TEST_GPU=1 runs this on a real device");
+            return;
+        }
+        if let Err(error) = ready() {
+            println!("SKIPPED: {error}");
             return;
         }
         // NCCL needs a network interface even for one rank, and the machine may have no other.
