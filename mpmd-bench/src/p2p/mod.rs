@@ -1,5 +1,5 @@
-//! Measures messages and arrays between a pair of processes, beside a plain copy, and arrays that go
-//! around a ring of processes. This process starts the others and shows their results.
+//! Measures messages and arrays between a pair of processes, beside a plain copy, and arrays that
+//! go around a ring of processes. This process starts the others and shows their results.
 
 mod array;
 mod busy;

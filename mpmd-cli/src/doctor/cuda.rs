@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use mpmd_device::cuda::{self, Driver, GpuInfo, NoCuda};
+use mpmd_device::cuda::{self, Driver, FirstUses, GpuInfo, NoCuda};
 use mpmd_ids::ProcessId;
 use mpmd_launch::variables;
 use mpmd_layout::bytes_text;
@@ -32,12 +32,16 @@ pub(super) enum Cuda {
         nccl: Result<String, String>,
         /// True if this process has other process ids than on the host, as in a container.
         own_pids: bool,
+        /// The first uses of the first GPU, or the reason why it cannot be opened. `None` if CUDA
+        /// devices are not requested: then nothing is tried.
+        first_uses: Option<Result<Box<FirstUses>, String>>,
     },
 }
 
 impl Cuda {
     /// Starts the CUDA driver, if there is one, and gathers the facts about it and its libraries.
-    pub(super) fn look() -> Self {
+    /// If CUDA devices are `wanted`, also uses the first one.
+    pub(super) fn look(wanted: bool) -> Self {
         let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
             Err(why) => Self::Missing { built: why != NoCuda::NotBuilt, why: why.to_string() },
@@ -48,6 +52,8 @@ impl Cuda {
                 nccl: words(cuda::nccl()),
                 own_pids: fs::read_link("/proc/self/ns/pid")
                     .is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
+                first_uses: wanted
+                    .then(|| cuda::first_uses(0).map(Box::new).map_err(|error| error.to_string())),
             },
         }
     }
@@ -57,7 +63,7 @@ impl Cuda {
 /// `joined` if NCCL is requested for their collectives.
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
-    let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
+    let (driver, nvrtc, cublas, nccl, own_pids, first_uses) = match cuda {
         Cuda::Missing { why, built } => {
             let advice = match built {
                 true => {
@@ -73,11 +79,11 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
             };
             return vec![finding("cuda", why, stops, advice)];
         }
-        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids } => {
-            (driver, nvrtc, cublas, nccl, *own_pids)
+        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids, first_uses } => {
+            (driver, nvrtc, cublas, nccl, *own_pids, first_uses)
         }
     };
-    vec![
+    let mut findings = vec![
         finding("cuda", format!("a driver for CUDA {}", driver.version), Verdict::Ok, ""),
         gpus(&driver.gpus, stops),
         library(
@@ -91,7 +97,53 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
         collectives(nccl, joined, if joined { stops } else { Verdict::Ok }),
         sharing(&driver.gpus, own_pids),
         turns(driver.gpus.len()),
-    ]
+    ];
+    match first_uses {
+        None => {}
+        Some(Ok(uses)) => findings.extend([first(uses, stops), pinning(&uses.pinning_ms)]),
+        Some(Err(why)) => findings.push(finding(
+            "cuda first use",
+            why,
+            stops,
+            "programs with devices of kind cuda do not start",
+        )),
+    }
+    findings
+}
+
+/// Reports how long the first uses of a GPU took. What fails is a finding of `failed`.
+fn first(uses: &FirstUses, failed: Verdict) -> Finding {
+    let FirstUses { open_ms, allocation_ms, compilation_ms, product_ms, .. } = uses;
+    let steps = [
+        ("first allocation", allocation_ms),
+        ("a compilation", compilation_ms),
+        ("cuBLAS and first products", product_ms),
+    ];
+    let took = steps.map(|(name, result)| match result {
+        Ok(millis) => format!("{name} {millis:.1} ms"),
+        Err(why) => format!("{name} failed: {why}"),
+    });
+    let value = format!("opening the first device took {open_ms:.1} ms\n{}", took.join("\n"));
+    match steps.iter().all(|(_, result)| result.is_ok()) {
+        true => finding("cuda first use", value, Verdict::Ok, ""),
+        false => finding("cuda first use", value, failed, "kernels that need it fail"),
+    }
+}
+
+/// Judges if memory of the host that processes share can be pinned.
+fn pinning(took_ms: &Result<f64, String>) -> Finding {
+    let name = "cuda pinning";
+    match took_ms {
+        Ok(millis) => finding(name, format!("1 MiB was pinned in {millis:.2} ms"), Verdict::Ok, ""),
+        Err(why) => finding(
+            name,
+            format!("host memory cannot be pinned: {why}"),
+            Verdict::Note,
+            "copies between the host and devices go through staging buffers: one more copy by a \
+             processor, at most some 5 GB/s instead of the bus's 25 to 50; raise the limit on \
+             locked memory (`ulimit -l`; in containers `--ulimit memlock=-1`)",
+        ),
+    }
 }
 
 fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
@@ -246,6 +298,13 @@ impl Cuda {
             cublas: Ok("12.8.4".into()),
             nccl: Ok("2.26.2".into()),
             own_pids: false,
+            first_uses: Some(Ok(Box::new(FirstUses {
+                open_ms: 412.34,
+                allocation_ms: Ok(1.5),
+                compilation_ms: Ok(120.0),
+                product_ms: Ok(800.0),
+                pinning_ms: Ok(0.42),
+            }))),
         }
     }
 }
@@ -391,6 +450,37 @@ mod tests {
             "cuda devices",
             Verdict::Note,
             &["each of 1,", "nvidia-smi -c DEFAULT"],
+        );
+    }
+
+    #[test]
+    fn first_uses_are_timed_and_failures_named() {
+        let with_uses = |uses| {
+            with(|cuda| {
+                if let Cuda::Found { first_uses, .. } = cuda {
+                    *first_uses = uses
+                }
+            })
+        };
+        let well = Cuda::well();
+        let times = ["took 412.3 ms", "a compilation 120.0 ms", "products 800.0 ms"];
+        check(&well, true, "cuda first use", Verdict::Ok, &times);
+        check(&well, true, "cuda pinning", Verdict::Ok, &["1 MiB", "0.42 ms"]);
+        let Cuda::Found { first_uses: Some(Ok(uses)), .. } = well else { unreachable!() };
+        let broken = |change: fn(&mut FirstUses) -> &mut Result<f64, String>| {
+            let mut uses = uses.clone();
+            *change(&mut uses) = Err("it broke".to_owned());
+            with_uses(Some(Ok(uses)))
+        };
+        let refused = broken(|uses| &mut uses.pinning_ms);
+        check(&refused, true, "cuda pinning", Verdict::Note, &["it broke", "5 GB/s", "ulimit -l"]);
+        let failed = broken(|uses| &mut uses.compilation_ms);
+        stops(&failed, "cuda first use", &["a compilation failed: it broke", "kernels"]);
+        let closed = with_uses(Some(Err("it cannot be opened".to_owned())));
+        stops(&closed, "cuda first use", &["it cannot be opened", "do not start"]);
+        assert_eq!(
+            judge(&with_uses(None), true, false).len(),
+            judge(&closed, true, false).len() - 1
         );
     }
 

@@ -14,6 +14,7 @@ use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
 use super::cuda::Cuda;
+use super::findings::wants_cuda;
 use super::memory::Both;
 use super::placement::Placement;
 
@@ -117,8 +118,8 @@ impl Facts {
         let limit = getrlimit(Resource::Memlock);
         Self {
             transport,
+            cuda: Cuda::look(wants_cuda(device.as_deref())),
             device,
-            cuda: Cuda::look(),
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
             memory_of_others: Both::attempt(),

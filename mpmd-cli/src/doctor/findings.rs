@@ -81,9 +81,7 @@ impl Facts {
 
     /// True if devices of kind `cuda` are requested.
     pub(super) fn wants_cuda(&self) -> bool {
-        let kinds =
-            self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
-        kinds.contains(&DeviceKind::Cuda)
+        wants_cuda(self.device.as_deref())
     }
 
     /// True if NCCL is requested for the collectives of CUDA devices.
@@ -94,6 +92,12 @@ impl Facts {
             .map(|text| cuda_collectives(text.trim()));
         way == Some(Ok(CudaCollectives::Nccl))
     }
+}
+
+/// True if the text of a request for devices names the kind `cuda`.
+pub(super) fn wants_cuda(device: Option<&str>) -> bool {
+    let kinds = device.and_then(|text| device_kinds(text).ok()).unwrap_or_default();
+    kinds.contains(&DeviceKind::Cuda)
 }
 
 pub(super) fn finding(

@@ -9,6 +9,7 @@ use crate::common::arrays::check;
 use crate::common::chains::chain;
 use crate::common::cuda::{CPU, CUDA};
 use crate::common::watchdog;
+use crate::spans::Log;
 use half::{bf16, f16};
 use mpmd_core::Simulation;
 use mpmd_core::aval::DType;
@@ -407,4 +408,23 @@ fn large_user_values_are_staged_in_a_few_chunks() {
     );
     arrays.iter().for_each(|x| check(&p, x, &host).unwrap());
     p.finish().unwrap();
+}
+
+#[test]
+fn refused_pinning_warns_once_and_values_arrive() {
+    if elsewhere!("SOFTCUDA_PIN" = "refuse") {
+        return;
+    }
+    let _limit = watchdog(60);
+    let log = Log::of_this_process();
+    let mut p = alone(1);
+    let mesh = p.mesh(&[("x", 1)]).unwrap();
+    for shape in [[2, 300_001], [3, 400_001], [1, 5]] {
+        let host = numbered(&shape);
+        let x = p.device_put(&MpmdArray::from_host(host.clone()), mesh.replicated()).unwrap();
+        check(&p, &x, &host).unwrap();
+    }
+    p.finish().unwrap();
+    let warnings = log.text().matches("cannot pin host memory").count();
+    assert!(softcuda::real() || warnings == 1, "{}", log.text());
 }

@@ -15,7 +15,7 @@ use mpmd_transport::memory::{
 };
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
+use super::asked::{CommunicatorId, FirstUses, Joint, NotJoined, Product, RawArg};
 use super::{CudaError, Ended, Part, Then};
 use crate::cuda::{source::Source, spare::Spare, work::Grid};
 use mpmd_layout::topology::DeviceId;
@@ -48,6 +48,15 @@ pub struct Communicators(());
 pub enum Communicator {}
 
 enum Never {}
+
+/// Stands in for the measurement of a device's first uses.
+///
+/// # Errors
+///
+/// Always: this program was built without the feature `cuda`.
+pub fn first_uses(_: u32) -> Result<FirstUses, CudaError> {
+    Err(CudaError::new("opening a CUDA device", "", NOT_BUILT))
+}
 
 pub fn reach_each_other(_: &[Arc<Gpu>]) {}
 

@@ -39,6 +39,21 @@ impl RawArg {
     }
 }
 
+/// The times that the first uses of a CUDA device took, or the reasons why they failed.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct FirstUses {
+    /// Milliseconds to open the device: its context and streams.
+    pub open_ms: f64,
+    /// Milliseconds of the first allocation of device memory.
+    pub allocation_ms: Result<f64, String>,
+    /// Milliseconds to compile a small source with NVRTC.
+    pub compilation_ms: Result<f64, String>,
+    /// Milliseconds to initialise cuBLAS and to compute a small product of each dtype.
+    pub product_ms: Result<f64, String>,
+    /// Milliseconds to pin 1 MiB of host memory that other processes can map.
+    pub pinning_ms: Result<f64, String>,
+}
+
 /// A product of column-major matrices, as cuBLAS takes it, or a batch of products: `result[m, n] =
 /// first[m, k] second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -85,7 +85,11 @@ impl Blas {
 
     /// Issues `C = alpha A B + beta C` to the handle's stream, without waiting for its result. `[a,
     /// b, c]` are the memory of the row-major matrices A, B and C.
-    fn product(&self, product: &Product, [a, b, c]: [DevicePlace; 3]) -> Result<(), CudaError> {
+    pub(super) fn product(
+        &self,
+        product: &Product,
+        [a, b, c]: [DevicePlace; 3],
+    ) -> Result<(), CudaError> {
         let Product { m, n, k, first, second, result, batch, types, .. } = *product;
         let handle = self.handle.lock();
         let [factor, into] = [types.factors, types.result].map(data_type);

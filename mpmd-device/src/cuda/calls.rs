@@ -174,10 +174,10 @@ functions! { library::DRIVER, DRIVER:
     ) -> Answer;
     fn cuStreamCreate(stream: *mut cuda::CUstream, flags: c_uint) -> Answer;
     fn cuStreamDestroy_v2(stream: cuda::CUstream) -> Answer;
+    fn cuStreamSynchronize(stream: cuda::CUstream) -> Answer;
     fn cuStreamWaitEvent(stream: cuda::CUstream, event: cuda::CUevent, flags: c_uint) -> Answer;
     fn cuEventCreate(event: *mut cuda::CUevent, flags: c_uint) -> Answer;
     fn cuEventRecord(event: cuda::CUevent, stream: cuda::CUstream) -> Answer;
-    fn cuEventQuery(event: cuda::CUevent) -> Answer;
     fn cuEventSynchronize(event: cuda::CUevent) -> Answer;
     fn cuEventElapsedTime(millis: *mut f32, start: cuda::CUevent, end: cuda::CUevent) -> Answer;
     fn cuEventDestroy_v2(event: cuda::CUevent) -> Answer;
@@ -186,8 +186,6 @@ functions! { library::DRIVER, DRIVER:
         address: *mut cuda::CUdeviceptr, handle: cuda::CUipcMemHandle, flags: c_uint
     ) -> Answer;
     fn cuIpcCloseMemHandle(address: cuda::CUdeviceptr) -> Answer;
-    fn cuIpcGetEventHandle(handle: *mut cuda::CUipcEventHandle, event: cuda::CUevent) -> Answer;
-    fn cuIpcOpenEventHandle(event: *mut cuda::CUevent, handle: cuda::CUipcEventHandle) -> Answer;
     fn cuModuleLoadDataEx(
         module: *mut cuda::CUmodule, image: *const c_void, count: c_uint,
         options: *mut cuda::CUjit_option, values: *mut *mut c_void
@@ -218,13 +216,9 @@ functions! { library::DRIVER, DRIVER_ASKED:
     fn cuFuncGetParamInfo(
         function: cuda::CUfunction, index: usize, offset: *mut usize, bytes: *mut usize
     ) -> Answer;
-}
-
-#[cfg(test)]
-functions! { library::DRIVER, DRIVER_IN_TESTS:
-    fn cuLaunchHostFunc(
-        stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void
-    ) -> Answer;
+    // For benchmarks alone: the framework shows no events to other processes.
+    fn cuIpcGetEventHandle(handle: *mut cuda::CUipcEventHandle, event: cuda::CUevent) -> Answer;
+    fn cuIpcOpenEventHandle(event: *mut cuda::CUevent, handle: cuda::CUipcEventHandle) -> Answer;
 }
 
 functions! { library::NVRTC, NVRTC:

@@ -1,21 +1,19 @@
 //! A CUDA device of this process: its context, its streams and its libraries.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Once, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_ids::block::Mutex;
 use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
 
 use super::blas::Blas;
 use super::calls::{self, DriverError};
 use super::compile::Architecture;
 use super::error::CudaError;
-use super::ipc::Shown;
+use super::ipc::{Foreign, Shown};
 use super::memory::Allocator;
 use super::module::Modules;
-use super::stream::{Ends, Stream};
+use super::stream::Stream;
 use crate::cuda::spare::Spare;
 
 /// A CUDA device, its context in this process, and its streams.
@@ -24,6 +22,8 @@ pub struct Gpu {
     /// cuBLAS for the compute stream, or the error of creating it. Created at first use. Declared
     /// before the streams, so that it is dropped first.
     blas: OnceLock<Result<Blas, CudaError>>,
+    /// Set once cuBLAS has loaded the kernels of small products.
+    products: OnceLock<()>,
     /// Scratch memory for the compute stream, kept between calls.
     spare: Spare,
     compute: Stream,
@@ -45,13 +45,8 @@ pub(super) struct Context {
     uuid: [u8; 16],
     /// The first error, after which the device does nothing more.
     broken: OnceLock<CudaError>,
-    /// True if new events can be shared with other processes.
-    shares_events: AtomicBool,
     shown: Shown,
-    /// The context's streams, which must be given up if the device hangs.
-    lines: Mutex<Vec<Weak<Ends>>>,
-    /// True if some work on this context's device will never end.
-    pub(super) is_stuck: AtomicBool,
+    foreign: Foreign,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its
@@ -81,6 +76,7 @@ impl Gpu {
         );
         Ok(Arc::new(Self {
             blas: OnceLock::new(),
+            products: OnceLock::new(),
             spare: Spare::default(),
             compute,
             inward,
@@ -116,7 +112,16 @@ impl Gpu {
         Box::new(move |address, bytes| {
             let pinned = Pinned::new(context.clone(), address, bytes);
             let pinned = pinned.inspect_err(|error| {
-                tracing::debug!(%error, bytes, "cannot pin host memory; copies of it are staged");
+                static ONCE: Once = Once::new();
+                ONCE.call_once(|| {
+                    tracing::warn!(
+                        %error,
+                        "cannot pin host memory: copies between it and CUDA devices go through \
+                         staging buffers, at a fraction of the speed; `mpmd doctor --device cuda` \
+                         says what to do"
+                    );
+                });
+                tracing::debug!(%error, bytes, "host memory is not pinned");
             });
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
@@ -170,6 +175,16 @@ impl Gpu {
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
     }
 
+    /// Returns the cell that is set once cuBLAS has loaded the kernels of small products.
+    pub(super) fn products(&self) -> &OnceLock<()> {
+        &self.products
+    }
+
+    /// Returns the architecture of the device.
+    pub(super) fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
     /// Returns cuBLAS if it was created already. `None` if not, or if that failed.
     pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
         self.blas.get()?.as_ref().ok()
@@ -211,8 +226,8 @@ impl Context {
             .result()
             .map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
-        let (broken, shares_events, shown, lines, is_stuck) = Default::default();
-        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown, lines, is_stuck })
+        let (broken, shown, foreign) = Default::default();
+        Ok(Self { raw, device, ordinal, uuid, broken, shown, foreign })
     }
 
     /// Makes this the calling thread's current context.
@@ -252,12 +267,9 @@ impl Context {
     }
 
     /// Makes this the current context for cleaning up, even if work on the device has failed.
-    /// Returns `None` if some of that work [will never end](Self::is_stuck), because cleaning up
-    /// would wait for it.
     fn last_visit(&self) -> Option<ContextGuard> {
         let visit = ContextGuard::from_here();
-        let is_stuck = self.is_stuck.load(Ordering::Acquire);
-        (!is_stuck && self.bind_failed().is_ok()).then_some(visit)
+        self.bind_failed().is_ok().then_some(visit)
     }
 
     /// Marks the device as failed and returns its first error. From now on, every operation fails
@@ -308,39 +320,19 @@ impl Context {
         &self.uuid
     }
 
-    /// Makes all later events shareable with other processes.
-    pub(super) fn share_events(&self) {
-        self.shares_events.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns true if new events are shareable with other processes.
-    pub(super) fn shares_events(&self) -> bool {
-        self.shares_events.load(Ordering::Relaxed)
-    }
-
-    /// Registers a stream of this context by the ends of its work, without keeping the stream
-    /// alive.
-    pub(super) fn note_line(&self, line: &Arc<Ends>) {
-        self.lines.lock().push(Arc::downgrade(line));
-    }
-
-    /// Returns the ends of work of the context's streams that still exist.
-    pub(super) fn lines(&self) -> Vec<Arc<Ends>> {
-        self.lines.lock().iter().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Returns the memory and events shown to other processes.
+    /// Returns the memory shown to other processes.
     pub(super) fn shown(&self) -> &Shown {
         &self.shown
+    }
+
+    /// Returns the memory of other processes that is open in this context.
+    pub(super) fn foreign(&self) -> &Foreign {
+        &self.foreign
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        if *self.is_stuck.get_mut() {
-            // Releasing the context would block. It ends with the process.
-            return;
-        }
         // SAFETY: retained once in `open`; everything that belongs to the context holds this, so
         // nothing of it is left.
         if let Err(error) = unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) }.result() {
@@ -374,13 +366,17 @@ impl Drop for ContextGuard {
 }
 
 /// Host pages that stay pinned until this is dropped.
-struct Pinned {
+pub(super) struct Pinned {
     context: Arc<Context>,
     address: usize,
 }
 
 impl Pinned {
-    fn new(context: Arc<Context>, address: usize, bytes: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: Arc<Context>,
+        address: usize,
+        bytes: usize,
+    ) -> Result<Self, CudaError> {
         let _visit = context.visit()?;
         let at = std::ptr::with_exposed_provenance_mut(address);
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;

@@ -1,121 +1,138 @@
-//! Sharing of device memory and events between the processes of one host, with CUDA IPC.
+//! Sharing of device memory between the processes of one host, with CUDA IPC.
 //!
-//! A description (`Words`) that travels between processes is a CUDA handle of 64 bytes followed by
-//! the UUID of the device. CUDA cannot open a handle in the process that created it, so this
-//! process looks up its own handles in a table ([`Shown`]).
+//! A description (`Words`) that travels between processes is a CUDA handle of 64 bytes, the UUID of
+//! the device, and the memory's [`Origin`]. CUDA cannot open a handle in the process that created
+//! it, so this process looks up its own handles in a table ([`Shown`]).
+//!
+//! A driver may keep several allocations in one block and open the whole block for the handle of
+//! any. A second handle of a block that is open is refused (`CUDA_ERROR_ALREADY_MAPPED`): then the
+//! block is looked up by the origins of both ([`Foreign`]).
 //!
 //! If this process uses the device that holds the memory, the memory is opened in that device's
 //! context and used like local memory. Otherwise it is opened in the context of this process's
 //! first device, provided the machine has a link between the two. Then the memory can only be
 //! [copied](DeviceMemory::is_far).
 //!
-//! Another process can use an event from its record until it is recorded again. This process does
-//! not record it again while the [`Event`] exists. Events are created shareable
-//! ([`Context::shares_events`]) only if there is another process to share them with. Events that
-//! record times cannot be shared; in that case the owner's host reports the end of the work in a
-//! message.
+//! Events are not shared. CUDA does not say that a device's wait for an event of a process that has
+//! died ends, and a driver that waits for such a stream hangs with it. So memory is lent once the
+//! work on it has ended, as its owner's host sees it. That also needs none of the interprocess
+//! events, of which drivers have a limited number.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_char;
+use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 use mpmd_ids::block::Mutex;
-use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch};
+use mpmd_transport::memory::{DeviceMemory, DeviceSharing};
 
 use super::calls;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
 use super::library::DRIVER;
-use super::orphan;
-use super::stream::{Event, RawEvent, RawStream, WAIT_DEFAULT, create_event, is_passed};
 use mpmd_launch::variables;
 
-/// Lengths in bytes of a CUDA handle and of a device's UUID.
+/// Lengths in bytes of a CUDA handle, of a device's UUID and of an [`Origin`].
 const HANDLE: usize = 64;
 const UUID: usize = 16;
+const ORIGIN: usize = 16;
 
-/// An IPC description: a CUDA handle, then the UUID of its device.
-pub(super) type Words = [u8; HANDLE + UUID];
+/// An IPC description: a CUDA handle, the UUID of its device, and the origin of the memory.
+pub(super) type Words = [u8; HANDLE + UUID + ORIGIN];
 
-/// First byte of the samples that peers try to open: it says if memory or an event follows.
-const OF_MEMORY: u8 = b'M';
-const OF_EVENT: u8 = b'E';
+/// The place of memory in its owner's context.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Origin {
+    /// A random number of the owner's context.
+    context: u64,
+    /// The address there.
+    address: u64,
+}
 
 /// Driver functions that sharing needs.
-const SYMBOLS: [&str; 5] = [
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle_v2",
-    "cuIpcCloseMemHandle",
-    "cuIpcGetEventHandle",
-    "cuIpcOpenEventHandle",
-];
+const SYMBOLS: [&str; 3] = ["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"];
 
-/// Returns an object that exports memory and events of these devices to other processes, and opens
-/// theirs. `None` if there are no devices.
+/// Returns an object that exports memory of these devices to other processes, and opens theirs.
+/// `None` if there are no devices.
 pub fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     if gpus.is_empty() {
         return None;
     }
     let contexts = gpus.iter().map(|gpu| gpu.context().clone()).collect();
-    Some(Arc::new(Sharing { gpus, contexts, events: Mutex::default(), samples: OnceLock::new() }))
+    Some(Arc::new(Sharing { gpus, contexts, samples: OnceLock::new() }))
 }
 
 struct Sharing {
     gpus: Vec<Arc<Gpu>>,
     contexts: Vec<Arc<Context>>,
-    /// Events of other processes by their descriptions. Each is opened once and kept.
-    events: Mutex<HashMap<Vec<u8>, Arc<Imported>>>,
-    samples: OnceLock<Result<Vec<Sample>, String>>,
+    /// Memory that peers try to open at the start, to find out if sharing works. Kept as long as
+    /// this.
+    samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, String>>,
 }
 
-/// Memory or an event that peers try to open at the start, to find out if sharing works. Kept alive
-/// as long as the `Sharing`.
-struct Sample {
-    words: Vec<u8>,
-    _of: Box<dyn Any + Send + Sync>,
-}
-
-/// Memory and events of a device that were shown to other processes, by handle. Used when such a
-/// handle comes back.
-#[derive(Default)]
+/// Memory of a device that was shown to other processes: its (address, length in bytes) by its CUDA
+/// handle. Used when such a handle comes back.
 pub(super) struct Shown {
-    /// (address, length in bytes) of each memory, by its CUDA handle.
     memory: Mutex<HashMap<[u8; HANDLE], (u64, usize)>>,
-    events: Mutex<HashMap<[u8; HANDLE], Recorded>>,
+    /// The number of this context in the origins of its memory.
+    context: u64,
 }
 
-/// An event of this process that is never destroyed.
-#[derive(Clone, Copy)]
-struct Recorded(sys::CUevent);
+impl Default for Shown {
+    fn default() -> Self {
+        // Each `RandomState` has keys of its own, which differ between processes.
+        Self { memory: Mutex::default(), context: RandomState::new().hash_one(()) }
+    }
+}
 
-// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
-// thread-safe.
-unsafe impl Send for Recorded {}
+/// Memory of other processes that is open in a context.
+#[derive(Default)]
+pub(super) struct Foreign(Mutex<Vec<Block>>);
+
+/// Memory that the driver has opened: at least the allocation of the handle by which it was opened.
+struct Block {
+    /// The address that the driver returned, and the origin of the handle's memory.
+    address: u64,
+    origin: Origin,
+    /// First address and length in bytes of all that was opened. The length is 0 if the driver does
+    /// not tell.
+    range: (u64, u64),
+    /// The number of [`Opened`] in it.
+    users: usize,
+}
+
+impl Block {
+    /// Returns the address of `bytes` bytes with another origin. `None` if the block does not hold
+    /// them all.
+    fn find(&self, origin: Origin, bytes: usize) -> Option<u64> {
+        let Origin { context, address } = self.origin;
+        let found = self.address.wrapping_add(origin.address.wrapping_sub(address));
+        let (start, length) = self.range;
+        let inside = found.wrapping_sub(start);
+        let holds = inside < length && bytes as u64 <= length - inside;
+        (context == origin.context && holds).then_some(found)
+    }
+}
 
 impl Sharing {
-    /// Returns (context, is far): the context in which memory and events of the device `uuid` are
-    /// opened. Far means that it is the context of another device of this process.
+    /// Returns (context, is far): the context in which memory of the device `uuid` is opened. Far
+    /// means that it is the context of another device of this process.
     fn place(&self, uuid: &[u8]) -> (&Arc<Context>, bool) {
         let near = self.contexts.iter().find(|context| context.uuid() == uuid);
         near.map_or((&self.contexts[0], true), |context| (context, false))
     }
 
-    /// Looks up memory or an event that this process has shown to others. Calls `find` for each of
-    /// this process's devices with this UUID, as several may have the same. `None` if all return
-    /// `None`.
-    fn own<T>(
-        &self,
-        uuid: &[u8],
-        find: impl Fn(&Shown) -> Option<T>,
-    ) -> Option<(&Arc<Context>, T)> {
+    /// Returns memory that this process has shown to others: its context, address and length in
+    /// bytes. `None` if the handle is of another process.
+    fn own(&self, uuid: &[u8], handle: [u8; HANDLE]) -> Option<(&Arc<Context>, (u64, usize))> {
         let mut same = self.contexts.iter().filter(|context| context.uuid() == uuid);
-        same.find_map(|context| Some((context, find(context.shown())?)))
+        let shown = |context: &Context| context.shown().memory.lock().get(&handle).copied();
+        same.find_map(|context| Some((context, shown(context)?)))
     }
 
-    fn make_samples(&self) -> Result<Vec<Sample>, String> {
+    fn make_samples(&self) -> Result<Vec<Box<dyn DeviceMemory>>, String> {
         if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
             return Err(format!("{}=0 turns it off", variables::CUDA_IPC));
         }
@@ -124,100 +141,45 @@ impl Sharing {
         }
         let mut samples = Vec::new();
         for gpu in &self.gpus {
-            let context = gpu.context();
             let memory = gpu.allocator().allocate(1).map_err(|error| error.to_string())?;
-            let words =
-                memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
-            samples.push(Sample { words: [&[OF_MEMORY], words].concat(), _of: Box::new(memory) });
-            let event = context.visit().and_then(|_visit| create_event(sharable()));
-            let event = event.map_err(|error| error.to_string())?;
-            let words = show_event(context, event.0)
-                .ok_or("the CUDA driver shows no events to other processes")?;
-            samples
-                .push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
+            memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
+            samples.push(memory);
         }
-        // Shareable events can be created. No stream has created an event yet: this runs before the
-        // first message.
-        self.contexts.iter().for_each(|context| context.share_events());
         Ok(samples)
-    }
-
-    /// Returns the event with this description: opened from another process, or this process's own.
-    /// An event is opened once and kept.
-    fn event(&self, words: &[u8]) -> Result<Arc<Imported>, CudaError> {
-        let (handle, uuid) = parts(words)?;
-        let mut events = self.events.lock();
-        if let Some(found) = events.get(words) {
-            return Ok(found.clone());
-        }
-        let event = match self.own(uuid, |shown| shown.events.lock().get(&handle).copied()) {
-            Some((context, Recorded(raw))) => {
-                Imported { context: context.clone(), raw, is_own: true }
-            }
-            None => Imported::open(self.place(uuid).0, handle)?,
-        };
-        let event = Arc::new(event);
-        events.insert(words.to_vec(), event.clone());
-        Ok(event)
     }
 }
 
 impl DeviceSharing for Sharing {
     fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
         match self.samples.get_or_init(|| self.make_samples()) {
-            Ok(samples) => Ok(samples.iter().map(|sample| sample.words.clone()).collect()),
+            Ok(samples) => {
+                let words = samples.iter().filter_map(|sample| sample.export());
+                Ok(words.map(<[u8]>::to_vec).collect())
+            }
             Err(why) => Err(why.clone()),
         }
     }
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
-        match sample.split_first() {
-            Some((&OF_MEMORY, words)) => {
-                self.open(words, 1).map(drop).map_err(|error| error.to_string())
-            }
-            Some((&OF_EVENT, words)) => {
-                self.event(words).map(drop).map_err(|error| error.to_string())
-            }
-            _ => Err("the sample of device memory has an unknown format".to_owned()),
-        }
+        self.open(sample, 1).map(drop).map_err(|error| error.to_string())
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
-        let (handle, uuid) = parts(words).map_err(io::Error::other)?;
-        let own = self.own(uuid, |shown| shown.memory.lock().get(&handle).copied());
-        let opened = match own {
-            Some((context, (address, _))) => {
-                Opened { context: context.clone(), address, bytes, is_far: false, is_own: true }
+        let (handle, uuid, origin) = parts(words).map_err(io::Error::other)?;
+        let (opened, has) = match self.own(uuid, handle) {
+            Some((context, (address, has))) => {
+                let (context, is_far, block) = (context.clone(), false, None);
+                (Opened { context, address, bytes, is_far, block }, has as u64)
             }
             None => {
                 let (context, is_far) = self.place(uuid);
-                Opened::open(context, handle, bytes, is_far).map_err(io::Error::other)?
+                Opened::open(context, handle, origin, bytes, is_far).map_err(io::Error::other)?
             }
         };
-        let has = own.map(|(_, (_, bytes))| bytes).or_else(|| opened.found_bytes());
-        if has.is_some_and(|has| has < bytes) {
+        if has < bytes as u64 {
             return Err(io::Error::other("memory of a device is shorter than its owner says"));
         }
         Ok(Box::new(opened))
-    }
-
-    fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>> {
-        let fence = fence as &dyn Any;
-        if let Some(event) = fence.downcast_ref::<Event>() {
-            return event.words().map(|words| words.to_vec());
-        }
-        // A third process understands the description as it came from the event's owner.
-        match &fence.downcast_ref::<Landing>()?.words[..] {
-            [words] => Some(words.clone()),
-            _ => None,
-        }
-    }
-
-    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>> {
-        let events = words.iter().map(|words| self.event(words)).collect::<Result<_, _>>();
-        let events = events.map_err(io::Error::other)?;
-        let words = words.iter().map(|words| words.to_vec()).collect();
-        Ok(Arc::new(Landing::new(events, words)))
     }
 }
 
@@ -236,8 +198,11 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
     };
     match show() {
         Ok(handle) => {
-            context.shown().memory.lock().insert(handle, (address, bytes));
-            Some(words(handle, context))
+            let shown = context.shown();
+            shown.memory.lock().insert(handle, (address, bytes));
+            let words = [&handle[..], context.uuid(), &shown.context.to_le_bytes()];
+            let words = [words.concat(), address.to_le_bytes().to_vec()].concat();
+            words.try_into().ok()
         }
         Err(error) => {
             tracing::debug!(%error, "memory that is not shared");
@@ -248,48 +213,28 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
 
 /// Removes freed memory from the table of shown memory.
 pub(super) fn forget(context: &Context, words: &Words) {
-    if let Ok((handle, _)) = parts(words) {
+    if let Ok((handle, ..)) = parts(words) {
         context.shown().memory.lock().remove(&handle);
     }
 }
 
-/// Returns the description by which other processes wait for an event of this process, and notes
-/// the event as shown. `None` if the driver refuses. The event must never be destroyed afterwards.
-pub(super) fn show_event(context: &Context, event: sys::CUevent) -> Option<Words> {
-    let _visit = context.visit().ok()?;
-    let mut handle = sys::CUipcEventHandle { reserved: [0; HANDLE] };
-    // SAFETY: the event is alive, of the context that is bound; there is room for the handle.
-    let shown = unsafe { calls::cuIpcGetEventHandle(&raw mut handle, event) }.result();
-    // Events that record times cannot be shared.
-    shown.inspect_err(|error| tracing::debug!(%error, "an event that is not shared")).ok()?;
-    let handle = handle.reserved.map(|byte| byte.to_ne_bytes()[0]);
-    context.shown().events.lock().insert(handle, Recorded(event));
-    Some(words(handle, context))
-}
-
-/// Returns the creation flags of shareable events.
-pub(super) fn sharable() -> u32 {
-    sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32
-        | sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32
-        | sys::CUevent_flags_enum::CU_EVENT_INTERPROCESS as u32
-}
-
-fn words(handle: [u8; HANDLE], context: &Context) -> Words {
-    let mut words = [0; HANDLE + UUID];
-    words[..HANDLE].copy_from_slice(&handle);
-    words[HANDLE..].copy_from_slice(context.uuid());
-    words
-}
-
-fn parts(words: &[u8]) -> Result<([u8; HANDLE], &[u8]), CudaError> {
-    match words.split_first_chunk::<HANDLE>() {
-        Some((handle, uuid)) if uuid.len() == UUID => Ok((*handle, uuid)),
-        _ => Err(CudaError::new(
+/// Returns the CUDA handle, the UUID and the origin in a description.
+fn parts(words: &[u8]) -> Result<([u8; HANDLE], &[u8], Origin), CudaError> {
+    let read = || {
+        let (handle, rest) = words.split_first_chunk::<HANDLE>()?;
+        let (uuid, rest) = rest.split_at_checked(UUID)?;
+        let (context, address) = rest.split_first_chunk()?;
+        let context = u64::from_le_bytes(*context);
+        let address = u64::from_le_bytes(address.try_into().ok()?);
+        Some((*handle, uuid, Origin { context, address }))
+    };
+    read().ok_or_else(|| {
+        CudaError::new(
             "opening a CUDA IPC handle of another process",
             "",
             format!("a description of {} bytes is invalid", words.len()),
-        )),
-    }
+        )
+    })
 }
 
 /// Device memory of another process, or of this one if its own description came back.
@@ -298,42 +243,96 @@ struct Opened {
     address: u64,
     bytes: usize,
     is_far: bool,
-    /// True if the memory is this process's own, so there is nothing to close.
-    is_own: bool,
+    /// The address of the [`Block`] that it is in. `None` if the memory is this process's own, so
+    /// there is nothing to close.
+    block: Option<u64>,
 }
 
 impl Opened {
+    /// Opens memory of another process. Also returns the number of bytes that are open from its
+    /// first one on; `u64::MAX` if the driver does not tell.
     fn open(
         context: &Arc<Context>,
         handle: [u8; HANDLE],
+        origin: Origin,
         bytes: usize,
         is_far: bool,
-    ) -> Result<Self, CudaError> {
+    ) -> Result<(Self, u64), CudaError> {
         let _visit = context.visit()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as c_char) };
         // The only flag that exists, and it is required. For remote memory it enables access
         // between the devices.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
+        // Locked during the call, so that no block is closed in between.
+        let mut blocks = context.foreign().0.lock();
         // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
         // address.
-        unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
-            .result()
-            .map_err(|error| cuda("opening memory of another process's CUDA device", error))?;
-        Ok(Self { context: context.clone(), address, bytes, is_far, is_own: false })
-    }
-
-    /// Returns the length of the memory in bytes if the driver reports it.
-    fn found_bytes(&self) -> Option<usize> {
-        let _visit = self.context.visit().ok()?;
-        let mut found: usize = 0;
-        let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
-        // SAFETY: this attribute is a number of the size of `found`; the address is that of open
-        // memory.
-        let asked = unsafe {
-            calls::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address)
+        let answer = unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
+        let block = if answer.is(sys::CUresult::CUDA_ERROR_ALREADY_MAPPED) {
+            let found = blocks
+                .iter_mut()
+                .find_map(|block| block.find(origin, bytes).map(|address| (address, block)));
+            found.map(|(found, block)| {
+                address = found;
+                block
+            })
+        } else {
+            None
         };
-        asked.result().ok().map(|()| found)
+        let block = match block {
+            Some(block) => block,
+            None => {
+                answer.result().map_err(|error| {
+                    cuda("opening memory of another process's CUDA device", error)
+                })?;
+                match blocks.iter().position(|block| block.address == address) {
+                    // The driver counts how often a handle is opened.
+                    Some(at) => {
+                        close(address);
+                        &mut blocks[at]
+                    }
+                    None => {
+                        let range = range_of(address);
+                        blocks.push(Block { address, origin, range, users: 0 });
+                        let last = blocks.len() - 1;
+                        &mut blocks[last]
+                    }
+                }
+            }
+        };
+        block.users += 1;
+        let (start, length) = block.range;
+        let has = if length == 0 { u64::MAX } else { length - (address - start) };
+        let block = Some(block.address);
+        Ok((Self { context: context.clone(), address, bytes, is_far, block }, has))
+    }
+}
+
+/// Returns the first address and the length in bytes of the memory that holds an address. Both are
+/// 0 if the driver does not tell. The context must be current.
+fn range_of(address: u64) -> (u64, u64) {
+    use sys::CUpointer_attribute_enum as Attribute;
+    let ask = |attribute| {
+        let mut value = 0u64;
+        // SAFETY: these attributes are numbers of the size of `value`; the address is that of open
+        // memory.
+        let asked =
+            unsafe { calls::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
+        asked.result().ok().map(|()| value)
+    };
+    let start = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
+    let length = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+    let holds = |(start, length): &(u64, u64)| address.wrapping_sub(*start) < *length;
+    start.zip(length).filter(holds).unwrap_or_default()
+}
+
+/// Closes memory of another process once. The context must be current.
+fn close(address: u64) {
+    // SAFETY: opened in `Opened::open`, closed once for that; work on it is over, as the owner of
+    // memory has made sure before it drops it.
+    if let Err(error) = unsafe { calls::cuIpcCloseMemHandle(address) }.result() {
+        tracing::debug!(%error, "closing memory of another process's CUDA device");
     }
 }
 
@@ -357,158 +356,24 @@ impl DeviceMemory for Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        if self.is_own {
-            return;
+        let Some(address) = self.block else { return };
+        let mut blocks = self.context.foreign().0.lock();
+        let Some(at) = blocks.iter().position(|block| block.address == address) else { return };
+        blocks[at].users -= 1;
+        if blocks[at].users == 0 {
+            blocks.swap_remove(at);
+            let Ok(_visit) = self.context.visit() else { return };
+            close(address);
         }
-        let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: opened in `open`, closed once for that; work on it is over, as the owner of
-        // memory has made sure before it drops it.
-        if let Err(error) = unsafe { calls::cuIpcCloseMemHandle(self.address) }.result() {
-            tracing::debug!(%error, "closing memory of another process's CUDA device");
-        }
-    }
-}
-
-/// An event of another process, or of this one if its own description came back.
-pub(super) struct Imported {
-    context: Arc<Context>,
-    raw: sys::CUevent,
-    is_own: bool,
-}
-
-// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
-// thread-safe.
-unsafe impl Send for Imported {}
-// SAFETY: as above.
-unsafe impl Sync for Imported {}
-
-impl Imported {
-    /// Returns true if the other process's device has reached the event, or if the driver reports
-    /// an error. The context must be current.
-    pub(super) fn is_passed(&self) -> bool {
-        is_passed(self.raw)
-    }
-
-    fn open(context: &Arc<Context>, handle: [u8; HANDLE]) -> Result<Self, CudaError> {
-        let _visit = context.visit()?;
-        let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) };
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: a handle is plain bytes, which the driver validates; there is room for the event.
-        unsafe { calls::cuIpcOpenEventHandle(&raw mut raw, handle) }
-            .result()
-            .map_err(|error| cuda("opening an event of another process's CUDA device", error))?;
-        Ok(Self { context: context.clone(), raw, is_own: false })
-    }
-}
-
-impl Drop for Imported {
-    fn drop(&mut self) {
-        if self.is_own {
-            return;
-        }
-        let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: opened in `open`, destroyed once; CUDA lets waits for it come to their end.
-        if let Err(error) = unsafe { calls::cuEventDestroy_v2(self.raw) }.result() {
-            tracing::debug!(%error, "closing an event of another process");
-        }
-    }
-}
-
-/// A point in the work of another process's devices: the fence behind memory that the process
-/// lends.
-///
-/// Devices of this process wait for its events. Host code learns of the end from a message of the
-/// other process.
-pub(super) struct Landing {
-    events: Vec<Arc<Imported>>,
-    words: Vec<Vec<u8>>,
-    ended: OnceLock<Result<(), String>>,
-    over: Latch,
-    /// Contexts with work that waits for these events.
-    users: Mutex<Vec<Arc<Context>>>,
-}
-
-impl Landing {
-    fn new(events: Vec<Arc<Imported>>, words: Vec<Vec<u8>>) -> Self {
-        let (ended, over, users) = Default::default();
-        Self { events, words, ended, over, users }
-    }
-
-    /// Makes later work on a stream wait, on the device, for these events. If the other process has
-    /// already failed, also starts to watch the stream's device for hanging work.
-    pub(super) fn before(&self, stream: &RawStream) -> Result<(), CudaError> {
-        for event in &self.events {
-            // SAFETY: the event is open, as `self` holds it, and was recorded before its owner
-            // described it to any process; the stream is alive.
-            let issued = unsafe { calls::cuStreamWaitEvent(stream.raw, event.raw, WAIT_DEFAULT) };
-            issued
-                .result()
-                .map_err(|error| cuda("waiting for work of another process's device", error))?;
-        }
-        let mut users = self.users.lock();
-        if !users.iter().any(|known| Arc::ptr_eq(known, &stream.context)) {
-            users.push(stream.context.clone());
-        }
-        drop(users);
-        // If the failure arrived just before, no other call will look after this context.
-        self.look_after_users();
-        Ok(())
-    }
-
-    /// If the other process has reported a failure, starts threads that clean up hanging work of
-    /// the contexts in `users`, and empties that list. Else does nothing.
-    fn look_after_users(&self) {
-        let Some(Err(why)) = self.ended.get() else { return };
-        let users = std::mem::take(&mut *self.users.lock());
-        users.into_iter().for_each(|user| orphan::watch(user, self.events.clone(), why.clone()));
-    }
-}
-
-impl Fence for Landing {
-    fn is_over(&self) -> bool {
-        self.over.is_passed()
-    }
-
-    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        self.over.on_pass(then);
-    }
-
-    fn failure(&self) -> Option<String> {
-        self.ended.get()?.clone().err()
-    }
-}
-
-impl Arriving for Landing {
-    fn pass(&self, result: Result<(), String>) {
-        // Only the first result counts.
-        let _ = self.ended.set(result);
-        let waiting = self.over.pass();
-        self.look_after_users();
-        waiting.into_iter().for_each(|then| then());
-    }
-
-    fn fence(self: Arc<Self>) -> Arc<dyn Fence> {
-        self
-    }
-}
-
-impl RawEvent {
-    /// Returns the description by which other processes wait for the event, created once. `None` if
-    /// the event cannot be shared. From then on the event must not be destroyed.
-    pub(super) fn words(&self, context: &Context) -> Option<Words> {
-        *self
-            .1
-            .get_or_init(|| context.shares_events().then(|| show_event(context, self.0)).flatten())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::c_void;
     use std::time::Duration;
 
     use mpmd_ids::block::mpsc::{Receiver, channel};
-    use mpmd_transport::memory::Fences;
+    use mpmd_transport::memory::{Fence as _, Fences, Landing};
 
     use super::*;
 
@@ -534,103 +399,59 @@ mod tests {
         drop((again, memory));
         assert!(sharing.open(&words, 4096).is_err(), "it is no more");
         for nonsense in [&[][..], &[7; 79], &[7; 80], &[7; 96]] {
-            assert!(sharing.open(nonsense, 4096).is_err() && sharing.hear(&[nonsense]).is_err());
+            assert!(sharing.open(nonsense, 4096).is_err());
         }
-        for sample in [&b""[..], b"?", b"M", b"E123"] {
+        for sample in [&b""[..], b"?", b"M", &[7; 96]] {
             assert!(sharing.try_sample(sample).is_err());
         }
         let samples = sharing.samples().unwrap();
-        assert_eq!((samples.len(), sharing.samples().unwrap()), (2, samples.clone()));
-        // An event of a stream, shared and opened again in the same process.
-        let (fence, told) = issued(&gpu, |_| Ok(()));
-        let words = sharing.tell(&*fence).unwrap();
-        let heard = sharing.hear(&[&words]).unwrap();
-        assert_eq!(
-            sharing.tell(&*heard.clone().fence()).unwrap(),
-            words,
-            "a third process gets the same description"
-        );
-        told.recv_timeout(TIME_LIMIT).unwrap().unwrap();
-        assert!(!heard.is_over(), "only its owner reports the end");
-        heard.pass(Err("it fell over".to_owned()));
-        assert_eq!((heard.is_over(), heard.failure().as_deref()), (true, Some("it fell over")));
-        let after = Fences::of([heard.fence()]);
-        let (said, told) = channel();
-        let then = Box::new(move |result| said.send(result).unwrap());
-        gpu.compute().submit(&[&after], |_| unreachable!("its input is never made"), then);
-        assert!(
-            told.recv_timeout(TIME_LIMIT)
-                .unwrap()
-                .unwrap_err()
-                .to_string()
-                .contains("it fell over")
-        );
-    }
-
-    type Told = Receiver<Result<(), CudaError>>;
-
-    fn issued(
-        gpu: &Gpu,
-        work: impl FnOnce(&RawStream) -> Result<(), CudaError>,
-    ) -> (Arc<dyn Fence>, Told) {
-        let (said, told) = channel();
-        let fence =
-            gpu.inward().submit(&[], work, Box::new(move |result| said.send(result).unwrap()));
-        (fence, told)
-    }
-
-    /// Blocks a stream until the sender of the channel `until` sends or is dropped.
-    extern "C" fn stand_still(until: *mut c_void) {
-        // SAFETY: the test passes this very type, once.
-        let until = unsafe { Box::from_raw(until.cast::<Receiver<()>>()) };
-        let _ = until.recv();
+        assert_eq!((samples.len(), sharing.samples().unwrap()), (1, samples.clone()));
+        assert_eq!(sharing.try_sample(&samples[0]), Ok(()));
     }
 
     #[test]
-    fn work_waiting_for_an_ended_process_fails_the_device() {
+    fn failed_work_of_a_lender_fails_work_behind_it() {
         if softcuda::again!() {
             return;
         }
         let gpu = Gpu::open(0).unwrap();
-        let (go_on, until) = channel::<()>();
-        let never = Arc::new(Mutex::new(None));
-        let made = never.clone();
-        let (_fence, told_there) = issued(&gpu, move |stream| {
-            let until = Box::into_raw(Box::new(until)).cast();
-            // SAFETY: the function takes the box over, and runs once.
-            let stood = unsafe { calls::cuLaunchHostFunc(stream.raw, Some(stand_still), until) };
-            stood.result().map_err(|error| cuda("standing still", error))?;
-            let event = create_event(sharable())?;
-            event.record(stream)?;
-            *made.lock() = Some(event);
-            Ok(())
-        });
-        let raw = never.lock().as_ref().unwrap().0;
-        let event = Arc::new(Imported { context: gpu.context().clone(), raw, is_own: true });
-        let landing = Arc::new(Landing::new(vec![event], vec![vec![1]]));
+        let heard = Arc::<Landing>::default();
+        let after = Fences::of([heard.clone() as _]);
+        let told = issued(&gpu, &after, Ok(()));
+        assert_eq!(told.recv_timeout(TIME_LIMIT).unwrap(), Ok(()), "the lender's work is over");
+        assert!(!heard.is_over(), "only its owner reports the end");
+        heard.pass(Err("it fell over".to_owned()));
+        assert_eq!((heard.is_over(), heard.failure().as_deref()), (true, Some("it fell over")));
+        let told = issued(&gpu, &after, Err(CudaError::new("its input is never made", "", "")));
+        let error = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
+        assert!(error.to_string().contains("it fell over"), "{error}");
+    }
+
+    #[test]
+    fn parts_of_a_block_are_found_by_their_origins() {
+        let origin = |address| Origin { context: 5, address };
+        let block = Block {
+            address: 0x10_0100,
+            origin: origin(0x100),
+            range: (0x10_0000, 0x800),
+            users: 1,
+        };
+        assert_eq!(block.find(origin(0x100), 0x700), Some(0x10_0100));
+        assert_eq!(block.find(origin(0), 0x800), Some(0x10_0000));
+        for (address, bytes) in [(0, 0x801), (0x800, 1), (0x7FF, 2), (u64::MAX, 1)] {
+            assert_eq!(block.find(origin(address), bytes), None, "{bytes} at {address:#x}");
+        }
+        assert_eq!(block.find(Origin { context: 6, address: 0x100 }, 1), None, "another process");
+        assert_eq!(Block { range: (0, 0), ..block }.find(origin(0x100), 1), None);
+    }
+
+    type Told = Receiver<Result<(), CudaError>>;
+
+    /// Issues work behind `after` that ends with `result` as it is issued.
+    fn issued(gpu: &Gpu, after: &Fences, result: Result<(), CudaError>) -> Told {
         let (said, told) = channel();
         let then = Box::new(move |result| said.send(result).unwrap());
-        let fence =
-            gpu.compute().submit(&[&Fences::of([landing.clone().fence()])], |_| Ok(()), then);
-        assert!(!fence.is_over());
-        landing.pass(Err("process 3 has ended".to_owned()));
-        let error = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
-        assert!(error.to_string().contains("process 3 has ended") && fence.is_over(), "{error}");
-        assert!(error.is_lost() && fence.is_lost(), "the work may still run");
-        assert_eq!(told_there.recv_timeout(TIME_LIMIT).unwrap(), Err(error.clone()));
-        let (said, told) = channel();
-        let fence = gpu.compute().submit(
-            &[],
-            |_| Ok(()),
-            Box::new(move |result| said.send(result).unwrap()),
-        );
-        let later = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
-        assert_eq!(later.to_string(), error.to_string(), "same message");
-        assert!(
-            !later.is_lost() && fence.is_over() && !fence.is_lost(),
-            "nothing of it was issued"
-        );
-        drop(gpu);
-        go_on.send(()).unwrap();
+        gpu.inward().submit(&[after], |_| result, then);
+        told
     }
 }

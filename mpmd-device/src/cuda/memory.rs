@@ -10,6 +10,10 @@ use super::calls;
 use super::gpu::{Context, cuda};
 use super::ipc::{self, Words};
 
+/// The bytes of the blocks that drivers of CUDA map. Smaller allocations share a block, and another
+/// process that opens one of them maps all of it.
+const BLOCK: usize = 2 << 20;
+
 /// Allocates segments of a device's memory.
 ///
 /// It uses `cuMemAlloc`, because memory of the stream-ordered allocator cannot be shared with other
@@ -37,10 +41,11 @@ impl Allocator {
 impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let _visit = self.context.visit().map_err(io::Error::other)?;
+        let whole = bytes.checked_next_multiple_of(BLOCK).unwrap_or(bytes);
         let mut address = 0;
         // SAFETY: there is room for the address. The memory is read only by work that runs after
         // work that has written it.
-        unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map_err(|error| {
+        unsafe { calls::cuMemAlloc_v2(&raw mut address, whole) }.result().map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;
         Ok(Box::new(Memory {
@@ -82,5 +87,24 @@ impl Drop for Memory {
         if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
             tracing::debug!(%error, "freeing memory of a CUDA device");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::cuda::Gpu;
+
+    #[test]
+    fn allocations_share_no_block_of_the_driver() {
+        if softcuda::again!("SOFTCUDA_BLOCK" = "2097152") {
+            return;
+        }
+        let allocator = Gpu::open(0).unwrap().allocator();
+        let sizes = [1, 640 << 10, 1, (2 << 20) + 1, 1];
+        let made = sizes.map(|bytes| allocator.allocate(bytes).unwrap());
+        let mut blocks = made.each_ref().map(|memory| memory.address() / super::BLOCK as u64);
+        blocks.sort_unstable();
+        assert!(blocks.windows(2).all(|pair| pair[0] != pair[1]), "{blocks:?}");
+        assert_eq!(made.map(|memory| memory.bytes()), sizes);
     }
 }

@@ -49,9 +49,9 @@
 //!
 //! # Failures
 //!
-//! A dead process may leave other processes' devices waiting for its event. Work that still waits
-//! two seconds later is given up together with its device (`orphan.rs`). Its memory is never used
-//! again. With `CudaCollectives::Nccl` an error after the first NCCL call fails the whole job
+//! A device never waits for the device of another process, which may die first: CUDA does not say
+//! that such a wait ends. A process lends memory once its own work on it has ended. With
+//! `CudaCollectives::Nccl` an error after the first NCCL call fails the whole job
 //! (`Runtime::fail_job`), because the other devices wait for this one and cannot learn of it. A job
 //! that fails or loses a process gives up all communicators.
 
@@ -90,11 +90,12 @@ mod module;
 #[cfg(feature = "cuda")]
 mod nccl;
 #[cfg(feature = "cuda")]
-mod orphan;
 #[cfg(feature = "cuda")]
 mod stream;
 #[cfg(feature = "cuda")]
 mod stream_turn;
+#[cfg(feature = "cuda")]
+mod trial;
 #[cfg(feature = "cuda")]
 mod warm;
 
@@ -105,10 +106,13 @@ pub mod work;
 use mpmd_layout::region::Region;
 
 #[cfg(not(feature = "cuda"))]
+pub use absent::first_uses;
+#[cfg(not(feature = "cuda"))]
 pub use absent::{
     Communicator, Communicators, Ending, Gpu, RawStream, StreamTurn, WarmUp, new_id,
     reach_each_other, sharing,
 };
+pub use asked::FirstUses;
 pub use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
@@ -124,6 +128,8 @@ pub use nccl::{Communicator, Communicators, new_id};
 pub use stream::RawStream;
 #[cfg(feature = "cuda")]
 pub use stream_turn::{Ending, StreamTurn};
+#[cfg(feature = "cuda")]
+pub use trial::first_uses;
 #[cfg(feature = "cuda")]
 pub use warm::WarmUp;
 

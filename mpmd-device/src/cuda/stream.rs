@@ -8,18 +8,17 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
 use mpmd_ids::block::{Condvar, Mutex, thread};
-use mpmd_transport::memory::{Fence, Fences, Latch};
+use mpmd_transport::memory::{Fence, Fences, Landing, Latch};
 
 use super::calls;
 use super::clock::Clock;
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
-use super::ipc::{Landing, Words, sharable};
 use super::stream_turn::StreamTurn;
 use super::{Ended, Then};
 
 /// The number of unused events from which a stream keeps no more for reuse. A stream needs about
-/// one for each piece of work in flight. Events known to other processes are always kept.
+/// one for each piece of work in flight.
 const MOST_SPARE: usize = 1024;
 
 /// A CUDA stream with a waiter thread. Dropping it lets issued work finish.
@@ -56,14 +55,9 @@ pub(super) struct Ends {
 #[derive(Default)]
 struct State {
     entries: VecDeque<Entry>,
-    /// The entry that the waiter thread waits for.
-    waited: Option<Entry>,
-    /// True once the device is known to hang. Then another thread reports the ends.
-    is_given_up: bool,
     closed: bool,
 }
 
-#[derive(Clone)]
 struct Entry {
     event: Arc<Event>,
     /// The error from issuing the work, if any.
@@ -74,7 +68,7 @@ struct Entry {
 /// uses.
 pub(super) struct Event {
     /// `None` if nothing was issued, or if the event could not be created or recorded. In the
-    /// second case the device counts as failed and the work as lost.
+    /// second case the work has ended, or the device counts as failed and the work as lost.
     raw: Option<RawEvent>,
     /// The event recorded before the work, if times are recorded.
     begin: Option<RawEvent>,
@@ -101,8 +95,8 @@ struct Told {
     ended: Option<Ended>,
 }
 
-/// A CUDA event, and its IPC description once another process has asked for it.
-pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
+/// A CUDA event.
+pub(super) struct RawEvent(sys::CUevent);
 
 // SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
 // thread-safe.
@@ -125,7 +119,6 @@ impl Stream {
             .map_err(|error| cuda("making a stream", error))?;
         let stream = Arc::new(RawStream { context: context.clone(), raw });
         let ends = Arc::<Ends>::default();
-        context.note_line(&ends);
         let (theirs, of) = (ends.clone(), stream.clone());
         thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(|error| {
             CudaError::new("starting the thread of a stream", "", error.to_string())
@@ -206,8 +199,9 @@ impl RawStream {
         if fence.is_over() {
             return Ok(());
         }
-        if let Some(landing) = (fence as &dyn Any).downcast_ref::<Landing>() {
-            return landing.before(self);
+        if (fence as &dyn Any).is::<Landing>() {
+            // The other process lent the memory after its work had ended.
+            return Ok(());
         }
         let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
             return Err(CudaError::new(
@@ -223,6 +217,17 @@ impl RawStream {
         unsafe { calls::cuStreamWaitEvent(self.raw, raw.0, WAIT_DEFAULT) }
             .result()
             .map_err(|error| cuda("waiting for other work on a device", error))
+    }
+}
+
+impl RawStream {
+    /// Blocks the thread until the device has finished everything issued to the stream so far. The
+    /// context must be current. Fails if the device has.
+    pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: the stream is alive and its context bound by this thread.
+        unsafe { calls::cuStreamSynchronize(self.raw) }
+            .result()
+            .map_err(|error| cuda("work of a CUDA device", error))
     }
 }
 
@@ -254,9 +259,6 @@ impl Ends {
                 let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
                 if self.clock.get().is_none() {
                     flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-                    if stream.context.shares_events() {
-                        flags |= sharable();
-                    }
                 }
                 create_event(flags)?
             }
@@ -271,13 +273,10 @@ impl Ends {
     }
 
     /// Keeps an unused event for reuse and returns `None`. Returns the event if [`MOST_SPARE`] are
-    /// kept and no other process knows it.
+    /// kept.
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
-        let is_known = event.1.get().is_some_and(Option::is_some);
-        // Events known to other processes are never destroyed. There are only as many as were in
-        // use at the same time.
-        if spare.len() >= MOST_SPARE && !is_known {
+        if spare.len() >= MOST_SPARE {
             return Some(event);
         }
         spare.push(event);
@@ -285,16 +284,13 @@ impl Ends {
     }
 
     /// Runs the waiter thread: waits for each end in order and calls its callbacks. Returns when
-    /// the stream was dropped and all work has ended, or when the stream was given up.
+    /// the stream was dropped and all work has ended.
     fn tell_all(&self, stream: &RawStream) {
         // A failure shows up when events are waited for.
         let _ = stream.context.bind();
         while let Some(Entry { event, issued }) = self.next() {
             // If no event was recorded, `issued` has the error.
             let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
-            if self.is_given_up() {
-                return;
-            }
             let ran = ran.map_err(|error| stream.context.fails(error));
             let times = match (self.clock.get(), &ran) {
                 (Some(clock), Ok(())) => clock.times(&event),
@@ -308,51 +304,12 @@ impl Ends {
         let mut state = self.state.lock();
         loop {
             if let Some(entry) = state.entries.pop_front() {
-                state.waited = Some(entry.clone());
                 return Some(entry);
             }
             if state.closed {
                 return None;
             }
             self.changed.wait(&mut state);
-        }
-    }
-
-    /// Returns true if another thread reports the ends from now on. Else clears the waited entry.
-    fn is_given_up(&self) -> bool {
-        let mut state = self.state.lock();
-        if !state.is_given_up {
-            state.waited = None;
-        }
-        state.is_given_up
-    }
-
-    /// Returns true if the stream was dropped and all its work has ended.
-    pub(super) fn is_closed(&self) -> bool {
-        let state = self.state.lock();
-        state.closed && state.entries.is_empty() && state.waited.is_none()
-    }
-
-    /// Returns the number of the work that the waiter thread waits for. `None` if it waits for
-    /// none, or if the device has finished that work. The context must be current.
-    pub(super) fn stands_at(&self) -> Option<u64> {
-        let Entry { event, .. } = self.state.lock().waited.clone()?;
-        let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
-        is_ahead.then_some(event.number)
-    }
-
-    /// Ends all issued work with `error`, because the device will never finish it. This thread
-    /// takes over from the waiter thread until the stream is dropped.
-    pub(super) fn give_up(&self, error: &CudaError) {
-        let mut next = {
-            let mut state = self.state.lock();
-            if std::mem::replace(&mut state.is_given_up, true) {
-                return;
-            }
-            state.waited.take()
-        };
-        while let Some(Entry { event, issued }) = next.take().or_else(|| self.next()) {
-            event.pass(Ended { result: issued.and(Err(error.clone())), times: None });
         }
     }
 }
@@ -375,11 +332,6 @@ impl Event {
         let from = self.raw.as_ref()?;
         let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
         Some([from.until(begin).ok()?, from.until(end).ok()?])
-    }
-
-    /// Returns the event's IPC description for other processes. `None` if it cannot be shared.
-    pub(super) fn words(&self) -> Option<Words> {
-        self.raw.as_ref()?.words(&self.stream.context)
     }
 
     fn pass(&self, ended: Ended) {
@@ -452,8 +404,6 @@ impl Drop for Event {
         for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
             let left = match self.ends.upgrade().filter(|_| is_over) {
                 Some(ends) => ends.spare(raw),
-                // Other processes may still wait for it: the context frees it.
-                None if raw.1.get().is_some_and(Option::is_some) => None,
                 None => Some(raw),
             };
             if let Some(raw) = left
@@ -482,11 +432,6 @@ impl RawEvent {
             .map_err(|error| cuda("work of a CUDA device", error))
     }
 
-    /// Returns true if the device has reached the event or failed. The context must be current.
-    pub(super) fn is_passed(&self) -> bool {
-        is_passed(self.0)
-    }
-
     /// Returns the device time in nanoseconds from this event to `other`.
     fn until(&self, other: &Self) -> Result<f64, CudaError> {
         let mut millis = 0f32;
@@ -505,18 +450,11 @@ impl RawEvent {
     }
 }
 
-/// Returns true if the device has reached the event or failed. The event's context must be current.
-pub(super) fn is_passed(event: sys::CUevent) -> bool {
-    // SAFETY: the event is alive, as the caller holds it, and of the context that is bound.
-    let state = unsafe { calls::cuEventQuery(event) };
-    !state.is(sys::CUresult::CUDA_ERROR_NOT_READY)
-}
-
 pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
     let mut event = std::ptr::null_mut();
     // SAFETY: `event` is a place for the result.
     unsafe { calls::cuEventCreate(&raw mut event, flags) }
         .result()
         .map_err(|error| cuda("making an event", error))?;
-    Ok(RawEvent(event, OnceLock::new()))
+    Ok(RawEvent(event))
 }

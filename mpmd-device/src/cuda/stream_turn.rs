@@ -62,7 +62,8 @@ impl<'a> StreamTurn<'a> {
         if let Some(clock) = ends.clock.get()
             && self.begin.0.is_none()
         {
-            self.begin = (Some(ends.record(stream)?), clock.now());
+            // Without an event the times of the work are not known.
+            self.begin = (ends.record(stream).ok(), clock.now());
         }
         Ok(stream)
     }
@@ -78,12 +79,11 @@ impl<'a> StreamTurn<'a> {
     pub fn wait(&mut self) -> Result<(), CudaError> {
         let Stream { stream, ends, .. } = self.line;
         stream.context.bind()?;
-        let here = ends.record(stream)?;
+        let Ok(here) = ends.record(stream) else { return stream.synchronize() };
         *self.issuing += 1;
         let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
         ends.push(event.clone(), Ok(()));
-        // The waiter thread reports this end like any other, also if the device hangs and the
-        // stream is given up.
+        // The waiter thread reports this end like any other.
         let (tell, told) = mpsc::channel();
         event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
@@ -112,10 +112,14 @@ impl<'a> StreamTurn<'a> {
             if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
         let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
-            // There is no event that could show the end of the work.
-            Err(error) if self.has_begun => {
-                (None, issued.and(Err(stream.context.fails(error).lost())))
-            }
+            // No event can show the end of the work, so this thread waits for it.
+            Err(error) if self.has_begun => match stream.synchronize() {
+                Ok(()) => {
+                    tracing::debug!(%error, "waiting for work of a CUDA device without an event");
+                    (None, issued)
+                }
+                Err(_) => (None, issued.and(Err(stream.context.fails(error).lost()))),
+            },
             Err(error) => (None, issued.and(Err(error))),
         };
         let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));
@@ -135,5 +139,41 @@ impl Ending {
     /// work has ended. It must be short.
     pub fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {
         self.0.on_end(then);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use mpmd_ids::block::mpsc::channel;
+
+    use super::*;
+    use crate::cuda::Gpu;
+
+    const TIME_LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn refused_events_lose_no_device() {
+        if softcuda::again!("SOFTCUDA_EVENTS" = "2", "SOFTCUDA_PACE" = "lazy:20") {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let mut fences = Vec::new();
+        let (said, told) = channel();
+        for number in 0..10 {
+            let said = said.clone();
+            let then = Box::new(move |result| said.send((number, result)).unwrap());
+            // The fences keep their events, so the later ones are refused.
+            fences.push(gpu.compute().submit(&[&Fences::default()], |_| Ok(()), then));
+        }
+        for number in 0..10 {
+            assert_eq!(told.recv_timeout(TIME_LIMIT).unwrap(), (number, Ok(())));
+        }
+        assert!(fences.iter().all(|fence| fence.is_over() && !fence.is_lost()));
+        let mut turn = gpu.compute().turn();
+        turn.begin().unwrap();
+        assert_eq!(turn.wait(), Ok(()));
+        assert_eq!(turn.end(Ok(())).fence().failure(), None);
     }
 }

@@ -1,4 +1,5 @@
-//! Preparation of the sources that kernels announce: compiling, loading, initialising cuBLAS.
+//! Preparation of the sources that kernels announce: compiling, loading, initialising cuBLAS and a
+//! first product of each dtype.
 //!
 //! Two threads per process do this in the background. A device's thread that needs a source earlier
 //! prepares it itself.
@@ -8,15 +9,25 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 
 use mpmd_ids::block::{Condvar, Mutex, thread};
-use mpmd_transport::memory::Pool;
+use mpmd_layout::aval::DType;
+use mpmd_transport::memory::{DevicePlace, Pool};
 
+use super::asked::{Operand, Product};
+use super::blas::Blas;
 use super::error::CudaError;
 use super::gpu::Gpu;
 use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
+use crate::cuda::spare::place;
+use crate::cuda::work::{Math, Types};
 
 /// The number of threads that compile. More would take processors from the program.
 const THREADS: usize = 2;
+
+/// The dtypes of the first products, their rows and columns, and the bytes of a matrix.
+const FIRST_DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
+const FIRST_SIDE: u8 = 16;
+const FIRST_BYTES: usize = FIRST_SIDE as usize * FIRST_SIDE as usize * 8;
 
 /// The preparation of one kernel's sources on one device. Dropping it cancels sources not yet begun
 /// and waits for those under way, because the process must not exit during a compilation.
@@ -66,9 +77,58 @@ impl Gpu {
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {
         match source.kind {
-            Kind::Cublas => self.blas(pool).map(|_| ()),
+            Kind::Cublas => {
+                let blas = self.blas(pool)?;
+                self.products().get_or_init(|| self.first_products(blas, pool));
+                Ok(())
+            }
             Kind::Cuda { .. } | Kind::Ptx => self.modules().make_ready(source),
         }
+    }
+
+    /// Issues a small product of each dtype, because cuBLAS loads its kernels at their first use.
+    /// Does not wait for the device. A device that lacks a dtype is no error: another kernel may
+    /// not need it.
+    pub(super) fn first_products(&self, blas: &Blas, pool: &Pool) {
+        let failed = |error: &dyn std::fmt::Display| {
+            tracing::debug!(%error, "cannot compute a first product with cuBLAS");
+        };
+        let mut memory = match pool.allocate(3 * FIRST_BYTES) {
+            Ok(memory) => memory,
+            Err(error) => return failed(&error),
+        };
+        let at = place(&memory);
+        let places = [0, 1, 2].map(|index: u64| DevicePlace {
+            address: at.address + index * FIRST_BYTES as u64,
+            bytes: FIRST_BYTES,
+            ..at
+        });
+        let side = i32::from(FIRST_SIDE);
+        let matrix = Operand { transposed: false, leading: side, stride: 0 };
+        let work = |_: &_| {
+            for dtype in FIRST_DTYPES {
+                let types = Types { factors: dtype, result: dtype, math: Math::F32 };
+                let product = Product {
+                    m: side,
+                    n: side,
+                    k: side,
+                    first: matrix,
+                    second: matrix,
+                    result: matrix,
+                    batch: 1,
+                    alpha: 1.0,
+                    beta: 0.0,
+                    types,
+                };
+                if let Err(error) = blas.product(&product, places) {
+                    failed(&error);
+                }
+            }
+            Ok(())
+        };
+        // A failure of the device is the error of all later work.
+        let fence = self.compute().submit(&[memory.fences()], work, Box::new(|_| ()));
+        memory.add_fence(fence);
     }
 }
 

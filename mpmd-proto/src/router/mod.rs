@@ -231,6 +231,14 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Allows a peer, before its first message, to be silent for `within` in addition to the peer
+    /// timeout.
+    pub fn allow_start(&mut self, peer: ProcessId, within: Duration) {
+        if let Some(peer) = self.peers.get_mut(peer.index()) {
+            peer.starts_within = within;
+        }
+    }
+
     /// Returns and removes the driver's tasks, in order. Call it after every other call.
     pub fn take_actions(&mut self) -> Vec<Action<C>> {
         std::mem::take(&mut self.to_tell).into_iter().for_each(|peer| self.tell_taken(peer));

@@ -57,6 +57,8 @@ pub(super) struct Peer<C: Cargo> {
     /// The highest operation for which a program of the peer waits until its pieces are taken.
     pub(super) asked: u64,
     pub(super) heard: Duration,
+    /// The time that it may be silent at the start, in addition to the peer timeout.
+    pub(super) starts_within: Duration,
     /// (Time, reason) of the peer's loss at the rendezvous, until it is clear if the peer is gone.
     pub(super) suspected: Option<(Duration, String)>,
     /// Bytes of eager pieces (sent without a grant) that may still be sent to the peer.
@@ -96,6 +98,7 @@ impl<C: Cargo> Default for Peer<C> {
             untold: 0,
             asked: 0,
             heard: Duration::ZERO,
+            starts_within: Duration::ZERO,
             suspected: None,
             credit: EAGER_CREDIT,
             owed: 0,

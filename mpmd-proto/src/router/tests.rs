@@ -403,6 +403,20 @@ fn stopped_process_is_lost_after_peer_timeout() {
 }
 
 #[test]
+fn starting_process_may_be_silent_for_longer() {
+    let mut job = Job::new(2, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    job.routers[0].allow_start(ProcessId(1), Duration::from_secs(100));
+    job.dead[1] = true;
+    job.run(150_000);
+    assert!(job.outcomes.is_empty() && job.silent.is_empty());
+    job.run(12_000);
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert!(failure.message.contains("no sign of life"), "{failure}");
+}
+
+#[test]
 fn deaf_process_lets_the_others_find_the_dead_one() {
     let mut job = Job::new(4, 3, 2);
     for process in 0..4 {

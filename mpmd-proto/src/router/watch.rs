@@ -195,8 +195,11 @@ impl<C: Cargo> Router<C> {
         let here: Vec<_> =
             self.others().filter(|process| !self.peers[process.index()].has_left()).collect();
         let silent_for = |limit: Duration| {
-            let silence =
-                |process: &ProcessId| now.saturating_sub(self.peers[process.index()].heard);
+            let silence = |process: &ProcessId| {
+                let peer = &self.peers[process.index()];
+                let is_new = peer.heard.is_zero();
+                now.saturating_sub(if is_new { peer.starts_within } else { peer.heard })
+            };
             here.iter().copied().filter(|process| silence(process) > limit).collect::<Vec<_>>()
         };
         let silent = silent_for(timeout);

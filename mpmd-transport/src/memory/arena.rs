@@ -140,6 +140,11 @@ impl Arena {
         let _ = self.inner.pin.set(pin);
     }
 
+    /// True if segments are memory of a device.
+    pub(super) fn is_device(&self) -> bool {
+        matches!(self.inner.kind, Kind::Device(_))
+    }
+
     /// Returns a new segment number, unique among those that this process gives to peers.
     pub(super) fn next_number(&self) -> u32 {
         self.inner.next.fetch_add(1, Ordering::Relaxed)

@@ -6,11 +6,11 @@
 
 use std::any::Any;
 use std::io;
-use std::sync::Arc;
+use std::sync::OnceLock;
 
-use super::Fence;
+use super::{Fence, Latch};
 
-/// The largest description of device memory or of a device's fence, in bytes.
+/// The largest description of device memory, in bytes.
 pub const MOST_WORDS: usize = 96;
 
 /// A source of segments in a device's memory.
@@ -86,29 +86,37 @@ pub trait DeviceSharing: Send + Sync {
     ///
     /// If the description is invalid here, or no longer valid.
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
-
-    /// Describes `fence`, in at most [`MOST_WORDS`] bytes, so that a peer's device can wait for it.
-    /// The description is valid while the fence is held here. `None` if a peer cannot wait for it.
-    fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>>;
-
-    /// Combines a peer's fences, given by their descriptions, into one. Work of this process's
-    /// devices may pass the combined fence before the peer reports the end. The report comes later,
-    /// once, by [`Arriving::pass`].
-    ///
-    /// # Errors
-    ///
-    /// If a description is invalid here.
-    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>>;
 }
 
-/// A fence that stands for the work of another process.
-pub trait Arriving: Fence {
-    /// Reports that the other process has seen the end of its work; `Err` holds the work's failure.
-    /// Also called if that process is gone and will never see the end.
-    fn pass(&self, result: Result<(), String>);
+/// The fence of device memory that a peer lends before it knows if the memory is valid. The peer's
+/// work on it has ended, so devices need not wait for this fence. The peer reports the result once.
+#[derive(Default)]
+pub struct Landing {
+    ended: OnceLock<Result<(), String>>,
+    over: Latch,
+}
 
-    /// Returns this object as a plain [`Fence`].
-    fn fence(self: Arc<Self>) -> Arc<dyn Fence>;
+impl Landing {
+    /// Ends the fence with the peer's result; `Err` holds the failure. Also called if the peer is
+    /// gone and will never know. Only the first result counts.
+    pub fn pass(&self, result: Result<(), String>) {
+        let _ = self.ended.set(result);
+        self.over.pass().into_iter().for_each(|then| then());
+    }
+}
+
+impl Fence for Landing {
+    fn is_over(&self) -> bool {
+        self.over.is_passed()
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        self.over.on_pass(then);
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.ended.get()?.clone().err()
+    }
 }
 
 /// A range of memory of one of this process's devices.

@@ -34,7 +34,7 @@ use mpmd_ids::block::Mutex;
 pub use arena::{Arena, Pin};
 pub(crate) use arena::{Leaving, Retired};
 pub use count::{Allocations, CountingAllocator};
-pub use device::{Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, MOST_WORDS};
+pub use device::{DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Landing, MOST_WORDS};
 pub use fence::{Fence, Fences};
 pub use latch::Latch;
 pub(crate) use map::{map, unmap};
@@ -769,11 +769,12 @@ mod tests {
         let base = Arena::private();
         let pool =
             Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
-        let first = pool.allocate(1 << 20).unwrap().freeze();
+        // Each is large enough for a segment of its own.
+        let first = pool.allocate(4 << 20).unwrap().freeze();
         // From here on a peer knows the segment.
         let Memory::Owned(buffer) = &first.whole.memory else { panic!("it is owned") };
         buffer.place().unwrap().segment.number(&base);
-        assert!(pool.allocate(2 << 20).is_err(), "it is in use");
+        assert!(pool.allocate(8 << 20).is_err(), "it is in use");
         drop(first);
         let others = std::thread::spawn(move || {
             let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
@@ -786,7 +787,7 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         });
-        assert!(pool.allocate(2 << 20).is_ok());
+        assert!(pool.allocate(8 << 20).is_ok());
         assert_eq!(others.join().unwrap(), 1);
     }
 

@@ -14,6 +14,8 @@ use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};
 
 /// Blocks up to this size in bytes share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
+/// The same for memory of a device, whose driver gives whole blocks of 2 MiB.
+const LARGEST_SHARED_ON_DEVICE: usize = 2 << 20;
 /// Size in bytes of the first shared segment. Later ones are larger, in proportion to the pool:
 /// each costs a mapping, and a descriptor in every process that it is lent to.
 const FIRST_SEGMENT: usize = 4 << 20;
@@ -41,8 +43,9 @@ struct Inner {
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
+    /// Blocks up to this size in bytes share segments.
+    largest_shared: usize,
     /// Unused blocks, by size class in bytes.
     free: BTreeMap<usize, Vec<Carved>>,
     /// (Segment that small blocks are carved from, number of its bytes already used).
@@ -134,7 +137,13 @@ impl Pool {
     /// Creates an empty pool, as [`Pool::new`] does, that maps its segments from `arena`.
     pub fn in_arena(name: impl Into<String>, limit: Option<u64>, arena: &Arena) -> Self {
         let (name, arena) = (name.into(), arena.clone());
-        Self { inner: Arc::new(Inner { name, limit, arena, state: Mutex::default() }) }
+        let largest_shared = match arena.is_device() {
+            true => LARGEST_SHARED_ON_DEVICE,
+            false => LARGEST_SHARED_CLASS,
+        };
+        let (free, open, stats) = Default::default();
+        let state = Mutex::new(State { largest_shared, free, open, stats });
+        Self { inner: Arc::new(Inner { name, limit, arena, state }) }
     }
 
     /// Allocates a buffer of `bytes` bytes. Its content is undefined: the old content of the block.
@@ -211,7 +220,8 @@ impl Pool {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
-    /// Gives cached blocks that have a segment of their own (above 512 KiB) back to the system.
+    /// Gives cached blocks that have a segment of their own (above 512 KiB, on a device 2 MiB) back
+    /// to the system.
     pub fn trim(&self) {
         self.inner.trim();
     }
@@ -271,7 +281,7 @@ impl Inner {
     /// lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
         self.arena.reclaim();
-        let (bytes, is_plenty) = {
+        let (bytes, is_shared, is_plenty) = {
             let mut state = self.state.lock();
             if let Some(block) = state.take(class) {
                 return Ok(block);
@@ -279,8 +289,9 @@ impl Inner {
             let PoolStats { live, cached, peak_live, mapped, .. } = state.stats;
             let shared =
                 (mapped as usize / 4).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
-            let bytes = if class > LARGEST_SHARED_CLASS { class } else { shared };
-            (bytes, live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE)
+            let is_shared = class <= state.largest_shared;
+            let bytes = if is_shared { shared } else { class };
+            (bytes, is_shared, live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE)
         };
         if is_plenty {
             self.trim();
@@ -293,16 +304,14 @@ impl Inner {
             Ok(segment) => segment,
         };
         let mut state = self.state.lock();
-        if class <= LARGEST_SHARED_CLASS
-            && let Some(block) = state.take(class)
-        {
+        if is_shared && let Some(block) = state.take(class) {
             // Another thread mapped a segment first, and that one stays open: two would be one too
             // many.
             drop(state);
             return Ok(block);
         }
         state.stats.mapped += bytes as u64;
-        if class > LARGEST_SHARED_CLASS {
+        if !is_shared {
             state.stats.make_live(class);
             return Ok(Carved { start: segment.start(), capacity: class, segment });
         }
@@ -328,8 +337,9 @@ impl Inner {
     fn trim(&self) {
         let mut freed = Vec::new();
         let mut state = self.state.lock();
+        let largest_shared = state.largest_shared;
         for (class, blocks) in &mut state.free {
-            if *class > LARGEST_SHARED_CLASS {
+            if *class > largest_shared {
                 freed.append(blocks);
             }
         }
@@ -345,7 +355,7 @@ impl State {
     /// `None` if a new segment is needed.
     fn take(&mut self, class: usize) -> Option<Carved> {
         let block = match self.take_free(class) {
-            None if class <= LARGEST_SHARED_CLASS => {
+            None if class <= self.largest_shared => {
                 self.carve(class).or_else(|| self.take_larger(class))
             }
             block => block,
@@ -363,7 +373,7 @@ impl State {
     /// Takes an unused block of another class, at most twice as large. Small blocks are never given
     /// back: without this, each class would keep as many as it ever had at once.
     fn take_larger(&mut self, class: usize) -> Option<Carved> {
-        let most = (2 * class).min(LARGEST_SHARED_CLASS);
+        let most = (2 * class).min(self.largest_shared);
         let mut larger = self.free.range(class..=most);
         let found = *larger.find(|(_, blocks)| !blocks.is_empty())?.0;
         self.take_free(found)

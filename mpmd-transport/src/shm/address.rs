@@ -8,7 +8,7 @@ use std::str::FromStr;
 use super::NAME;
 
 /// The version of the shared memory protocol. Both processes must speak the same.
-pub(super) const VERSION: u16 = 3;
+pub(super) const VERSION: u16 = 4;
 
 /// Bytes of the name under which a process listens.
 const NAME_BYTES: usize = 16;

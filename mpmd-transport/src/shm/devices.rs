@@ -5,8 +5,9 @@
 //!
 //! - Two processes test before the first message if they can lend each other device memory
 //!   ([`Shared::share_devices`]).
-//! - Memory may be lent before the device has written it. The message describes the fences that the
-//!   borrower's devices must wait for. The lender reports when the work has ended ([`LANDED`]).
+//! - Memory is lent once the devices' work that writes it has ended: a device that waits for the
+//!   device of another process may wait for ever if that process dies. A message is held back until
+//!   then. The lender may not know yet if the content is valid, and reports that ([`LANDED`]).
 //! - Memory must not be freed while others have it open. A freed segment stays until all processes
 //!   that were given it have closed it ([`CLOSED`]).
 
@@ -22,10 +23,10 @@ use super::loans::Returns;
 use super::mappings::Mappings;
 use super::peer::Peer;
 use super::reaper::Reaper;
-use super::record::{BROKEN, LANDED, MOST_TOKENS, put_tokens};
+use super::record::{BROKEN, LANDED};
 use super::shared::Shared;
 use crate::memory::{
-    Arriving, DeviceMemory, DeviceSharing, Fence, Fences, Leaving, OwnedBuffer, Retired, Segment,
+    DeviceMemory, DeviceSharing, Fence, Fences, Leaving, OwnedBuffer, Retired, Segment,
     SharedBuffer,
 };
 use crate::transport::{Fetch, FetchDone, Payload, Ticket, TransportError};
@@ -47,7 +48,7 @@ pub(super) struct Devices {
     shared: Weak<Shared>,
 }
 
-/// A message that is held back. The receiver's devices cannot wait for its fences, or the owner of
+/// A message that is held back. The work that writes its payload is not over, or the owner of
 /// re-lent bytes could not be told yet.
 struct Held {
     to: ProcessId,
@@ -152,21 +153,19 @@ impl Shared {
         // The owner itself has the fences of its memory, and knows if it is valid.
         let borrowed = bytes.loan().and_then(|loan| self.borrowed(loan));
         let is_owner = borrowed.is_some_and(|borrowed| borrowed.owner() == to);
-        let tokens = if is_owner { Some(Vec::new()) } else { self.tokens(&ready) };
-        let Some(tokens) = tokens else {
-            self.hold_back(Held { to, header: *header, bytes, ticket }, ready);
+        if !is_owner && !ready.are_over() {
+            self.hold_back(Held { to, header: *header, bytes, ticket }, Some(ready));
             return Ok(IsLent(true));
-        };
+        }
         let made = bytes.clone();
-        let is_later = !is_owner && (!tokens.is_empty() || !made.is_made());
-        let later = is_later.then(|| put_tokens(&tokens));
-        let message = Message { to, header, ticket, later };
+        let is_later = !is_owner && !made.is_made();
+        let message = Message { to, header, ticket, is_later };
         let lent = self.lend(peer, &mut *peer.open()?, &message, bytes);
         let lent = match lent {
             Ok(lent) => lent,
             // The owner cannot be told now that another process reads it, so it is sent later.
             Err(bytes) => {
-                self.hold_back(Held { to, header: *header, bytes, ticket }, ready);
+                self.hold_back(Held { to, header: *header, bytes, ticket }, None);
                 return Ok(IsLent(true));
             }
         };
@@ -184,23 +183,11 @@ impl Shared {
         Ok(lent.is_lent())
     }
 
-    /// Encodes the fences that are not over for a peer. `None` if one of them cannot be encoded, or
-    /// if there are too many.
-    fn tokens(&self, ready: &Fences) -> Option<Vec<Vec<u8>>> {
-        let open: Vec<_> = ready.iter().filter(|fence| !fence.is_over()).collect();
-        let sharing = self.devices.sharing.get()?;
-        open.iter()
-            .map(|fence| sharing.tell(&***fence))
-            .collect::<Option<Vec<_>>>()
-            .filter(|tokens| tokens.len() <= MOST_TOKENS)
-    }
-
-    fn hold_back(&self, held: Held, until: Fences) {
+    /// Keeps a message until the fences `until` are over. Without them no event tells when to send
+    /// it, so it is retried regularly.
+    fn hold_back(&self, held: Held, until: Option<Fences>) {
         self.devices.held.lock().push(held);
-        if until.are_over() {
-            // No event tells when to send it, so it is retried regularly.
-            return;
-        }
+        let Some(until) = until else { return };
         let shared = self.devices.shared.clone();
         until.on_over(Box::new(move || {
             if let Some(shared) = shared.upgrade() {
@@ -218,8 +205,7 @@ impl Shared {
         }
     }
 
-    /// Tells the borrower of loan `loan` that its memory is written now, or that the work has
-    /// failed.
+    /// Tells the borrower of loan `loan` that its memory is valid, or why it is not.
     fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
         let Some(Some(peer)) = self.peers.get(to.index()) else { return };
         let mut out = peer.outbound.lock();
@@ -239,14 +225,6 @@ impl Shared {
         }
         drop(out);
         peer.door.ring(&SystemFutex);
-    }
-
-    /// Decodes the tokens of a loan into a fence.
-    pub(super) fn hear(&self, tokens: &[Vec<u8>]) -> Result<Arc<dyn Arriving>, String> {
-        let sharing =
-            self.devices.sharing.get().ok_or("this process has no devices that share memory")?;
-        let tokens: Vec<&[u8]> = tokens.iter().map(Vec::as_slice).collect();
-        sharing.hear(&tokens).map_err(|error| error.to_string())
     }
 }
 

@@ -27,8 +27,8 @@ pub(super) struct Message<'a> {
     pub(super) to: ProcessId,
     pub(super) header: &'a Header,
     pub(super) ticket: Ticket,
-    /// The encoded fence tokens, if the payload is device memory that is not written yet.
-    pub(super) later: Option<Vec<u8>>,
+    /// True if the payload is device memory that is not known to be valid yet.
+    pub(super) is_later: bool,
 }
 
 /// The way in which a payload reaches its receiver.
@@ -85,7 +85,7 @@ impl Shared {
                 return self.lend_device(to, peer, header, bytes, ticket);
             }
             Some(bytes) if bytes.len() > LARGEST_INLINE => {
-                self.lend_host(peer, &Message { to, header, ticket, later: None }, bytes)?
+                self.lend_host(peer, &Message { to, header, ticket, is_later: false }, bytes)?
             }
             payload => {
                 let bytes = payload.as_deref().unwrap_or_default();
@@ -125,7 +125,7 @@ impl Shared {
         message: &Message<'_>,
         bytes: SharedBuffer,
     ) -> Result<Lending, SharedBuffer> {
-        let Message { to, header, ticket, later } = message;
+        let Message { to, header, ticket, is_later } = message;
         let Some(place) = bytes.place() else { return Err(bytes) };
         let borrowed = match bytes.loan() {
             None => None,
@@ -162,16 +162,14 @@ impl Shared {
             offset: offset.into(),
             bytes: size.into(),
             segment: segment.into(),
-            flags: (if is_copied { COPY } else { 0 } | if later.is_some() { LATER } else { 0 })
-                .into(),
+            flags: (if is_copied { COPY } else { 0 } | if *is_later { LATER } else { 0 }).into(),
             owner: owner.unwrap_or(self.process).0.into(),
         };
         let is_due = owner.is_none() && {
             let loan = LoanId { lender: self.process, number };
             self.ledger.lock().lend(*to, loan, bytes, *ticket, is_copied)
         };
-        let tokens = later.as_deref().unwrap_or_default();
-        let parts = [&header.encode()[..], lent.as_bytes(), tokens];
+        let parts = [&header.encode()[..], lent.as_bytes()];
         peer.send(out, LENT, &parts, Some((segment, &place.segment)));
         if is_due {
             self.reclaim();

@@ -75,11 +75,11 @@
 //! # Device memory
 //!
 //! Device memory is lent in the same way (`devices.rs`). The transport carries opaque words, by
-//! which another process opens a segment once, and an event; the device back end does the opening.
-//! A shard can be lent as soon as the work that fills it was issued: the borrower's device waits
-//! for that work. The work may succeed on invalid inputs. So the lender reports later whether the
-//! shard is valid, and results computed from an invalid one fail with it. Calls that may block in
-//! the driver (freeing, closing) have a thread of their own (`reaper.rs`).
+//! which another process opens a segment once; the device back end does the opening. A shard is
+//! lent once the work that fills it has ended, because a device that waits for a dead process's
+//! device may wait for ever. The work may have succeeded on invalid inputs. So the lender reports
+//! later whether the shard is valid, and results computed from an invalid one fail with it. Calls
+//! that may block in the driver (freeing, closing) have a thread of their own (`reaper.rs`).
 
 mod address;
 mod agreeing;

@@ -16,7 +16,7 @@ use super::mappings::{Given, Mappings};
 use super::record::ANNOUNCED;
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
-use crate::memory::{Arriving, MOST_WORDS, Segment};
+use crate::memory::{Landing, MOST_WORDS, Segment};
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
@@ -260,7 +260,7 @@ pub(super) struct Inbound {
     segments: HashMap<u32, Given>,
     /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
     /// here waits for the loan.
-    landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
+    landing: HashMap<u64, Option<Arc<Landing>>>,
     /// The number of the last loan that was borrowed from the peer; 0 if there was none.
     pub(super) last_loan: u64,
     /// True once nothing more is received.
@@ -394,7 +394,7 @@ impl Inbound {
     }
 
     /// Records a loan that is not written yet, and its fence.
-    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) {
+    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<Landing>>) {
         self.landing.insert(loan, arriving);
     }
 
@@ -410,7 +410,7 @@ impl Inbound {
 
     /// Ends receiving and forgets the peer's segments; borrowed memory stays until it is given
     /// back. Returns the fences of loans that will never be written.
-    pub(super) fn end(&mut self) -> Vec<Arc<dyn Arriving>> {
+    pub(super) fn end(&mut self) -> Vec<Arc<Landing>> {
         self.has_ended = true;
         self.segments.clear();
         std::mem::take(&mut self.landing).into_values().flatten().collect()

@@ -2,7 +2,7 @@
 //! driver.
 //!
 //! Freeing device memory, or closing another process's, may wait until the device is idle. That may
-//! never happen, if the device waits for a process that is gone. So such memory is released on this
+//! never happen, if a kernel does not end. So such memory is released on this
 //! thread: the code that reports dead processes must not wait for it.
 
 use std::sync::Arc;

@@ -3,7 +3,6 @@
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::memory::MOST_WORDS;
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind};
 
 /// Record kind: a message with its payload after the header.
@@ -15,8 +14,8 @@ pub(super) const LENT: u32 = 2;
 pub(super) const RETIRED: u32 = 3;
 /// Record kind: the sender's last record.
 pub(super) const GOODBYE: u32 = 4;
-/// Record kind: a loan of device memory is written now. Eight bytes of its number; if the work
-/// failed, the reason follows.
+/// Record kind: a loan of device memory is known to be valid, or not. Eight bytes of its number; if
+/// it is not, the reason follows.
 pub(super) const LANDED: u32 = 7;
 /// Record kind: a message with an unavailable payload. The header, then the reason.
 pub(super) const BROKEN: u32 = 8;
@@ -34,12 +33,9 @@ pub(super) const LARGEST_INLINE: usize = 2 << 10;
 /// Set in [`Lent::flags`] if the lender's memory is limited: the borrower copies the bytes and
 /// gives the loan back, and the lender waits for that.
 pub(super) const COPY: u32 = 1;
-/// Set in [`Lent::flags`] if device memory is lent before it is written. After the [`Lent`] follow
-/// tokens of the fences that the borrower's devices must wait for, each its length in a byte and
-/// then itself. [`LANDED`] is sent later.
+/// Set in [`Lent::flags`] if device memory is lent before it is known to be valid. [`LANDED`] is
+/// sent later.
 pub(super) const LATER: u32 = 2;
-/// Limit on the fence tokens of one loan.
-pub(super) const MOST_TOKENS: usize = 4;
 
 /// A loan of the sender's memory, or of another owner's.
 #[derive(
@@ -78,7 +74,7 @@ pub(super) struct ToOwner {
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Record<'a> {
     Inline(Header, &'a [u8]),
-    Lent(Header, Lent, Vec<Vec<u8>>),
+    Lent(Header, Lent),
     ToOwner(Header, ToOwner),
     Retired(Vec<u32>),
     Announced(u32),
@@ -112,16 +108,13 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
         }
         LENT => {
             let (header, rest) = header()?;
-            let loan_in = |_| format!("a loan in {} bytes", rest.len());
-            let (lent, tokens) = Lent::read_from_prefix(rest).map_err(loan_in)?;
-            if lent.flags.get() & LATER == 0 && !tokens.is_empty() {
-                return Err(format!("a loan in {} bytes", rest.len()));
-            }
+            let lent = Lent::read_from_bytes(rest)
+                .map_err(|_| format!("a loan in {} bytes", rest.len()))?;
             if !header.kind.carries_payload() {
                 return Err(format!("a message of kind {:?} with a loan", header.kind));
             }
             fits(&header, lent.bytes.get())?;
-            Ok(Record::Lent(header, lent, take_tokens(tokens)?))
+            Ok(Record::Lent(header, lent))
         }
         TO_OWNER => {
             let (header, rest) = header()?;
@@ -162,29 +155,6 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
     }
 }
 
-/// Encodes tokens for a record: each as its length in one byte, then its bytes.
-pub(super) fn put_tokens(tokens: &[Vec<u8>]) -> Vec<u8> {
-    tokens
-        .iter()
-        .flat_map(|token| [token.len() as u8].into_iter().chain(token.iter().copied()))
-        .collect()
-}
-
-fn take_tokens(mut bytes: &[u8]) -> Result<Vec<Vec<u8>>, String> {
-    let mut tokens = Vec::new();
-    while let Some((length, rest)) = bytes.split_first() {
-        let (token, rest) = rest
-            .split_at_checked(usize::from(*length))
-            .filter(|(token, _)| {
-                !token.is_empty() && token.len() <= MOST_WORDS && tokens.len() < MOST_TOKENS
-            })
-            .ok_or("tokens of a loan that cannot be told apart")?;
-        tokens.push(token.to_vec());
-        bytes = rest;
-    }
-    Ok(tokens)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -204,11 +174,7 @@ mod tests {
         };
         let header = Header { bytes: 1 << 32, ..header };
         let bytes = [&header.encode()[..], lent.as_bytes()].concat();
-        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent, vec![])));
-        let lent = Lent { flags: (COPY | LATER).into(), ..lent };
-        let tokens = vec![vec![7; MOST_WORDS], vec![1]];
-        let bytes = [&header.encode()[..], lent.as_bytes(), &put_tokens(&tokens)].concat();
-        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent, tokens)));
+        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent)));
         let part =
             ToOwner { loan: 1.into(), offset: 2.into(), bytes: (1 << 32).into(), lender: 4.into() };
         let bytes = [&header.encode()[..], part.as_bytes()].concat();
@@ -229,7 +195,7 @@ mod tests {
         let with = |rest: &[u8]| [&header.encode()[..], rest].concat();
         assert!(read(INLINE, &with(&[1, 2])).unwrap_err().contains("2 bytes of payload where 3"));
         assert!(read(INLINE, &with(&[1, 2])[..40]).is_err());
-        assert!(read(LENT, &with(&[0; 35])).is_err());
+        assert!(read(LENT, &with(&[0; 35])).is_err() && read(LENT, &with(&[0; 37])).is_err());
         assert!(read(LENT, &with(&[0; 36])).unwrap_err().contains("0 bytes of payload where 3"));
         assert!(
             read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err()
@@ -247,23 +213,6 @@ mod tests {
             Err("a message of kind Grant that cannot be had".to_owned())
         );
         assert!(read(LANDED, &[1; 7]).is_err() && read(BROKEN, &[1; 7]).is_err());
-        let later = |flags: u32, tokens: &[u8]| {
-            let lent = Lent {
-                loan: 1.into(),
-                offset: 0.into(),
-                bytes: 3.into(),
-                segment: 0.into(),
-                flags: flags.into(),
-                owner: 0.into(),
-            };
-            read(LENT, &with(&[lent.as_bytes(), tokens].concat())).map(drop)
-        };
-        assert_eq!(later(LATER, &[1, 5]), Ok(()));
-        assert!(later(0, &[1, 5]).is_err(), "tokens without LATER");
-        for tokens in [&[2, 5][..], &[0], &[1, 5, 200], &[1, 5].repeat(MOST_TOKENS + 1), &[97; 98]]
-        {
-            assert!(later(LATER, tokens).unwrap_err().contains("told apart"));
-        }
     }
 
     #[test]
@@ -278,12 +227,11 @@ mod tests {
             owner: 5.into(),
         };
         let part = ToOwner { loan: 1.into(), offset: 64.into(), bytes: 3.into(), lender: 4.into() };
-        let tokens = put_tokens(&[vec![7; MOST_WORDS], vec![1]]);
         let with = |kind: u32, parts: &[&[u8]]| [&[kind as u8], parts.concat().as_slice()].concat();
         let samples = [
             with(INLINE, &[&header.encode(), &[1, 2, 3]]),
             with(LENT, &[&header.encode(), lent(COPY).as_bytes()]),
-            with(LENT, &[&header.encode(), lent(LATER).as_bytes(), &tokens]),
+            with(LENT, &[&header.encode(), lent(LATER).as_bytes()]),
             with(TO_OWNER, &[&header.encode(), part.as_bytes()]),
             with(RETIRED, &[&[1, 0, 0, 0, 2, 0, 0, 0]]),
             with(ANNOUNCED, &[&[1, 0, 0, 0]]),
@@ -297,10 +245,9 @@ mod tests {
                 Ok(Record::Inline(header, payload)) => {
                     assert_eq!(header.payload_bytes(), payload.len() as u64);
                 }
-                Ok(Record::Lent(header, lent, tokens)) => {
+                Ok(Record::Lent(header, lent)) => {
                     assert_eq!(header.payload_bytes(), lent.bytes.get());
-                    let said = [lent.as_bytes(), &put_tokens(&tokens)].concat();
-                    assert_eq!(said, bytes[HEADER_BYTES..]);
+                    assert_eq!(lent.as_bytes(), &bytes[HEADER_BYTES..]);
                 }
                 Ok(Record::ToOwner(header, part)) => {
                     assert_eq!(header.payload_bytes(), part.bytes.get());

@@ -11,7 +11,7 @@ use super::note::LoanId;
 use super::peer::{Inbound, NoSegment, Peer};
 use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
 use super::shared::Shared;
-use crate::memory::{Fences, SharedBuffer};
+use crate::memory::{Fence, Fences, Landing, SharedBuffer};
 use crate::transport::{CopyOut, Handler, Payload, TransportError};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
@@ -69,7 +69,7 @@ impl Shared {
                 buffer.copy_from_slice(bytes);
                 Event::Message(header, Payload::Inline(buffer.freeze()))
             }
-            Record::Lent(header, lent, tokens) => Event::Lent(header, lent, tokens),
+            Record::Lent(header, lent) => Event::Lent(header, lent),
             Record::ToOwner(header, part) => Event::ToOwner(header, part),
             Record::Landed(loan, failure) => Event::Landed(loan, failure),
             Record::Broken(header, why) => Event::Broken(header, why),
@@ -89,8 +89,8 @@ impl Shared {
     ) -> Result<(), Fault> {
         match event {
             Event::Message(header, payload) => handler.arrived(from, header, payload),
-            Event::Lent(header, lent, tokens) => {
-                let payload = self.borrow(from, &header, lent, &tokens, inbound, peer)?;
+            Event::Lent(header, lent) => {
+                let payload = self.borrow(from, &header, lent, inbound, peer)?;
                 handler.arrived(from, header, payload);
             }
             Event::ToOwner(header, part) => {
@@ -149,7 +149,6 @@ impl Shared {
         from: ProcessId,
         header: &Header,
         lent: Lent,
-        tokens: &[Vec<u8>],
         inbound: &mut Inbound,
         peer: &Peer,
     ) -> Result<Payload, Fault> {
@@ -203,19 +202,11 @@ impl Shared {
             });
         }
         let life = borrowed.life();
-        let mut landing = None;
-        if is_later {
-            match self.hear(tokens) {
-                Ok(arriving) => {
-                    landing = Some(arriving.clone().fence());
-                    inbound.note_landing(loan, Some(arriving));
-                }
-                Err(why) => {
-                    inbound.note_landing(loan, None);
-                    return Ok(Unreadable::payload(from, header, why));
-                }
-            }
+        let landing = is_later.then(Arc::<Landing>::default);
+        if let Some(landing) = &landing {
+            inbound.note_landing(loan, Some(landing.clone()));
         }
+        let landing = landing.map(|landing| landing as Arc<dyn Fence>);
         Ok(Payload::Lent(SharedBuffer::lent_later(
             Box::new(borrowed),
             Fences::of(life.into_iter().chain(landing)),
@@ -257,7 +248,7 @@ fn check_device_kind(header: &Header) -> Result<(), Fault> {
 /// A decoded record, with its payload copied.
 enum Event {
     Message(Header, Payload),
-    Lent(Header, Lent, Vec<Vec<u8>>),
+    Lent(Header, Lent),
     ToOwner(Header, ToOwner),
     Landed(u64, Option<String>),
     Broken(Header, String),

@@ -8,7 +8,7 @@ use crate::device::stream::{Work, own_stream};
 use crate::device::{current, initialized};
 use crate::entry::{In, Out, api};
 use crate::error::{Code, Result};
-use crate::faults::meet;
+use crate::faults::{First, first, meet};
 use crate::handles::Handle;
 use crate::host::pinned;
 use crate::settings::CallKind;
@@ -21,6 +21,7 @@ api! {
         context.check()?;
         address.required()?;
         meet(CallKind::Alloc)?;
+        first(First::Alloc);
         address.set(space().allocate(context.device, bytes as u64, Origin::Alloc)?.address)
     }
 }

@@ -10,7 +10,7 @@ use crate::device::memory::space;
 use crate::device::stream::{Work, own_stream};
 use crate::entry::{In, Out, blas};
 use crate::error::{Code, Result};
-use crate::faults::meet;
+use crate::faults::{First, first, meet};
 use crate::gemm::{Element, Matrix, Product, Rounding, Scale, compute};
 use crate::handles::{Handle, Handles};
 use crate::settings::CallKind;
@@ -272,6 +272,7 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
 /// Checks the arguments of a call and issues the product on the handle's stream, without waiting.
 /// Alpha and beta in host memory are read before the return.
 fn issue(library: Handle, call: Call) -> Result {
+    first(First::Product);
     let library = handle(library)?;
     let library = library.lock();
     let size = |number: i32| u64::try_from(number).map_err(|_| INVALID_VALUE);

@@ -1,8 +1,8 @@
 //! Failures on demand: the n-th call of a kind fails, as the environment or a test requests.
 
 use std::ffi::{CStr, c_char};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{LazyLock, Once};
 
 use parking_lot::Mutex;
 
@@ -37,6 +37,22 @@ pub(crate) fn meet(kind: CallKind) -> Result {
         CallKind::Function(name) if name.contains("Alloc") => Code::OUT_OF_MEMORY,
         CallKind::Compile | CallKind::Function(_) => Code::UNKNOWN,
     })
+}
+
+/// A kind of work that is slow at its first use in a process.
+#[derive(Clone, Copy)]
+pub(crate) enum First {
+    Context,
+    Alloc,
+    Compile,
+    Product,
+}
+
+/// Sleeps for the time `SOFTCUDA_FIRST` at the first call with this kind in the process. Calls that
+/// come meanwhile wait for its end.
+pub(crate) fn first(kind: First) {
+    static ONCE: [Once; 4] = [const { Once::new() }; 4];
+    ONCE[kind as usize].call_once(|| std::thread::sleep(settings().first));
 }
 
 /// Counts a call of the exported function `name`, and fails if a test requested a failure for it.

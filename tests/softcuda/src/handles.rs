@@ -50,6 +50,13 @@ impl<T> Handles<T> {
             .ok_or(Code::INVALID_HANDLE)
     }
 
+    /// Returns the number of live objects for which `is_one` returns true.
+    pub(crate) fn count_of(&self, is_one: impl Fn(&T) -> bool) -> u64 {
+        let live = self.live.read();
+        let objects = live.iter().flat_map(HashMap::values);
+        objects.filter(|object| is_one(object)).count() as u64
+    }
+
     /// Removes an object; other holders keep it alive. Fails with `CUDA_ERROR_INVALID_HANDLE` if
     /// the handle has no object.
     pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {

@@ -10,7 +10,7 @@ use crate::device::memory::space;
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::faults::meet;
-use crate::settings::CallKind;
+use crate::settings::{CallKind, settings};
 
 /// Valid flags of `cuMemHostAlloc`: portable, device map, write combined. `REGISTER_FLAGS` is for
 /// `cuMemHostRegister`: portable, device map, I/O memory, read only.
@@ -111,6 +111,9 @@ api! {
     fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
         current()?.check()?;
         let is_nothing = pointer == 0 || bytes == 0;
+        if !settings().pins {
+            return Err(Code::OPERATING_SYSTEM);
+        }
         if is_nothing || flags & !REGISTER_FLAGS != 0 || space().covers(pointer) {
             return Err(Code::INVALID_VALUE);
         }

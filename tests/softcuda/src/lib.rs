@@ -14,8 +14,8 @@
 //! * Handles of memory and events can be sent to other processes. Stream-ordered memory
 //!   (`cuMemAllocAsync`) cannot be exported. If the owner frees memory that others have open, they
 //!   read `0xDD` there. CUDA's documentation does not define the death of the exporter. Here, open
-//!   memory stays open, and a wait for its event ends. Opening its handles fails
-//!   (`CUDA_ERROR_INVALID_HANDLE`).
+//!   memory stays open, and a wait for its event ends (see `SOFTCUDA_ORPHANS`). Opening its handles
+//!   fails (`CUDA_ERROR_INVALID_HANDLE`).
 //! * Ranks of NCCL are threads of one process or of several processes of a machine. They wait for
 //!   each other in their streams until their communicators are aborted, even for a rank that has
 //!   died. Two ranks on one device are refused.
@@ -52,6 +52,17 @@
 //!   The kinds are alloc, alloc_host, copy, launch, event, stream, compile. A copy or launch fails
 //!   when it runs. The kind may be the C name of a function, which fails at once:
 //!   `cuIpcOpenMemHandle_v2:1`; with an error code: `cuInit=4242:1`. By default nothing fails.
+//! - `SOFTCUDA_BLOCK`: bytes of the blocks from which smaller allocations are taken, 0 (none) by
+//!   default. As with a GPU's driver, which has 2 MiB, a process that opens such memory maps the
+//!   whole block, and cannot open other memory of it (`CUDA_ERROR_ALREADY_MAPPED`).
+//! - `SOFTCUDA_EVENTS`, `SOFTCUDA_IPC_EVENTS`: most events that exist at once in a process, and
+//!   most interprocess events. More are refused. No limits by default; real drivers refuse the
+//!   latter after some 20,000.
+//! - `SOFTCUDA_PIN`: `allow` (the default), or `refuse`: host memory cannot be registered.
+//! - `SOFTCUDA_ORPHANS`: `end` (the default), or `hang`: a wait for an event of a process that has
+//!   died never ends, as CUDA does not say that it does.
+//! - `SOFTCUDA_FIRST`: milliseconds that the first context, allocation, compilation and matrix
+//!   product of a process each take in addition; 0 by default.
 //! - `SOFTCUDA_RACES`: `count` (the default), or `abort` to end the process at a race.
 //! - `SOFTCUDA_CXX`: the C++ compiler for kernels, `c++` by default.
 //! - `SOFTCUDA_CACHE`: a folder for compiled kernels; [`environment`] names one beside the driver.

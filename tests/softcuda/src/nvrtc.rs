@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use crate::compile::{Program, compile, version};
 use crate::entry::{In, Out, Text, nvrtc};
 use crate::error::{Code, Result};
-use crate::faults::meet;
+use crate::faults::{First, first, meet};
 use crate::handles::{Handle, Handles};
 use crate::settings::CallKind;
 
@@ -205,6 +205,7 @@ nvrtc! {
     /// log then holds the compiler's messages, or nothing after a success.
     fn nvrtcCompileProgram(handle: Handle, count: i32, given: In<*const c_char>) {
         let program = program(handle)?;
+        first(First::Compile);
         let mut program = program.lock();
         let mut texts = Vec::new();
         for at in 0..usize::try_from(count).map_err(|_| INVALID_INPUT)? {

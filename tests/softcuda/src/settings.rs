@@ -13,6 +13,12 @@ pub(crate) struct Settings {
     pub(crate) pace: Pace,
     pub(crate) abort_on_race: bool,
     pub(crate) fail: Plan,
+    pub(crate) block: u64,
+    pub(crate) events: u64,
+    pub(crate) ipc_events: u64,
+    pub(crate) pins: bool,
+    pub(crate) orphans_hang: bool,
+    pub(crate) first: Duration,
     pub(crate) compiler: String,
     pub(crate) cache: Option<PathBuf>,
 }
@@ -73,20 +79,34 @@ impl Settings {
             let Some(value) = value else { return Ok(default) };
             value.parse().map_err(|_| format!("{name}={value:?} is not a number"))
         }
+        fn choice(
+            name: &str,
+            value: Option<String>,
+            [default, other]: [&str; 2],
+        ) -> Result<bool, String> {
+            match value.as_deref() {
+                None => Ok(false),
+                Some(value) if value == default => Ok(false),
+                Some(value) if value == other => Ok(true),
+                Some(value) => {
+                    Err(format!("{name}={value:?} is neither \"{default}\" nor \"{other}\""))
+                }
+            }
+        }
+        let choice = |name: &str, words| choice(name, variable(name), words);
+        let first = number("SOFTCUDA_FIRST", variable("SOFTCUDA_FIRST"), 0)?;
         Ok(Settings {
             devices: number("SOFTCUDA_DEVICES", variable("SOFTCUDA_DEVICES"), 1)?,
             memory: number("SOFTCUDA_MEMORY", variable("SOFTCUDA_MEMORY"), 4 << 30)?,
             pace: pace(&variable("SOFTCUDA_PACE").unwrap_or_else(|| "eager".into()))?,
-            abort_on_race: match variable("SOFTCUDA_RACES").as_deref() {
-                None | Some("count") => false,
-                Some("abort") => true,
-                Some(other) => {
-                    return Err(format!(
-                        "SOFTCUDA_RACES={other:?} is neither \"count\" nor \"abort\""
-                    ));
-                }
-            },
+            abort_on_race: choice("SOFTCUDA_RACES", ["count", "abort"])?,
             fail: plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
+            block: number("SOFTCUDA_BLOCK", variable("SOFTCUDA_BLOCK"), 0)?,
+            events: number("SOFTCUDA_EVENTS", variable("SOFTCUDA_EVENTS"), u64::MAX)?,
+            ipc_events: number("SOFTCUDA_IPC_EVENTS", variable("SOFTCUDA_IPC_EVENTS"), u64::MAX)?,
+            pins: !choice("SOFTCUDA_PIN", ["allow", "refuse"])?,
+            orphans_hang: choice("SOFTCUDA_ORPHANS", ["end", "hang"])?,
+            first: Duration::from_millis(first),
             compiler: variable("SOFTCUDA_CXX").unwrap_or_else(|| "c++".into()),
             cache: variable("SOFTCUDA_CACHE").map(PathBuf::from),
         })
@@ -156,9 +176,12 @@ mod tests {
             "SOFTCUDA_DEVICES" => Some("3".into()),
             "SOFTCUDA_PACE" => Some("seed:7".into()),
             "SOFTCUDA_RACES" => Some("abort".into()),
+            "SOFTCUDA_PIN" => Some("refuse".into()),
+            "SOFTCUDA_ORPHANS" => Some("end".into()),
             _ => None,
         })
         .unwrap();
+        assert!(none.pins && !some.pins && !some.orphans_hang);
         assert_eq!((some.devices, some.pace, some.abort_on_race), (3, Pace::Seed(7), true));
     }
 

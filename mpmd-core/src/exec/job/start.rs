@@ -33,6 +33,10 @@ use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 /// Interval of the ticker thread.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
+/// The time that a process may take to open its CUDA devices, in addition to the peer timeout. A
+/// driver may take seconds for a first context or allocation, and until then a process is silent.
+const DEVICES_START_WITHIN: Duration = Duration::from_secs(120);
+
 /// Maximum number of copy workers. More would compete for memory bandwidth.
 const MOST_MOVERS: usize = 4;
 
@@ -64,7 +68,7 @@ impl Runtime {
             transport.as_ref().is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
         };
         let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
-        let router = Router::new(router::Config {
+        let mut router = Router::new(router::Config {
             process: me,
             processes: topology.processes(),
             epoch: config.epoch,
@@ -73,6 +77,11 @@ impl Runtime {
             zero_copy: zero_copy.clone(),
             is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
         });
+        for process in (0..topology.processes() as u32).map(ProcessId) {
+            if topology.has_kind(process, DeviceKind::Cuda) {
+                router.allow_start(process, DEVICES_START_WITHIN);
+            }
+        }
         let runtime = Arc::new(Self {
             me,
             bytes_sent: counters(&topology),
@@ -219,7 +228,8 @@ fn share_devices(
     let with: Vec<bool> = (0..topology.processes()).map(has).collect();
     let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
     let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
-    transport.share_devices(sharing, &with, config.peer_timeout).map_err(std::io::Error::other)
+    let patience = config.peer_timeout.saturating_add(DEVICES_START_WITHIN);
+    transport.share_devices(sharing, &with, patience).map_err(std::io::Error::other)
 }
 
 fn copy_workers() -> usize {

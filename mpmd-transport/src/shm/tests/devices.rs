@@ -10,8 +10,7 @@ use parking_lot::Mutex;
 
 use super::ear::{Ear, TIME_LIMIT, config, later};
 use crate::memory::{
-    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool,
-    SharedBuffer,
+    DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
 };
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
@@ -23,7 +22,6 @@ pub(super) struct World {
     next: AtomicU64,
     /// (Address, length in bytes) of existing memory, by its description.
     known: Mutex<HashMap<Vec<u8>, (u64, usize)>>,
-    fences: Mutex<HashMap<Vec<u8>, Arc<ByHand>>>,
     pub(super) log: Mutex<Vec<String>>,
     pub(super) opens: AtomicUsize,
 }
@@ -47,10 +45,9 @@ struct Memory {
     words: Vec<u8>,
 }
 
-/// A fence that a test passes: directly or, as [`Arriving`], by the report of another process.
+/// A fence that a test passes.
 #[derive(Default)]
 pub(super) struct ByHand {
-    words: Option<Vec<u8>>,
     ended: Mutex<Option<Result<(), String>>>,
     over: Latch,
 }
@@ -62,12 +59,6 @@ impl World {
 
     fn has(&self, what: &str) -> bool {
         self.log.lock().iter().any(|line| line == what)
-    }
-
-    fn fence(&self, words: &[u8]) -> Arc<ByHand> {
-        let fence = Arc::new(ByHand { words: Some(words.to_vec()), ..ByHand::default() });
-        self.fences.lock().insert(words.to_vec(), fence.clone());
-        fence
     }
 }
 
@@ -144,21 +135,6 @@ impl DeviceSharing for Site {
             words,
         }))
     }
-
-    fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>> {
-        (fence as &dyn std::any::Any).downcast_ref::<ByHand>()?.words.clone()
-    }
-
-    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>> {
-        let fences = self.world.fences.lock();
-        if !words.iter().all(|words| fences.contains_key(*words)) {
-            return Err(io::Error::other("nobody records this event"));
-        }
-        Ok(Arc::new(ByHand {
-            words: words.first().map(|words| words.to_vec()),
-            ..ByHand::default()
-        }))
-    }
 }
 
 impl ByHand {
@@ -179,16 +155,6 @@ impl Fence for ByHand {
 
     fn failure(&self) -> Option<String> {
         self.ended.lock().clone()?.err()
-    }
-}
-
-impl Arriving for ByHand {
-    fn pass(&self, result: Result<(), String>) {
-        self.end(result);
-    }
-
-    fn fence(self: Arc<Self>) -> Arc<dyn Fence> {
-        self
     }
 }
 
@@ -316,22 +282,21 @@ fn device_memory_is_lent_in_place_and_opened_once() {
 }
 
 #[test]
-fn unwritten_memory_is_lent_with_its_fences() {
+fn failed_work_is_reported_to_the_borrower() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     for (number, end) in [(1, Ok(())), (2, Err("the device fell over".to_owned()))] {
-        let fence = team.world.fence(format!("event {number}").as_bytes());
+        let fence = Arc::<ByHand>::default();
         let mut own = pool.allocate(4096).unwrap();
         own.add_fence(fence.clone());
         team.post(0, 1, &own.freeze(), number);
-        let there = team.take(1, 0);
-        assert!(!there.ready().are_over() && there.ready().failure().is_none());
         fence.end(end.clone());
+        let there = team.take(1, 0);
         until("the end of a fence", || there.ready().are_over());
         assert_eq!(there.ready().failure(), end.err());
     }
     // A fence that failed before the post reports its failure too.
-    let fence = team.world.fence(b"event 3");
+    let fence = Arc::<ByHand>::default();
     let mut own = pool.allocate(4096).unwrap();
     own.add_fence(fence.clone());
     let own = own.freeze();
@@ -350,15 +315,15 @@ fn failed_verdict_is_reported_though_work_succeeded() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     for (number, end) in [(1, Ok(())), (2, Err("it was made of nothing".to_owned()))] {
-        let work = team.world.fence(format!("event {number}").as_bytes());
+        let work = Arc::<ByHand>::default();
         let verdict = Arc::new(ByHand::default());
         let mut own = pool.allocate(4096).unwrap();
         own.add_fence(work.clone());
         let own = own.freeze().with_verdict(verdict.clone()).slice(0..1024);
         assert!(!own.is_made());
         team.post(0, 1, &own, number);
-        let there = team.take(1, 0);
         work.end(Ok(()));
+        let there = team.take(1, 0);
         assert!(
             !own.is_made() && !there.ready().are_over(),
             "its work is over, but its validity is not known"
@@ -389,7 +354,7 @@ fn device_memory_in_a_control_message_is_refused() {
 }
 
 #[test]
-fn message_waits_for_fence_without_description() {
+fn message_waits_until_its_memory_is_written() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);
     let fence = Arc::<ByHand>::default();
@@ -456,15 +421,6 @@ fn unopenable_device_memory_fails_only_its_message() {
     assert!(why.contains("device of process 0") && why.contains("the words mean nothing"), "{why}");
     assert_eq!(team.done(0, 1), Ok(()), "it has it back");
     *team.world.known.lock() = known;
-    // A fence that the receiver does not know.
-    let fence = team.world.fence(b"event 1");
-    team.world.fences.lock().clear();
-    let mut made = pool.allocate(100).unwrap();
-    made.add_fence(fence.clone());
-    team.post(0, 1, &made.freeze(), 2);
-    assert!(team.refused(1, 0).to_string().contains("nobody records"));
-    fence.end(Ok(()));
-    assert_eq!(team.done(0, 2), Ok(()));
     team.post(0, 1, &own, 3);
     assert_eq!(team.take(1, 0).len(), 5 << 20, "later it can be");
     assert!(team.ears.iter().all(|ear| ear.heard.lock().down.is_empty()));
@@ -513,9 +469,8 @@ fn device_memory_fails_when_its_lender_leaves() {
     team.post(0, 1, &pool.allocate(4096).unwrap().freeze(), 2);
     let written = team.take(1, 0);
     assert!(written.ready().are_over() && written.ready().failure().is_none());
-    let mut own = pool.allocate(4096).unwrap();
-    own.add_fence(team.world.fence(b"event 1"));
-    team.post(0, 1, &own.freeze(), 1);
+    let own = pool.allocate(4096).unwrap().freeze().with_verdict(Arc::<ByHand>::default());
+    team.post(0, 1, &own, 1);
     let there = team.take(1, 0);
     team.shm[0].shutdown(TIME_LIMIT);
     team.ears[1].down(0);

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use mpmd_fuzz::{Rng, integer};
@@ -14,7 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use zerocopy::IntoBytes;
 
-use crate::memory::{Arena, Arriving, DeviceMemory, DeviceSharing, Fence, SharedBuffer};
+use crate::memory::{Arena, DeviceMemory, DeviceSharing, SharedBuffer};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::loans::Returns;
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
@@ -85,18 +85,10 @@ impl Handler for Ear {
     }
 }
 
-/// Devices that open memory named `good`, and know every fence that does not begin with 0.
-#[derive(Default)]
-struct Devices {
-    arriving: Mutex<Vec<Arc<Landing>>>,
-}
+/// Devices that open memory named `good`.
+struct Devices;
 
 struct Memory(usize);
-
-#[derive(Default)]
-struct Landing {
-    is_passed: AtomicBool,
-}
 
 impl DeviceSharing for Devices {
     fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
@@ -113,19 +105,6 @@ impl DeviceSharing for Devices {
         }
         Ok(Box::new(Memory(bytes)))
     }
-
-    fn tell(&self, _: &dyn Fence) -> Option<Vec<u8>> {
-        None
-    }
-
-    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>> {
-        if words.iter().any(|words| words[0] == 0) {
-            return Err(io::Error::other("there is no such event"));
-        }
-        let landing = Arc::<Landing>::default();
-        self.arriving.lock().push(landing.clone());
-        Ok(landing)
-    }
 }
 
 impl DeviceMemory for Memory {
@@ -139,28 +118,6 @@ impl DeviceMemory for Memory {
 
     fn device(&self) -> u32 {
         0
-    }
-}
-
-impl Fence for Landing {
-    fn is_over(&self) -> bool {
-        self.is_passed.load(Ordering::Relaxed)
-    }
-
-    fn on_over(&self, _: Box<dyn FnOnce() + Send>) {}
-
-    fn failure(&self) -> Option<String> {
-        None
-    }
-}
-
-impl Arriving for Landing {
-    fn pass(&self, _: Result<(), String>) {
-        assert!(!self.is_passed.swap(true, Ordering::Relaxed), "it lands once");
-    }
-
-    fn fence(self: Arc<Self>) -> Arc<dyn Fence> {
-        self
     }
 }
 
@@ -198,7 +155,7 @@ impl Scene {
         }
         peers.push(None);
         let shared = Shared::new(ProcessId(PEERS as u32), peers, Doorbell::alone(), arena);
-        let (ear, devices) = (Arc::<Ear>::default(), Arc::<Devices>::default());
+        let (ear, devices) = (Arc::<Ear>::default(), Arc::new(Devices));
         shared.start(ear.clone());
         Self { shared, ear, devices, liars }
     }
@@ -279,14 +236,10 @@ impl Liar {
                     flags: flags.into(),
                     owner: if rng.u8(..4) == 0 { integer(rng) as u32 } else { own }.into(),
                 };
-                let tokens: &[u8] = if flags & LATER == 0 {
-                    &[]
-                } else {
-                    [&[][..], &[1, 5], &[1, 0], &[9]][rng.usize(..4)]
-                };
                 let announced = if rng.u8(..16) == 0 { number(rng) } else { bytes };
                 let header = header(rng, announced).encode();
-                self.messages.push(LENT, &[&header, lent.as_bytes(), tokens]);
+                let more: &[u8] = if rng.u8(..16) == 0 { &[9] } else { &[] };
+                self.messages.push(LENT, &[&header, lent.as_bytes(), more]);
             }
             10 => {
                 let bytes = rng.u64(..100);
@@ -401,10 +354,10 @@ fn fuzz_shm_peer() {
         }
         liars[index].socket.close();
         shared.watch();
-        scene.ear.held.lock().clear();
+        let held = std::mem::take(&mut *scene.ear.held.lock());
+        assert!(held.iter().all(|bytes| bytes.ready().are_over()), "pending memory has ended");
+        drop(held);
         assert!(scene.has_ended(index), "a closed peer is down");
-        let arriving = std::mem::take(&mut *scene.devices.arriving.lock());
-        assert!(arriving.iter().all(|landing| landing.is_over()), "pending memory has ended");
     });
 }
 

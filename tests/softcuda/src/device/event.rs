@@ -14,7 +14,7 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::faults::meet;
 use crate::handles::{Handle, Handles};
-use crate::settings::CallKind;
+use crate::settings::{CallKind, settings};
 
 static EVENTS: Handles<Event> = Handles::new(3);
 
@@ -30,6 +30,8 @@ pub(crate) struct Event {
     record: Mutex<Option<Arc<Record>>>,
     /// For an interprocess event, the state shared with the other processes; otherwise `None`.
     shared: Option<Arc<SharedEvent>>,
+    /// True if this process created the event, false if it opened another's.
+    is_own: bool,
 }
 
 /// The newest record of an event at the time of a call; later records do not change it.
@@ -124,12 +126,22 @@ fn create(flags: u32) -> Result<Arc<Event>> {
     }
     meet(CallKind::Event)?;
     let shared = (flags & INTERPROCESS != 0).then(SharedEvent::new).transpose()?;
-    Ok(insert(context.handle, flags, shared))
+    let (events, ipc_events) = (settings().events, settings().ipc_events);
+    let is_shareable = |event: &Event| event.is_own && event.shared.is_some();
+    if (events < u64::MAX && EVENTS.count_of(|_| true) >= events)
+        || (shared.is_some()
+            && ipc_events < u64::MAX
+            && EVENTS.count_of(is_shareable) >= ipc_events)
+    {
+        return Err(Code::OUT_OF_MEMORY);
+    }
+    Ok(insert(context.handle, flags, shared, true))
 }
 
-fn insert(context: Handle, flags: u32, shared: Option<SharedEvent>) -> Arc<Event> {
+fn insert(context: Handle, flags: u32, shared: Option<SharedEvent>, is_own: bool) -> Arc<Event> {
     let shared = shared.map(Arc::new);
-    EVENTS.insert(|handle| Event { handle, context, flags, record: Mutex::default(), shared })
+    let record = Mutex::default();
+    EVENTS.insert(|handle| Event { handle, context, flags, record, shared, is_own })
 }
 
 fn record(event: Handle, on: Handle) -> Result {
@@ -308,6 +320,7 @@ api! {
         context.check()?;
         event.required()?;
         let shared = SharedEvent::map(ticket.open(Kind::Event)?)?;
-        event.set(insert(context.handle, DISABLE_TIMING | INTERPROCESS, Some(shared)).handle)
+        let flags = DISABLE_TIMING | INTERPROCESS;
+        event.set(insert(context.handle, flags, Some(shared), false).handle)
     }
 }

@@ -17,6 +17,7 @@ use crate::device::current;
 use crate::device::memory::{Allocation, Origin, space};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::settings::settings;
 
 /// The only flag of `cuIpcOpenMemHandle`; it is required.
 const LAZY_PEER_ACCESS: u32 = 1;
@@ -26,6 +27,9 @@ static OPEN: Mutex<BTreeMap<(u64, u32), Opened>> = Mutex::new(BTreeMap::new());
 
 struct Opened {
     allocation: Arc<Allocation>,
+    /// The number of the owner's allocation, and its address here.
+    number: u64,
+    address: u64,
     times: u32,
 }
 
@@ -45,7 +49,9 @@ pub(crate) struct Ticket {
     inside: u32,
     device: u32,
     number: u64,
-    spare: u64,
+    /// Bytes of the block that holds the memory and is opened as a whole; 0 if it has a file of its
+    /// own.
+    block: u64,
 }
 
 const _: () = assert!(size_of::<Ticket>() == 64);
@@ -83,7 +89,7 @@ impl Ticket {
             inside: 0,
             device,
             number: 0,
-            spare: 0,
+            block: 0,
         })
     }
 
@@ -157,7 +163,9 @@ api! {
             .ok_or(Code::INVALID_VALUE)?;
         let mut ticket = Ticket::new(Kind::Memory, file, found.device)?;
         ticket.bytes = found.bytes;
-        ticket.inside = found.inside() as u32;
+        // Small allocations are parts of a block: see `SOFTCUDA_BLOCK`.
+        ticket.block = if found.mapped < settings().block { settings().block } else { 0 };
+        ticket.inside = (found.offset + found.inside()) as u32;
         ticket.number = found.number;
         found.exported.store(true, Ordering::Relaxed);
         handle.set(ticket)
@@ -166,7 +174,8 @@ api! {
 
 api! {
     /// Maps memory of another process that still runs for the current device. Memory already open
-    /// is returned again at the same address, and must be closed once more.
+    /// is returned again at the same address, and must be closed once more. Other memory of a block
+    /// that is open fails with `CUDA_ERROR_ALREADY_MAPPED`.
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, ticket: Ticket, flags: u32) {
         let context = current()?;
         context.check()?;
@@ -177,14 +186,20 @@ api! {
         let file = ticket.open(Kind::Memory)?;
         let mut open = OPEN.lock();
         if let Some(opened) = open.get_mut(&(ticket.inode, context.device)) {
+            if opened.number != ticket.number {
+                return Err(Code::ALREADY_MAPPED);
+            }
             opened.times += 1;
-            return address.set(opened.allocation.address);
+            return address.set(opened.address);
         }
-        let allocation =
-            space().import(context.device, file, u64::from(ticket.inside), ticket.bytes);
+        let inside = u64::from(ticket.inside);
+        let (first, bytes) =
+            if ticket.block > 0 { (0, ticket.block) } else { (inside, ticket.bytes) };
+        let allocation = space().import(context.device, file, first, bytes);
         let allocation = allocation.map_err(|_| Code::MAP_FAILED)?;
-        let at = allocation.address;
-        open.insert((ticket.inode, context.device), Opened { allocation, times: 1 });
+        let at = allocation.address + (inside - first);
+        let opened = Opened { allocation, number: ticket.number, address: at, times: 1 };
+        open.insert((ticket.inode, context.device), opened);
         address.set(at)
     }
 }
@@ -197,14 +212,15 @@ api! {
         let mut open = OPEN.lock();
         let key = open
             .iter()
-            .find(|(_, opened)| opened.allocation.address == address)
+            .find(|(_, opened)| opened.address == address)
             .map(|(key, _)| *key);
         let key = key.ok_or(Code::INVALID_VALUE)?;
         if let Some(opened) = open.get_mut(&key) {
             opened.times -= 1;
             if opened.times == 0 {
+                let start = opened.allocation.address;
                 open.remove(&key);
-                space().free(address)?;
+                space().free(start)?;
             }
         }
         Ok(())

@@ -47,6 +47,16 @@ pub(crate) struct Space {
     live: RwLock<BTreeMap<u64, Arc<Allocation>>>,
     next: Mutex<u64>,
     used: Mutex<BTreeMap<u32, u64>>,
+    /// By device, the block from which small allocations are taken; see `SOFTCUDA_BLOCK`.
+    blocks: Mutex<BTreeMap<u32, Block>>,
+}
+
+/// A range of addresses and a file of `SOFTCUDA_BLOCK` bytes, which several allocations share.
+struct Block {
+    start: u64,
+    file: Arc<OwnedFd>,
+    /// Number of its bytes already used; a freed part is not used again.
+    used: u64,
 }
 
 /// An allocation, or memory of another process; its bytes are unmapped when the last holder drops
@@ -60,13 +70,15 @@ pub(crate) struct Allocation {
     /// Number of the allocation, unique in this process.
     pub(crate) number: u64,
     /// The memory as a file; `None` for memory that other processes cannot map.
-    pub(crate) file: Option<OwnedFd>,
+    pub(crate) file: Option<Arc<OwnedFd>>,
+    /// Offset in bytes of the first page in the file.
+    pub(crate) offset: u64,
     /// True if a handle was made with which other processes can map the memory.
     pub(crate) exported: AtomicBool,
     /// Set by `cuMemFreeAsync` at the call; the release itself runs later in the stream.
     pub(crate) leaving: AtomicBool,
     start: u64,
-    mapped: u64,
+    pub(crate) mapped: u64,
 }
 
 /// A start address in an allocation, which stays mapped while this is held.
@@ -122,6 +134,7 @@ impl Space {
             live: RwLock::default(),
             next: Mutex::new(base as u64 + shift),
             used: Mutex::default(),
+            blocks: Mutex::default(),
         }
     }
 
@@ -167,12 +180,18 @@ impl Space {
             *used += mapped;
         }
         let made = (|| {
+            if origin == Origin::Alloc && mapped < settings().block {
+                let (start, file, offset) = self.part_of_block(device, mapped)?;
+                self.map(start, mapped, Some((file.as_raw_fd(), offset)))?;
+                let file = Some((file, offset));
+                return Ok(self.keep(start, 0, mapped, bytes, device, origin, file));
+            }
             let file = match origin {
-                Origin::Alloc => Some(memory_file(mapped)?),
+                Origin::Alloc => Some((Arc::new(memory_file(mapped)?), 0)),
                 Origin::Pool | Origin::Import => None,
             };
             let start = self.place(mapped)?;
-            self.map(start, mapped, file.as_ref().map(|file| file.as_raw_fd()))?;
+            self.map(start, mapped, file.as_ref().map(|(file, _)| (file.as_raw_fd(), 0)))?;
             // At the end of its pages, so that an access beyond its end soon reaches the gap.
             let inside = mapped - bytes.next_multiple_of(ALIGNMENT).min(mapped);
             Ok(self.keep(start, inside, mapped, bytes, device, origin, file))
@@ -181,6 +200,22 @@ impl Space {
             made.inspect_err(|_| *self.used.lock().entry(device).or_default() -= mapped)?;
         made.fill(FRESH);
         Ok(made)
+    }
+
+    /// Takes `mapped` bytes from a device's block, or from a new one. Returns the first address,
+    /// the block's file and the offset there. Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
+    fn part_of_block(&self, device: u32, mapped: u64) -> Result<(u64, Arc<OwnedFd>, u64)> {
+        let bytes = settings().block;
+        let mut blocks = self.blocks.lock();
+        if blocks.get(&device).is_none_or(|block| block.used + mapped > bytes) {
+            let start = self.place(2 * bytes)?.next_multiple_of(bytes);
+            let file = Arc::new(memory_file(bytes)?);
+            blocks.insert(device, Block { start, file, used: 0 });
+        }
+        let block = blocks.get_mut(&device).ok_or(Code::OUT_OF_MEMORY)?;
+        let offset = block.used;
+        block.used += mapped;
+        Ok((block.start + offset, block.file.clone(), offset))
     }
 
     /// Maps a file of `bytes` bytes of another process, and adds them to the live allocations.
@@ -194,7 +229,7 @@ impl Space {
     ) -> Result<Arc<Allocation>> {
         let mapped = (inside + bytes).next_multiple_of(PAGE);
         let start = self.place(mapped)?;
-        self.map(start, mapped, Some(file.as_raw_fd()))?;
+        self.map(start, mapped, Some((file.as_raw_fd(), 0)))?;
         Ok(self.keep(start, inside, mapped, bytes, device, Origin::Import, None))
     }
 
@@ -207,9 +242,10 @@ impl Space {
         bytes: u64,
         device: u32,
         origin: Origin,
-        file: Option<OwnedFd>,
+        file: Option<(Arc<OwnedFd>, u64)>,
     ) -> Arc<Allocation> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let (file, offset) = file.unzip();
         let allocation = Arc::new(Allocation {
             address: start + inside,
             bytes,
@@ -217,6 +253,7 @@ impl Space {
             origin,
             number: NUMBER.fetch_add(1, Ordering::Relaxed),
             file,
+            offset: offset.unwrap_or(0),
             exported: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
             start,
@@ -249,7 +286,8 @@ impl Space {
         Err(Code::OUT_OF_MEMORY)
     }
 
-    fn map(&self, start: u64, mapped: u64, file: Option<RawFd>) -> Result {
+    /// Maps new pages, or those of a file from an offset on.
+    fn map(&self, start: u64, mapped: u64, file: Option<(RawFd, u64)>) -> Result {
         let kind =
             if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
         // SAFETY: the addresses are of the alias half of our own reservation, and `place` gave them
@@ -260,8 +298,8 @@ impl Space {
                 mapped as usize,
                 libc::PROT_READ | libc::PROT_WRITE,
                 kind | libc::MAP_FIXED,
-                file.unwrap_or(-1),
-                0,
+                file.map_or(-1, |(file, _)| file),
+                file.map_or(0, |(_, offset)| offset as libc::off_t),
             )
         };
         if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{First, first};
 use crate::handles::{Handle, Handles};
 use crate::settings::settings;
 
@@ -330,6 +331,7 @@ api! {
     fn cuDevicePrimaryCtxRetain(ctx: Out<Handle>, dev: i32) {
         let device = device(dev)?;
         ctx.required()?;
+        first(First::Context);
         let mut primary = PRIMARY.lock();
         let (context, retained) = &mut primary[device as usize];
         let context = context.get_or_insert_with(|| {

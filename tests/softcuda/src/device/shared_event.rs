@@ -9,6 +9,7 @@ use crate::device::ipc::started;
 use crate::device::memory::memory_file;
 use crate::error::Result;
 use crate::mapped::{self, Mapped};
+use crate::settings::settings;
 
 /// Number of slots of an event: record n uses slot `n % SLOTS`. So a record also counts as done
 /// when the record `SLOTS` after it is done.
@@ -97,7 +98,7 @@ impl SharedEvent {
     }
 
     /// Returns true if a record is done. A record of a process that has died is marked as done,
-    /// with a message, and counts too.
+    /// with a message, and counts too, unless `SOFTCUDA_ORPHANS` is `hang`.
     pub(crate) fn is_done(&self, number: u64) -> bool {
         let slot = self.slot(number);
         if number == 0 || slot.done.load(Ordering::SeqCst) >= number {
@@ -106,6 +107,9 @@ impl SharedEvent {
         let named = slot.named.load(Ordering::SeqCst) >= number;
         let process = slot.process.load(Ordering::SeqCst);
         if !named || started(process) == Some(slot.started.load(Ordering::SeqCst)) {
+            return false;
+        }
+        if settings().orphans_hang {
             return false;
         }
         eprintln!("softcuda: process {process} died before an event that it recorded was done");
@@ -123,7 +127,8 @@ impl SharedEvent {
             if self.is_done(number) {
                 return;
             }
-            if self.slot(number).named.load(Ordering::SeqCst) < number && start.elapsed() > GRACE {
+            let is_named = self.slot(number).named.load(Ordering::SeqCst) >= number;
+            if !is_named && start.elapsed() > GRACE && !settings().orphans_hang {
                 eprintln!("softcuda: a process died as it recorded an event");
                 return;
             }

@@ -332,3 +332,93 @@ fn only_interprocess_events_are_exported() {
     let refused = unsafe { sys::cuIpcGetEventHandle(&mut handle, plain) };
     assert_eq!(refused, CUresult::CUDA_ERROR_INVALID_HANDLE);
 }
+
+#[test]
+fn open_block_refuses_a_second_handle() {
+    if !is_other() && softcuda::again!("SOFTCUDA_BLOCK" = "2097152") {
+        return;
+    }
+    if is_other() {
+        let (_context, stream) = start();
+        // The last one is too large for the rest of the block.
+        let made = [10, 10, 2 << 20].map(malloc);
+        for (address, value) in made.into_iter().zip(1..) {
+            write(&stream, address, &[value; 10]);
+            say(&to_text(export(address).unwrap().reserved));
+        }
+        assert_eq!(made[0] >> 21, made[1] >> 21);
+        hear();
+        std::process::exit(0);
+    }
+    let mut other = Other::start("open_block_refuses_a_second_handle");
+    let (_context, stream) = start();
+    let [one, two, three] =
+        [(); 3].map(|()| sys::CUipcMemHandle { reserved: from_text(&other.hear()) });
+    let first = open(one).unwrap();
+    let mapped = DriverError(CUresult::CUDA_ERROR_ALREADY_MAPPED);
+    assert_eq!((open(one), open(two)), (Ok(first), Err(mapped)));
+    assert_eq!(read(&stream, first, 10), [1; 10]);
+    // The whole block is visible.
+    assert_eq!(read(&stream, first + 4096, 10), [2; 10]);
+    (0..2).for_each(|_| close(first).unwrap());
+    let second = open(two).unwrap();
+    assert_eq!(read(&stream, second, 10), [2; 10]);
+    assert_eq!(read(&stream, open(three).unwrap(), 10), [3; 10]);
+    close(second).unwrap();
+}
+
+#[test]
+fn events_beyond_the_limits_are_refused() {
+    if softcuda::again!("SOFTCUDA_EVENTS" = "3", "SOFTCUDA_IPC_EVENTS" = "1") {
+        return;
+    }
+    let (_context, _stream) = start();
+    // A stream of cudarc's may have events of its own.
+    let refused = Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+    let shared = event(2 | 4).unwrap();
+    assert_eq!(event(2 | 4), refused);
+    let more: Vec<_> = std::iter::repeat_with(|| event(2)).take_while(Result::is_ok).collect();
+    assert_eq!((more.len() <= 2, event(2)), (true, refused));
+    // SAFETY: created above, and destroyed once.
+    unsafe { result::event::destroy(shared) }.unwrap();
+    assert!(event(2 | 4).is_ok());
+}
+
+#[test]
+fn wait_for_a_killed_recorder_hangs_on_request() {
+    if !is_other() && softcuda::again!("SOFTCUDA_ORPHANS" = "hang") {
+        return;
+    }
+    if is_other() {
+        recorder();
+    }
+    let mut other = Other::start("wait_for_a_killed_recorder_hangs_on_request");
+    let (context, stream) = start();
+    let event = opened_event(&mut other);
+    other.child.kill().unwrap();
+    other.child.wait().unwrap();
+    let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+    // SAFETY: stream and event live.
+    unsafe {
+        result::stream::wait_event(stream.cu_stream(), event, flags).unwrap();
+        for _ in 0..10 {
+            assert!(sys::cuStreamQuery(stream.cu_stream()) == CUresult::CUDA_ERROR_NOT_READY);
+            assert!(result::event::query(event).is_err());
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+    // To close them would wait for the stream.
+    std::mem::forget((context, stream));
+}
+
+#[test]
+fn registering_is_refused_on_request() {
+    if softcuda::again!("SOFTCUDA_PIN" = "refuse") {
+        return;
+    }
+    let (_context, _stream) = start();
+    let mut page = vec![0u8; 4096];
+    // SAFETY: refused, so nothing happens.
+    let refused = unsafe { sys::cuMemHostRegister_v2(page.as_mut_ptr().cast(), page.len(), 0) };
+    assert_eq!(refused, CUresult::CUDA_ERROR_OPERATING_SYSTEM);
+}

@@ -1,0 +1,100 @@
+//! Times of a device's first uses, which are slow. For `mpmd doctor`.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use mpmd_ids::block::{Instant, Mutex, now, since};
+use mpmd_transport::memory::{Arena, Pool};
+
+use super::asked::FirstUses;
+use super::compile;
+use super::error::CudaError;
+use super::gpu::{Gpu, Pinned};
+use super::kernels::ADD;
+
+/// The bytes that are pinned.
+const PINNED_BYTES: usize = 1 << 20;
+
+/// Opens the device that the driver numbers `ordinal`, and uses it for the first time in each way.
+/// Times are those of the first use only if this process has not used the device before. Blocks for
+/// seconds at times.
+///
+/// # Errors
+///
+/// If the device cannot be opened.
+///
+/// # Panics
+///
+/// If there is no driver: look for it first with [`found`](super::found).
+pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
+    let begin = now();
+    let gpu = Gpu::open(ordinal)?;
+    let open_ms = millis(begin);
+    let pool = Pool::in_arena("doctor", None, &Arena::device(gpu.allocator()));
+    Ok(FirstUses {
+        open_ms,
+        allocation_ms: timed(|| pool.allocate(1).map(drop)),
+        compilation_ms: timed(|| compile::anew(&ADD, gpu.architecture()).map(drop)),
+        product_ms: timed(|| {
+            gpu.first_products(gpu.blas(&pool)?, &pool);
+            gpu.compute().turn().wait()
+        }),
+        pinning_ms: pinning(&gpu),
+    })
+}
+
+fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
+    let arena = Arena::shared().map_err(|error| error.to_string())?;
+    let took = Arc::new(Mutex::new(None));
+    let (context, result) = (gpu.context().clone(), took.clone());
+    arena.on_map(Box::new(move |address, bytes| {
+        let begin = now();
+        let pinned = Pinned::new(context.clone(), address, bytes);
+        let told = pinned.as_ref().map(|_| millis(begin)).map_err(|error| error.to_string());
+        *result.lock() = Some(told);
+        pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
+    }));
+    let pool = Pool::in_arena("doctor", None, &arena);
+    let memory = pool.allocate(PINNED_BYTES).map_err(|error| error.to_string())?;
+    drop(memory);
+    let took = took.lock().take();
+    took.unwrap_or_else(|| Err("no memory was mapped".to_owned()))
+}
+
+fn timed<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Result<f64, String> {
+    let begin = now();
+    work().map(|()| millis(begin)).map_err(|error| error.to_string())
+}
+
+fn millis(begin: Instant) -> f64 {
+    since(begin).as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_uses_are_timed() {
+        if softcuda::again!() {
+            return;
+        }
+        let FirstUses { open_ms, allocation_ms, compilation_ms, product_ms, pinning_ms } =
+            first_uses(0).unwrap();
+        assert!(open_ms > 0.0);
+        for took_ms in [allocation_ms, compilation_ms, product_ms, pinning_ms] {
+            assert!(took_ms.as_ref().is_ok_and(|millis| *millis > 0.0), "{took_ms:?}");
+        }
+    }
+
+    #[test]
+    fn refused_pinning_is_the_only_failed_first_use() {
+        if softcuda::again!("SOFTCUDA_PIN" = "refuse") {
+            return;
+        }
+        let uses = first_uses(0).unwrap();
+        assert!(uses.product_ms.is_ok() && uses.compilation_ms.is_ok(), "{uses:?}");
+        let refused = uses.pinning_ms.as_ref().is_err_and(|why| why.contains("pinning memory"));
+        assert!(softcuda::real() || refused, "{uses:?}");
+    }
+}
