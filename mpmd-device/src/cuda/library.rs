@@ -265,7 +265,7 @@ mod tests {
             let set = variables.iter().find(|(other, _)| *other == name);
             set.map(|(_, value)| value.as_os_str().to_owned())
         });
-        found.err().expect("no machine has this library").to_string()
+        found.expect_err("no machine has this library").to_string()
     }
 
     /// Creates the folders of an environment's packages. Returns them without links.

@@ -1,10 +1,10 @@
 //! A CUDA driver in software, for tests. It is not a GPU, and its timing means nothing.
 //!
-//! A program finds it as it would find CUDA: as `libcuda.so.1`, `libnvrtc.so.13`, `libcublas.so.13`
-//! and `libnccl.so.2` in `LD_LIBRARY_PATH`. All four are links to this one library. Device memory
-//! is memory of the process that the host cannot access. Streams are threads. Kernels are C++
-//! sources, compiled unchanged for the CPU. So results are real, and wrong uses of CUDA are
-//! detected:
+//! A program finds it as it would find CUDA: as `libcuda.so.1`, `libnvrtc.so.13`,
+//! `libcublas.so.13` and `libnccl.so.2` in `LD_LIBRARY_PATH`. All four are links to this one
+//! library. Device memory is memory of the process that the host cannot access. Streams are
+//! threads. Kernels are C++ sources, compiled unchanged for the CPU. So results are real, and wrong
+//! uses of CUDA are detected:
 //!
 //! * Work is asynchronous exactly where CUDA's is. An error in a stream is returned later, by every
 //!   call on the context; the first error stays, as on a GPU. Wrong arguments are refused at once.
