@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Args;
+use mpmd_base::DeviceId;
 use mpmd_core::prelude::Program;
 use mpmd_core::{MoveOptions, Simulation};
-use mpmd_ids::DeviceId;
 use mpmd_launch::{Bind, JobEnv};
 use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;

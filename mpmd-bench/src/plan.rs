@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Args;
+use mpmd_base::{DeviceId, ProcessId};
 use mpmd_core::prelude::*;
-use mpmd_ids::{DeviceId, ProcessId};
 use mpmd_layout::reshard;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::{Mesh, Topology};

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Args;
+use mpmd_base::DeviceId;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::{MoveOptions, Simulation};
 use mpmd_device::copy::copy_region;
-use mpmd_ids::DeviceId;
 use mpmd_launch::{Bind, JobEnv};
 use mpmd_layout::aval::f32s;
 use mpmd_layout::sharding::{Layout, Sharding};

@@ -12,8 +12,8 @@
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use mpmd_base::block::host_cores;
 use mpmd_core::Program;
-use mpmd_ids::block::host_cores;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// The variable by which users set the number, as for candle and rayon.

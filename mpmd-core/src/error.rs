@@ -401,7 +401,7 @@ pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_ids::ProcessId;
+    use mpmd_base::ProcessId;
     use mpmd_transport::rendezvous::RendezvousError;
 
     use super::*;

@@ -59,7 +59,7 @@ pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 #[doc(hidden)]
 pub use files::{open_regular, read_regular};
 pub use kernel::cuda;
-pub use mpmd_ids::ProcessId;
+pub use mpmd_base::ProcessId;
 pub use mpmd_launch as launch;
 #[doc(hidden)]
 pub use mpmd_layout::__private;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::FailureKind;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
 use rustix::process::Signal;

@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, TokenError};
 
 use crate::end::ProcessEnd;

@@ -88,7 +88,7 @@ pub mod variables {
     pub const SPIN: &str = "MPMD_SPIN";
     /// Number of cores that the job's processes on this host have together, if each is bound to
     /// some of them. Without it a process counts the cores that it may use.
-    pub const CORES: &str = mpmd_ids::block::CORES;
+    pub const CORES: &str = mpmd_base::block::CORES;
     /// Number of devices that each process owns. A program that asks for another number
     /// does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::{Part, Report, Server};
 
 use super::cause::ExitKind;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{LaunchError, variables};
-use mpmd_ids::block::Spin;
+use mpmd_base::block::Spin;
 
 /// Parses a value of `MPMD_SPIN`: `auto`, `never`, `always`, or a number of microseconds.
 ///

@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Server;
 use rustix::process::{

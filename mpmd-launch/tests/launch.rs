@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_launch::{Bind, Binding, ExitKind, HostCores, Launch, LaunchError, OutputMode};
 
 /// Returns a job, not started yet, in which each process runs this shell script.

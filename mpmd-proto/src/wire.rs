@@ -17,7 +17,7 @@
 //! A header that does not start with the right magic and version is refused (invariant
 //! *no-wire-without-version*).
 
-pub use mpmd_ids::ProcessId;
+pub use mpmd_base::ProcessId;
 use zerocopy::byteorder::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -40,7 +40,7 @@ use std::collections::BTreeMap;
 use super::holds::{Hold, OnDevice, StageBytes, holds};
 use super::pace::{Pace, StagePace};
 use super::schedule::{Schedule, ScheduleError};
-use mpmd_ids::DeviceId;
+use mpmd_base::DeviceId;
 
 /// The predicted peak memory of each device in a step, in bytes.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 
 /// Returns `now` plus `wait`, or `now` plus a year if `wait` is longer than that.
 ///

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 
 use crate::memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};

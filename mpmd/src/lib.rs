@@ -106,13 +106,13 @@
 
 #![forbid(unsafe_code)]
 
+pub use mpmd_base::{DeviceId, ProcessId};
 #[cfg(feature = "candle")]
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Commits, Committed, Error, Failure, FailureKind, HostArray, IssueError,
     Jit, MemoryUse, MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
 };
-pub use mpmd_ids::{DeviceId, ProcessId};
 pub use mpmd_layout::spec;
 #[cfg(feature = "train")]
 pub use mpmd_train as train;

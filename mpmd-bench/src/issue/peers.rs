@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::{Header, Kind};
 use mpmd_transport::{Handler, Payload, SharedBuffer, Ticket, Transport};
 

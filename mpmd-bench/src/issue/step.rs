@@ -1,10 +1,10 @@
 //! A training step of a pipeline with nearly empty kernels.
 
+use mpmd_base::ProcessId;
 use mpmd_core::Jit;
 use mpmd_core::prelude::{
     Context, Kernel, MpmdArray, Program, Result, ShapedArray, Signature, View, ViewMut, f32s,
 };
-use mpmd_ids::ProcessId;
 use mpmd_layout::topology::Mesh;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 

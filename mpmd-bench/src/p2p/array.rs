@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use mpmd_base::ProcessId;
 use mpmd_core::prelude::{MpmdArray, Program, Region, ViewMut, spec};
 use mpmd_core::{Result, Simulation};
-use mpmd_ids::ProcessId;
 use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceKind;

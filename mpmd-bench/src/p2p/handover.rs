@@ -15,12 +15,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use mpmd_base::ProcessId;
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
 use mpmd_core::{Error, Result};
 use mpmd_device::cuda;
-use mpmd_ids::ProcessId;
 use mpmd_layout::aval::{i32s, u8s};
 use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, LinkClass};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Spin;
+use mpmd_base::ProcessId;
+use mpmd_base::block::Spin;
 use mpmd_launch::JobEnv;
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::{Pool, Transport};

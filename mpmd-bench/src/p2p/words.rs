@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use clap::ValueEnum;
-use mpmd_ids::block::Spin;
+use mpmd_base::block::Spin;
 use mpmd_launch::LaunchError;
 use serde::{Deserialize, Serialize};
 

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Args;
+use mpmd_base::ProcessId;
 use mpmd_core::pipeline::{Loss, Microbatch, Pipeline};
 use mpmd_core::prelude::{MpmdArray, Program, f32s};
-use mpmd_ids::ProcessId;
 use mpmd_launch::{Bind, JobEnv};
 use mpmd_schedule::check::{Budget, Channel};
 use mpmd_schedule::flow::Leaves;

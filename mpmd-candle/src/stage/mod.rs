@@ -14,12 +14,12 @@ use std::panic::Location;
 
 use candle_nn::VarBuilder;
 use fancy_regex::Regex;
+use mpmd_base::block::Mutex;
 use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::{
     Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::{Error, MpmdArray, Program, Result};
-use mpmd_ids::block::Mutex;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;

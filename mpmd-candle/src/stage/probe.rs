@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use mpmd_base::DeviceId;
 use mpmd_core::kernel::Shapes;
 use mpmd_core::pipeline::{Passes, Probe, SideShapes, Stage};
 use mpmd_core::{Error, Program, Result};
-use mpmd_ids::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
 use mpmd_layout::sharding::{Sharding, Spec, SpecEntry};

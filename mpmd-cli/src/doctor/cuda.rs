@@ -2,8 +2,8 @@
 
 use std::fs;
 
+use mpmd_base::ProcessId;
 use mpmd_device::cuda::{self, Driver, FirstUses, GpuInfo, NoCuda};
-use mpmd_ids::ProcessId;
 use mpmd_launch::variables;
 use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, Topology};

@@ -1,6 +1,6 @@
 //! The shardings of cases, and their form as JSON.
 
-use mpmd_ids::DeviceId;
+use mpmd_base::DeviceId;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
 use mpmd_layout::topology::Mesh;

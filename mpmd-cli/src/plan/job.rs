@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use mpmd_ids::{DeviceId, ProcessId};
+use mpmd_base::{DeviceId, ProcessId};
 use mpmd_layout::topology::{Device, DeviceKind, Topology};
 
 use super::field::{Field, Malformed};

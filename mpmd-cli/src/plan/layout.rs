@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mpmd_ids::DeviceId;
+use mpmd_base::DeviceId;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, Sharding};
 use serde::Serialize;

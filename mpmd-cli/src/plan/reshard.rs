@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_ids::DeviceId;
+use mpmd_base::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::bytes_text;
 use mpmd_layout::region::Region;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_ids::DeviceId;
+use mpmd_base::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
 use mpmd_layout::topology::Mesh;

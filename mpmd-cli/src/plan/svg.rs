@@ -78,7 +78,7 @@ pub(super) fn reshard(found: &ReshardAnswer) -> String {
     page.line(&found.src.title, "m", 400);
     page.line(&found.dst.title, "m", 400);
     let (top, right) = (page.bottom + 12.0, MARGIN + widths[0] + BETWEEN);
-    let process = |device: u32| found.job.place(mpmd_ids::DeviceId(device));
+    let process = |device: u32| found.job.place(mpmd_base::DeviceId(device));
     let left_bottom = page.panel(&found.src, MARGIN, top, widths[0], &process);
     let right_bottom = page.panel(&found.dst, right, top, widths[1], &process);
     // Between the panels, halfway down the shorter one.

@@ -105,7 +105,7 @@ fn has_ended(error: &anyhow::Error) -> bool {
 
 /// Asks all processes of a job for their activity.
 fn look(observer: &Observer, address: &str) -> Result<Look> {
-    let known = |(process, status): (mpmd_ids::ProcessId, Result<Vec<u8>, String>)| {
+    let known = |(process, status): (mpmd_base::ProcessId, Result<Vec<u8>, String>)| {
         let activity = status.and_then(|status| {
             serde_json::from_slice(&status).map_err(|error| {
                 format!("it runs another version of mpmd: its status cannot be read ({error})")

@@ -182,7 +182,7 @@ fn texts_of_processes_command_no_terminal() {
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
     let config = ServerConfig { processes: 1, token: token.clone(), peer_timeout };
     let server = Server::bind(any, config).unwrap();
-    let (process, hex) = (mpmd_ids::ProcessId(0), token.to_hex());
+    let (process, hex) = (mpmd_base::ProcessId(0), token.to_hex());
     let server = server.address().to_string();
     let config = JoinConfig { server: server.clone(), process, processes: 1, token, peer_timeout };
     let process = Rendezvous::connect(config).unwrap();

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use mpmd_ids::block::{Instant, Mutex, now};
+use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_proto::router::Failure;

@@ -5,8 +5,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{mpsc, now};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{mpsc, now};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};

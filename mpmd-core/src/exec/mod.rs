@@ -27,9 +27,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_device::cuda::{self, Gpu};
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 

@@ -6,8 +6,8 @@ use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Mutex;
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
 
 use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};

@@ -25,9 +25,9 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_device::collective::CollectiveKind;
 use mpmd_device::collective::{Reduce, Reducible, combine};
-use mpmd_ids::ProcessId;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 
@@ -614,7 +614,7 @@ fn in_bytes<T>(elements: Range<usize>) -> Range<usize> {
 mod tests {
     use std::time::Duration;
 
-    use mpmd_ids::block::{Instant, thread};
+    use mpmd_base::block::{Instant, thread};
 
     use super::super::{Kernel, Signature, View, ViewMut};
     use super::*;

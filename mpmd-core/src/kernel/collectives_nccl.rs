@@ -18,11 +18,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use mpmd_base::block::now;
 use mpmd_device::collective::CollectiveKind;
 use mpmd_device::cuda::{
     Communicator, CommunicatorId, Joint, NotJoined, StreamTurn, nccl_has, new_id,
 };
-use mpmd_ids::block::now;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;

@@ -1,8 +1,8 @@
 //! Upper bounds of the messages that a collective sends. Plans use them: they know the declarations
 //! but not the calls.
 
+use mpmd_base::ProcessId;
 use mpmd_device::collective::CollectiveKind;
-use mpmd_ids::ProcessId;
 
 use super::collectives::share;
 use super::collectives_nccl::AGREEING_BYTES;

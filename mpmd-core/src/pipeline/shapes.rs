@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
+use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
-use mpmd_ids::ProcessId;
 use mpmd_transport::Pool;
 
 use super::bundle::Bundle;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, since, thread};
+use mpmd_base::block::{Condvar, Instant, Mutex, since, thread};
 use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
 use mpmd_record::trace::{About, Event, What};

@@ -7,8 +7,8 @@
 use std::fmt::Display;
 use std::panic::Location;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Instant, now, since};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Instant, now, since};
 use tracing::span::EnteredSpan;
 use tracing::{Level, Span, debug, debug_span};
 

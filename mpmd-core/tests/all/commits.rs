@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use mpmd_base::block::{now, since, thread};
 use mpmd_core::aval::{DType, ShapedArray};
 use mpmd_core::prelude::*;
 use mpmd_core::{Commits, Committed, ProcessId, Simulation};
-use mpmd_ids::block::{now, since, thread};
 
 const STEPS: u64 = 20;
 

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use mpmd_base::block::thread;
 use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{
     Loss, Microbatch, MicrobatchShapes, Passes, Pipeline, PlacedShape, Schedule, SideInput,
@@ -11,7 +12,6 @@ use mpmd_core::pipeline::{
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use mpmd_core::{ProcessId, Simulation};
-use mpmd_ids::block::thread;
 
 /// Elements of an activation, and of a residual; `PARAMS` is the elements of a stage's parameters,
 /// `RESIDUALS` the residuals of a pass.

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use mpmd_base::block::thread;
 use mpmd_core::prelude::*;
 use mpmd_core::{Commits, ProcessId, Simulation};
-use mpmd_ids::block::thread;
 
 const STEPS: u64 = 20;
 

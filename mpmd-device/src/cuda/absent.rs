@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 use mpmd_proto::Failure;
 use mpmd_transport::memory::{
     DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool,

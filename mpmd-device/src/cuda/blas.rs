@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::cublas::sys;
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Pool};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use super::Times;
 use super::error::CudaError;

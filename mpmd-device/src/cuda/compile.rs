@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::nvrtc::sys;
-use mpmd_ids::block::{Mutex, now, since};
+use mpmd_base::block::{Mutex, now, since};
 
 use super::cache::{Cache, Key};
 use super::calls::{self, Answer, static_text};

@@ -376,8 +376,8 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use mpmd_ids::block::mpsc::{Receiver, channel};
-    use mpmd_ids::block::{Instant, thread};
+    use mpmd_base::block::mpsc::{Receiver, channel};
+    use mpmd_base::block::{Instant, thread};
     use mpmd_transport::Pool;
     use mpmd_transport::memory::Arena;
     use proptest::prelude::*;

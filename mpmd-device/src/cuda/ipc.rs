@@ -25,7 +25,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_transport::memory::{DeviceMemory, DeviceSharing};
 
 use super::calls;
@@ -372,7 +372,7 @@ impl Drop for Opened {
 mod tests {
     use std::time::Duration;
 
-    use mpmd_ids::block::mpsc::{Receiver, channel};
+    use mpmd_base::block::mpsc::{Receiver, channel};
     use mpmd_transport::memory::{Fence as _, Fences, Landing};
 
     use super::*;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_ids::block::RwLock;
+use mpmd_base::block::RwLock;
 
 use super::asked::RawArg;
 use super::calls::{self, DriverError};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence};
 

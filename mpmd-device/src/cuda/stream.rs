@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
-use mpmd_ids::block::{Condvar, Mutex, thread};
+use mpmd_base::block::{Condvar, Mutex, thread};
 use mpmd_transport::memory::{Fence, Fences, Landing, Latch};
 
 use super::calls;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::block::{MutexGuard, mpsc};
+use mpmd_base::block::{MutexGuard, mpsc};
 use mpmd_transport::memory::{Fence, Fences};
 
 use super::Ended;
@@ -146,7 +146,7 @@ impl Ending {
 mod tests {
     use std::time::Duration;
 
-    use mpmd_ids::block::mpsc::channel;
+    use mpmd_base::block::mpsc::channel;
 
     use super::*;
     use crate::cuda::Gpu;

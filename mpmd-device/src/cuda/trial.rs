@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use mpmd_ids::block::{Instant, Mutex, now, since};
+use mpmd_base::block::{Instant, Mutex, now, since};
 use mpmd_transport::memory::{Arena, Pool};
 
 use super::asked::FirstUses;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::OnceLock;
 
-use mpmd_ids::block::{Condvar, Mutex, thread};
+use mpmd_base::block::{Condvar, Mutex, thread};
 use mpmd_layout::aval::DType;
 use mpmd_transport::memory::{DevicePlace, Pool};
 

@@ -15,7 +15,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::Token;
 
 use address::{no_address, split_address};
@@ -23,7 +23,7 @@ use launchers::Said;
 use vars::Vars;
 
 use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as ours};
-use mpmd_ids::block::Spin;
+use mpmd_base::block::Spin;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
 /// The largest number of processes of a job, which is the limit of a plan. It also keeps a bad

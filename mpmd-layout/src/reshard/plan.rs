@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 
 use super::spread::Spread;
 use super::tiling::{Process, Tiling};

@@ -11,7 +11,7 @@
 use std::cell::OnceCell;
 use std::ops::Range;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 
 use super::tiling::{Host, Process, Tiling};
 use crate::region::Region;

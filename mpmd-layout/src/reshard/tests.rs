@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use proptest::prelude::*;
 
 use super::*;

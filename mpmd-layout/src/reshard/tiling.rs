@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 
 use super::ReshardError;
 use crate::region::Region;

@@ -15,7 +15,7 @@ pub use collectives::GpuId;
 pub use kind::DeviceKind;
 pub use links::{Link, LinkClass, Links};
 pub use mesh::Mesh;
-pub use mpmd_ids::{DeviceId, ProcessId};
+pub use mpmd_base::{DeviceId, ProcessId};
 use serde::{Deserialize, Serialize};
 
 use crate::fingerprint::Fingerprint;

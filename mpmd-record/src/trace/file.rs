@@ -9,7 +9,7 @@ use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use mpmd_ids::block::{Instant, SystemTime, UNIX_EPOCH};
+use mpmd_base::block::{Instant, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::event::{EVENT_BYTES, Event};

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use mpmd_base::block::Mutex;
 use mpmd_core::{Error, MoveOptions, MpmdArray, Program, Result, open_regular, read_regular};
 use mpmd_device::copy::copy_region;
-use mpmd_ids::block::Mutex;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 

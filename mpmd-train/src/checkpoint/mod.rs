@@ -49,8 +49,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use mpmd_base::block::Mutex;
 use mpmd_core::{MpmdArray, Program, Result};
-use mpmd_ids::block::Mutex;
 
 use crate::agree::on_first;
 use crate::tensors::disk::create_folder;

@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use mpmd_base::block::thread::{Builder, JoinHandle};
+use mpmd_base::block::{Mutex, mpsc};
 use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result, read_regular};
-use mpmd_ids::block::thread::{Builder, JoinHandle};
-use mpmd_ids::block::{Mutex, mpsc};
 
 use super::manifest::{ArrayPieces, FORMAT, FileEntry, LARGEST, ListEntry, Manifest, hash};
 use super::{Checkpoints, Contents, folder};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::block::{note, thread};
+use mpmd_base::block::{note, thread};
 
 use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};

@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
+use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
 
 use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use super::segment::{Segment, check_file_limit};
 use super::{DeviceAllocator, DeviceMemory};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 /// A callback: called once, and must be short.
 type Then = Box<dyn FnOnce() + Send>;

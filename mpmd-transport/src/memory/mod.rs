@@ -29,7 +29,7 @@ use std::mem::take;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 pub use arena::{Arena, Pin};
 pub(crate) use arena::{Leaving, Retired};

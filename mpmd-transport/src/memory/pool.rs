@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::block::{Mutex, MutexGuard, now};
+use mpmd_base::block::{Mutex, MutexGuard, now};
 
 use super::segment::Segment;
 use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};

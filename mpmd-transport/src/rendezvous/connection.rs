@@ -7,8 +7,8 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_ids::block::Mutex;
-use mpmd_ids::block::mpsc::{self, RecvTimeoutError};
+use mpmd_base::block::Mutex;
+use mpmd_base::block::mpsc::{self, RecvTimeoutError};
 
 use super::connect::meet;
 use super::local::Line;

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 
 use self::looks::{LOOK_WITHIN, Look, passed_on};
 use self::places::{Former, HowEnded, Known, Seat, Wish};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
 
-use mpmd_ids::block::{Condvar, Mutex, mpsc, now, thread};
+use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
 
 use super::connection::{Connection, State, Wire};
 use super::job::{Action, Job, Link};

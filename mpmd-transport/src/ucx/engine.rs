@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use mpmd_ids::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
+use mpmd_base::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::address::Address;

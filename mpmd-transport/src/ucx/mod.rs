@@ -27,7 +27,7 @@
 //!
 //! Everything above is safe code. One thread owns every object of UCX (`engine.rs`). It takes
 //! commands from a queue (`queue.rs`), lets UCX progress, and reports the results (`traffic.rs`).
-//! Without work it polls for as long as polling has lately paid (`mpmd-ids/src/block/spin.rs`).
+//! Without work it polls for as long as polling has lately paid (`mpmd-base/src/block/spin.rs`).
 //! Then it arms the worker and sleeps. UCX has a thread of its own besides.
 //!
 //! # Life of a connection
@@ -92,7 +92,7 @@ pub use examine::examine;
 #[cfg(feature = "ucx")]
 pub use present::{Opened, Ucx};
 
-pub use mpmd_ids::block::Spin;
+pub use mpmd_base::block::Spin;
 
 /// The transport's name as the user writes it.
 pub const NAME: &str = "ucx";

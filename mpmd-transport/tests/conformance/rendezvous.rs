@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::rendezvous::{
     Down, Identity, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Part, Rendezvous,

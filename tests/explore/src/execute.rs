@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use mpmd_base::block::block_on;
 use mpmd_core::kernel::View;
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{MpmdObject, ProcessId, method};
-use mpmd_ids::block::block_on;
 
 use crate::kernels::{Failing, Op, Total, Work};
 use crate::program::{Step, alone};

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use mpmd_base::block::thread;
 use mpmd_core::kernel::View;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
-use mpmd_ids::block::thread;
 
 /// A text that is in the error of each injected failure of a kernel or method.
 pub(crate) const INJECTED: &str = "injected by the exploration";

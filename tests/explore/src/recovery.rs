@@ -6,10 +6,10 @@ use std::fmt;
 use std::time::Duration;
 
 use fastrand::Rng;
+use mpmd_base::block::{Mutex, thread};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::{Commits, Committed, ProcessId, Simulation, SimulationReport};
-use mpmd_ids::block::{Mutex, thread};
 
 use crate::case::{Job, LONGEST, ORDERS, PEER_TIMEOUT, check_end, check_shards, processes_of};
 use crate::execute::{Shards, bound, made, shards_of};

@@ -61,7 +61,7 @@ const IMPURE: &[&str] = &[
     "mpmd_transport",
 ];
 
-/// The places that block through `mpmd_ids::block` only, so that a simulation can replace it.
+/// The places that block through `mpmd_base::block` only, so that a simulation can replace it.
 const SIMULATED: &[&str] = &[
     "mpmd-core/src",
     "mpmd-device/src",
@@ -72,8 +72,8 @@ const SIMULATED: &[&str] = &[
 
 /// Threads, locks, condition variables, channels and clocks.
 const BLOCKING: &[&str] = &[
-    "mpmd_ids::block::Instant::now",
-    "mpmd_ids::block::SystemTime::now",
+    "mpmd_base::block::Instant::now",
+    "mpmd_base::block::SystemTime::now",
     "parking_lot",
     "std::sync::Barrier",
     "std::sync::Condvar",
@@ -219,19 +219,19 @@ fn planners_are_pure(source: &Source) -> Vec<Finding> {
     named.map(|(line, path)| finding(line, format!("planners-are-pure: names {path}"))).collect()
 }
 
-/// Finds threads, locks, channels and clocks that do not come from `mpmd_ids::block`.
+/// Finds threads, locks, channels and clocks that do not come from `mpmd_base::block`.
 fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
     if !is_in(source, SIMULATED) {
         return Vec::new();
     }
     let named = names_of(source, BLOCKING).into_iter();
     let named = named
-        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_ids::block")));
+        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_base::block")));
     // A time of a simulated clock must not be compared with the real one.
     let elapsed =
         source.tokens.windows(2).filter(|two| two[0].text == "." && two[1].text == "elapsed");
     let elapsed =
-        elapsed.map(|two| finding(two[0].line, "calls elapsed: use mpmd_ids::block::since"));
+        elapsed.map(|two| finding(two[0].line, "calls elapsed: use mpmd_base::block::since"));
     named.chain(elapsed).collect()
 }
 
@@ -394,15 +394,15 @@ mod tests {
         let bad = "use std::{thread, sync::{Arc, Mutex}};\nuse parking_lot::Condvar;\n\
             fn f() { thread::sleep(d) }\nuse std::sync::*;\nuse std as s;\n\
             fn g(m: Mutex<u8>) -> s::time::Instant { Mutex::new(1) }\n\
-            use mpmd_ids::block::Instant;\nfn h() { Instant::now() }\nfn i(t: T) { t.elapsed() }";
+            use mpmd_base::block::Instant;\nfn h() { Instant::now() }\nfn i(t: T) { t.elapsed() }";
         let check = |path| broken(blocking_in_one_module, path, bad);
         assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-proto/src/router/peer.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
-        assert_eq!(check("mpmd-ids/src/block.rs"), NONE);
-        let good = "use mpmd_ids::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
-            use std::time::Duration;\nfn f() -> Instant { mpmd_ids::block::now() }\n\
+        assert_eq!(check("mpmd-base/src/block.rs"), NONE);
+        let good = "use mpmd_base::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
+            use std::time::Duration;\nfn f() -> Instant { mpmd_base::block::now() }\n\
             fn g() { std::thread::panicking() }\n#[cfg(test)]\nmod tests { use std::thread; }";
         assert_eq!(broken(blocking_in_one_module, "mpmd-core/src/exec/mod.rs", good), NONE);
     }

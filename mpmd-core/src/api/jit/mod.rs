@@ -16,7 +16,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::{Arc, Weak};
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::{IssueProblem, Result};

@@ -5,8 +5,8 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Mutex;
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
 
 use super::call::DeviceCall;
 use super::unchanged::Unchanged;

@@ -4,8 +4,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::now;
+use mpmd_base::ProcessId;
+use mpmd_base::block::now;
 use mpmd_proto::control;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_proto::wire::MAX_CONTROL_BYTES;

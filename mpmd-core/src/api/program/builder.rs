@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_base::ProcessId;
+use mpmd_base::block::Spin;
 use mpmd_device::cuda;
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Spin;
 use mpmd_transport::Transport;
 
 use super::membership::Membership;

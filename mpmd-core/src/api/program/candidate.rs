@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use mpmd_proto::router::{Failure, FailureKind};

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::Rendezvous;
 use serde::{Deserialize, Serialize};
 

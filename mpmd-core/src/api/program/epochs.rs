@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_layout::bytes_text;
 
 use super::Program;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::block::now;
+use mpmd_base::block::now;
 use mpmd_proto::router::{OpRecord, Span};
 use mpmd_transport::deadline::after;
 

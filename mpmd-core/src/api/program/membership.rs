@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;

@@ -32,8 +32,8 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Mutex, thread};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Mutex, thread};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Pool;
 

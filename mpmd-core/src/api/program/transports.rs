@@ -9,7 +9,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::mixed::Mixed;
 use mpmd_transport::rendezvous::{Joined, Member};
 use mpmd_transport::shm::{self, ShmConfig};
@@ -17,7 +17,7 @@ use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
 use mpmd_transport::{Pool, Transport, TransportError};
 
-pub use mpmd_ids::block::Spin;
+pub use mpmd_base::block::Spin;
 pub use mpmd_transport::probe;
 pub use mpmd_transport::ucx::{Report, examine};
 

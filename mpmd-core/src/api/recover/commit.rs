@@ -3,8 +3,8 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Mutex;
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Topology};

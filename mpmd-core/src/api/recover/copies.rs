@@ -8,7 +8,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind};

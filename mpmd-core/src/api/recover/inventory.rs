@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::Location;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{mpsc, since};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{mpsc, since};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::{DeviceId, Topology};
 use serde::de::DeserializeOwned;

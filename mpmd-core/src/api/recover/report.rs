@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::Location;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 
 use super::Commits;
 use super::inventory::Inventory;

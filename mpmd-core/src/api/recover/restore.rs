@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
@@ -189,7 +189,7 @@ fn bring_home(
 mod tests {
     use std::time::Duration;
 
-    use mpmd_ids::block::thread;
+    use mpmd_base::block::thread;
     use mpmd_layout::aval::f32s;
     use mpmd_layout::spec;
     use mpmd_layout::topology::DeviceId;

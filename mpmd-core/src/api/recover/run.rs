@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use super::Recovery;
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};

@@ -1,6 +1,6 @@
 //! Simulation of programs that recover.
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use super::Commits;
 use super::run::run_epochs;

@@ -12,7 +12,7 @@ use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
-use mpmd_ids::block::{Mutex, MutexGuard};
+use mpmd_base::block::{Mutex, MutexGuard};
 use mpmd_proto::Failure;
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::{Loan, Reservation};

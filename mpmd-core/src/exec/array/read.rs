@@ -4,8 +4,8 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_device::copy::copy_region;
-use mpmd_ids::block::{Instant, Mutex, now};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::deadline::after;
 

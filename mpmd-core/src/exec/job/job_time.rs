@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_ids::block::{Instant, now, since};
+use mpmd_base::block::{Instant, now, since};
 
 /// The age of a job and the time that it has lost, as far as this process knows.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl JobTime {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_ids::block::{WorldSettings, simulated, thread};
+    use mpmd_base::block::{WorldSettings, simulated, thread};
 
     use super::*;
 

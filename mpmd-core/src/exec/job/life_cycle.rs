@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{mpsc, now, since};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{mpsc, now, since};
 use mpmd_proto::router::{Failure, Router};
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;

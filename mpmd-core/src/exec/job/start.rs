@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
 use mpmd_device::cuda::{self, Gpu};
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
 use mpmd_proto::router;
 use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::Arena;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
+use mpmd_base::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
 
 /// Constants of the spin policy for short waits of workers and readers. After polls in vain it
 /// skips some waits.
@@ -173,7 +173,7 @@ fn run(job: Job) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_ids::block::mpsc;
+    use mpmd_base::block::mpsc;
 
     use super::*;
 

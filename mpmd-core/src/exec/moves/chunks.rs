@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 use mpmd_transport::SharedBuffer;
 
 use crate::exec::moves::assembly::DeviceAssembly;

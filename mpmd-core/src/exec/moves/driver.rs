@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::router::{Action, Body, OpRecord, Router, Span};
 use mpmd_proto::{Header, Kind};
 use mpmd_transport::{Handler, Payload, Ticket, TransportError};

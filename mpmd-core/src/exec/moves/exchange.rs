@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 

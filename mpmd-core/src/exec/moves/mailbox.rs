@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_ids::block::Mutex;
+use mpmd_base::block::Mutex;
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_device::cuda::{CudaError, Gpu, Part};
-use mpmd_ids::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};

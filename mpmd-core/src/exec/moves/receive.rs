@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::ALIGNMENT;
 use mpmd_transport::transport::Fetch;

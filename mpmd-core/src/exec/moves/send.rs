@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_device::copy::copy_region;
 use mpmd_device::cuda::Part;
-use mpmd_ids::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 

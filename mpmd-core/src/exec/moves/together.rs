@@ -9,7 +9,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_proto::Header;
 use mpmd_transport::batch::{self, MOST_BATCH, MOST_BATCHED};
 use mpmd_transport::{Payload, SharedBuffer, Ticket};

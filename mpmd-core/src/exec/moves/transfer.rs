@@ -4,8 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
-use mpmd_ids::ProcessId;
 
 use crate::exec::Runtime;
 use mpmd_layout::aval::ShapedArray;

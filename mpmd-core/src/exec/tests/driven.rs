@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, Instant, Mutex, Spin, thread};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Condvar, Instant, Mutex, Spin, thread};
 use mpmd_proto::Header;
 use mpmd_transport::inproc::{Fabric, Faults, Inproc};
 use mpmd_transport::{Handler, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError};

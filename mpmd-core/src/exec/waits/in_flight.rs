@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use mpmd_ids::block::{Condvar, Instant, Mutex};
+use mpmd_base::block::{Condvar, Instant, Mutex};
 use mpmd_proto::Failure;
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
@@ -336,7 +336,7 @@ impl Drop for Reading {
 mod tests {
     use std::time::Duration;
 
-    use mpmd_ids::block::thread;
+    use mpmd_base::block::thread;
 
     use super::*;
 
@@ -373,7 +373,7 @@ mod tests {
         guard.sent();
         assert!(slot.peek().is_some_and(|outcome| outcome.is_ok()));
         let (guard, slot) = begin(2);
-        let failure = Failure::new(mpmd_proto::FailureKind::Kernel, mpmd_ids::ProcessId(0), 3, "");
+        let failure = Failure::new(mpmd_proto::FailureKind::Kernel, mpmd_base::ProcessId(0), 3, "");
         guard.fail_sends(&Arc::new(failure));
         assert!(slot.peek().is_some_and(|outcome| outcome.is_err()));
         guard.clone().sent();

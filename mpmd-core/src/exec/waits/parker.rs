@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Wake, Waker};
 use std::time::Duration;
 
-use mpmd_ids::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, now, thread};
+use mpmd_base::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, now, thread};
 use mpmd_transport::Transport;
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome};
@@ -265,8 +265,8 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::atomic::AtomicUsize;
 
-    use mpmd_ids::ProcessId;
-    use mpmd_ids::block::{Condvar, Mutex, mpsc};
+    use mpmd_base::ProcessId;
+    use mpmd_base::block::{Condvar, Mutex, mpsc};
     use mpmd_proto::{Failure, FailureKind, Header};
     use mpmd_transport::{Handler, Parking, SharedBuffer, Ticket};
 

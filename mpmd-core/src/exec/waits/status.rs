@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use mpmd_ids::block::{Instant, Mutex, now, since};
+use mpmd_base::block::{Instant, Mutex, now, since};
 use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
 
 use crate::exec::Runtime;

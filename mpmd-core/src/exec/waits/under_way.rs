@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use mpmd_ids::ProcessId;
+use mpmd_base::ProcessId;
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{OwnedBuffer, Ticket, TransportError};
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use mpmd_base::block::Mutex;
 use mpmd_device::cuda::spare::{Spare, place, take};
-use mpmd_ids::block::Mutex;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
 

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use mpmd_ids::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
+use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
 use mpmd_proto::Failure;
 use mpmd_transport::memory::DevicePlace;
 
@@ -503,8 +503,8 @@ fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
 mod tests {
     use std::process::Command;
 
-    use mpmd_ids::ProcessId;
-    use mpmd_ids::block::mpsc::channel;
+    use mpmd_base::ProcessId;
+    use mpmd_base::block::mpsc::channel;
     use mpmd_layout::aval::DType;
     use mpmd_proto::FailureKind;
     use mpmd_transport::memory::{Arena, Pool};

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 
 use super::super::RendezvousError;
 use super::super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, Reply};

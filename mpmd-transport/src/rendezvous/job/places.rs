@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 
 use super::super::protocol::{Answer, Reply};
 use super::super::{Identity, Member, Part, RendezvousError};

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use mpmd_base::block::{now, since, thread};
 use mpmd_core::Program;
 use mpmd_core::pipeline::flow::Flow;
 use mpmd_core::plan::Plan;
-use mpmd_ids::block::{now, since, thread};
 
 use super::*;
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{join_group, note, simulated};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{join_group, note, simulated};
 use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
 use super::super::builder::DEFAULT_PEER_TIMEOUT;

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{Condvar, Mutex, note, now, stop_group};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Condvar, Mutex, note, now, stop_group};
 use mpmd_transport::Pool;
 use mpmd_transport::deadline::after;
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Mutex;
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, Faults};

@@ -8,8 +8,8 @@ mod life;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::{WorldReport, WorldSettings, join_group, simulated, thread};
+use mpmd_base::ProcessId;
+use mpmd_base::block::{WorldReport, WorldSettings, join_group, simulated, thread};
 use mpmd_transport::inproc::Faults;
 
 pub(crate) use self::epochs::EpochsOfProcess;

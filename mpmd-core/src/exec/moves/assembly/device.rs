@@ -3,11 +3,11 @@
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_base::block::Mutex;
 use mpmd_device::copy::copy_region;
 use mpmd_device::cuda::kernels::ADD;
 use mpmd_device::cuda::work::Grid;
 use mpmd_device::cuda::{Gpu, Part, RawArg, RawStream};
-use mpmd_ids::block::Mutex;
 use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};

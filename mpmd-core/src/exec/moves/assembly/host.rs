@@ -5,12 +5,12 @@ use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
 use mpmd_device::{
     copy::{contiguous_bytes, copy_part, copy_region},
     sum::add_region,
 };
-use mpmd_ids::ProcessId;
-use mpmd_ids::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};

@@ -10,10 +10,10 @@ mod start;
 use std::fmt;
 use std::sync::{Arc, Once};
 
+use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
 use mpmd_device::cuda::WarmUp;
 use mpmd_device::cuda::kernels::ADD;
-use mpmd_ids::ProcessId;
 
 use crate::exec::moves::transfer::Transfer;
 use crate::exec::moves::transfer::{Origin, Target, from_host, in_place};
@@ -332,8 +332,8 @@ impl fmt::Display for PutWhat {
 mod tests {
     use std::sync::Arc;
 
-    use mpmd_ids::ProcessId;
-    use mpmd_ids::block::{Mutex, mpsc};
+    use mpmd_base::ProcessId;
+    use mpmd_base::block::{Mutex, mpsc};
 
     use crate::api::program::Simulation;
     use crate::prelude::*;

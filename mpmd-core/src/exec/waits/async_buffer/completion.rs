@@ -56,7 +56,7 @@ impl Fence for CompletionStatus {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use mpmd_ids::ProcessId;
+    use mpmd_base::ProcessId;
     use mpmd_proto::router::FailureKind;
 
     use super::*;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 
-use mpmd_ids::block::{Condvar, Mutex, MutexGuard};
+use mpmd_base::block::{Condvar, Mutex, MutexGuard};
 use mpmd_proto::router::Failure;
 use mpmd_transport::SharedBuffer;
 

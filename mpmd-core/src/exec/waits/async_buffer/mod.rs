@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 
-use mpmd_ids::block::Instant;
+use mpmd_base::block::Instant;
 use mpmd_proto::router::Failure;
 use mpmd_transport::SharedBuffer;
 
@@ -376,7 +376,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
-    use mpmd_ids::block::{Mutex, thread};
+    use mpmd_base::block::{Mutex, thread};
     use mpmd_proto::router::FailureKind;
 
     use super::*;
@@ -443,7 +443,7 @@ mod tests {
         let (first, second) = (slot.issue_use(), slot.issue_use());
         slot.give_up(Arc::new(Failure::new(
             FailureKind::Donated,
-            mpmd_ids::ProcessId(0),
+            mpmd_base::ProcessId(0),
             4,
             "donated",
         )));
@@ -483,7 +483,7 @@ mod tests {
     #[test]
     fn issued_buffers_may_fail_or_be_taken_before_the_end() {
         let failure =
-            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_ids::ProcessId(0), 4, "no"));
+            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_base::ProcessId(0), 4, "no"));
         let pool = mpmd_transport::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
         let (resolvers, slots) = AsyncBuffer::several(2);
@@ -509,7 +509,7 @@ mod tests {
     #[test]
     fn earlier_callbacks_and_status_survive_a_taken_buffer() {
         let failure =
-            || Arc::new(Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "no"));
+            || Arc::new(Failure::new(FailureKind::Donated, mpmd_base::ProcessId(0), 4, "no"));
         let told = Arc::new(Mutex::new(Vec::new()));
         for result in [Ok(()), Err(failure())] {
             let (resolver, slot) = AsyncBuffer::new();
@@ -540,7 +540,7 @@ mod tests {
     #[test]
     fn taken_buffer_leaves_a_donated_failure() {
         let slot = AsyncBuffer::filled(vec![7u8].into());
-        let failure = Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "donated");
+        let failure = Failure::new(FailureKind::Donated, mpmd_base::ProcessId(0), 4, "donated");
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "the slot no longer holds it");
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -600,7 +600,7 @@ mod tests {
         let (resolvers, slots) = AsyncBuffer::several(2);
         resolvers.fail(&Arc::new(Failure::new(
             FailureKind::Kernel,
-            mpmd_ids::ProcessId(0),
+            mpmd_base::ProcessId(0),
             4,
             "why",
         )));

@@ -127,5 +127,5 @@ impl Drop for Resolvers {
 
 fn abandoned() -> Arc<Failure> {
     let message = "the operation was abandoned: its program ended before it ran";
-    Arc::new(Failure::new(FailureKind::Left, mpmd_ids::ProcessId(0), 0, message))
+    Arc::new(Failure::new(FailureKind::Left, mpmd_base::ProcessId(0), 0, message))
 }
