@@ -244,7 +244,7 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     println!("packing {} files", files.len() + 2);
     let mut inner = Command::new("tar");
     // No machine has all of xz and zstd: the stages' program unpacks by itself.
-    inner.args(["-I", "zstd -q -19 -T0 --long=26", "-cf"]).arg(&packed).arg("-C");
+    inner.args(["-I", "zstd -q -9 -T0 --long=26", "-cf"]).arg(&packed).arg("-C");
     inner.arg(&kit.folder).args([MANIFEST, "text"]);
     inner.args(files.iter().filter(|file| *file != Path::new(RUNNER)));
     let mut outer = Command::new("tar");
