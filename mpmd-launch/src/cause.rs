@@ -13,7 +13,7 @@ use rustix::process::Signal;
 /// The failure that ended a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct Failure {
+pub struct JobFailure {
     /// The processes at fault, ascending. There are several if several did not join. After a
     /// divergence there are several if the minority has several processes, or if there is no
     /// majority.
@@ -25,14 +25,14 @@ pub struct Failure {
     pub why: Option<String>,
 }
 
-impl Failure {
+impl JobFailure {
     /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
     pub fn code(&self) -> i32 {
         if self.how == ExitKind::Exit(0) { 1 } else { self.how.code() }
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for JobFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.processes.as_slice() {
             [process] => write!(f, "process {process} failed first: {}", self.how)?,
@@ -109,7 +109,7 @@ pub(super) struct Known<'a> {
 impl Known<'_> {
     /// Returns the cause: a death by a signal, else missing processes, else a reported failure,
     /// else the first end.
-    pub(super) fn cause(&self) -> Failure {
+    pub(super) fn cause(&self) -> JobFailure {
         let (first, how) = self.first;
         if matches!(how, ExitKind::Exit(_)) {
             if let Some(error @ RendezvousError::Missing { missing, .. }) = self.unformed
@@ -126,12 +126,12 @@ impl Known<'_> {
                 };
             }
         }
-        Failure { processes: vec![first], how, why: None }
+        JobFailure { processes: vec![first], how, why: None }
     }
 
     /// Returns the failure at the root of a report: that of the process which it accuses, or of the
     /// process which that one's report accuses, and so on.
-    fn followed(&self, report: &Report) -> Failure {
+    fn followed(&self, report: &Report) -> JobFailure {
         let mut report = report;
         for _ in 0..self.ends.len() {
             let accused = report.failure.process;
@@ -152,7 +152,7 @@ impl Known<'_> {
 
     /// Returns the failure of a divergence. At fault is the minority by the hashes that processes
     /// reported for the same operation. Without a majority, both processes named in `found` are.
-    fn divergence(&self, found: &Report) -> Failure {
+    fn divergence(&self, found: &Report) -> JobFailure {
         let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
         pair.sort();
@@ -185,12 +185,12 @@ impl Known<'_> {
         self.fault_of(if odd.is_empty() { pair } else { odd }, Some(found.failure.message.clone()))
     }
 
-    fn fault_of(&self, processes: Vec<ProcessId>, why: Option<String>) -> Failure {
+    fn fault_of(&self, processes: Vec<ProcessId>, why: Option<String>) -> JobFailure {
         // A process number beyond the job comes from a broken process.
         let of = |process: &ProcessId| self.ends.get(process.index()).copied();
         match processes.first().and_then(of) {
-            Some(how) => Failure { processes, how, why },
-            None => Failure { processes: vec![self.first.0], how: self.first.1, why },
+            Some(how) => JobFailure { processes, how, why },
+            None => JobFailure { processes: vec![self.first.0], how: self.first.1, why },
         }
     }
 }

@@ -40,7 +40,7 @@ mod supervise;
 pub mod testing;
 
 pub use bind::{Bind, Binding, HostCores, Unbound};
-pub use cause::{ExitKind, Failure};
+pub use cause::{ExitKind, JobFailure};
 #[doc(hidden)]
 pub use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};

@@ -15,7 +15,7 @@ use rustix::process::{
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::cause::{ExitKind, Failure, Known};
+use super::cause::{ExitKind, JobFailure, Known};
 use super::error::LaunchError;
 use super::guard::Guard;
 use super::output::{self, Stream};
@@ -27,7 +27,7 @@ use super::spawn::{Launch, OutputMode};
 #[must_use]
 pub struct Outcome {
     /// The failure that ended the job, if one did.
-    pub first_failure: Option<Failure>,
+    pub first_failure: Option<JobFailure>,
     /// Exit code of each process, by process: 128 plus the signal's number for a process that a
     /// signal ended.
     pub codes: Vec<i32>,
@@ -36,7 +36,7 @@ pub struct Outcome {
 impl Outcome {
     /// Returns the exit code for the job: that of the process at fault, or 0 if no process failed.
     pub fn code(&self) -> i32 {
-        self.first_failure.as_ref().map_or(0, Failure::code)
+        self.first_failure.as_ref().map_or(0, JobFailure::code)
     }
 }
 

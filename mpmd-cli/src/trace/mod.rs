@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use mpmd_record::trace::{PlanError, ProcessTrace, Run};
+use mpmd_record::trace::{NoPlan, ProcessTrace, Run};
 
 use crate::draw;
 
@@ -61,7 +61,7 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     let mut said = run.summary();
     match run.plan() {
         Ok(plan) => said += &format!("by its schedule alone a step would take {:.6} s\n", plan.end),
-        Err(PlanError::NoSchedule) => {}
+        Err(NoPlan::NoSchedule) => {}
         Err(error) => said += &format!("note: there is no plan to compare with: {error}\n"),
     }
     crate::files::say(&said)?;

@@ -26,4 +26,4 @@ pub use label::{Label, Role};
 pub use measure::CostsError;
 pub use merge::{Kernel, Operation, Piece, Process, Run, RunStep, Wait};
 pub use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline, TimelineStep};
-pub use plan::PlanError;
+pub use plan::NoPlan;

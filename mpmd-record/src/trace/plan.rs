@@ -11,7 +11,7 @@ use mpmd_schedule::{Dialect, ScheduleError, Text, TextError};
 /// The reason why a run has no plan to compare with.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum PlanError {
+pub enum NoPlan {
     /// The run has no pipeline.
     #[error("the run has no schedule")]
     NoSchedule,
@@ -37,8 +37,8 @@ impl Run {
     /// # Errors
     ///
     /// If the run has no pipeline, or the traces lack data for its costs.
-    pub fn plan(&self) -> Result<Timeline, PlanError> {
-        let (name, rows) = self.schedules.first().ok_or(PlanError::NoSchedule)?;
+    pub fn plan(&self) -> Result<Timeline, NoPlan> {
+        let (name, rows) = self.schedules.first().ok_or(NoPlan::NoSchedule)?;
         let schedule = Text::parse(rows, Some(Dialect::ComputeOnly))?.schedule(name.as_str())?;
         let costs = self.costs()?;
         let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS)?;

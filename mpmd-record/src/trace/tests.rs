@@ -318,7 +318,7 @@ fn bars_get_their_planned_times() {
 #[test]
 fn plan_simulates_the_schedule_with_measured_costs() {
     let mut run = Run::merge(&two_stages(), Vec::new());
-    assert!(matches!(run.plan(), Err(PlanError::NoSchedule)));
+    assert!(matches!(run.plan(), Err(NoPlan::NoSchedule)));
     run.schedules.push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
     // The sum is 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, without idle time.
     assert!(near(run.plan().unwrap().end, 0.047));
