@@ -280,7 +280,8 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
 fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
     let mut plain = StreamingDecoder::new(BufReader::new(File::open(packed)?))?;
     let mut tar = Command::new("tar");
-    let mut tar = tar.arg("-C").arg(folder).args(["-xf", "-"]).stdin(Stdio::piped()).spawn()?;
+    tar.arg("-C").arg(folder).args(["-xf", "-"]).stdin(Stdio::piped());
+    let mut tar = tar.spawn().context("tar cannot be started")?;
     let mut input = tar.stdin.take().context("tar takes no input")?;
     let copied = io::copy(&mut plain, &mut input);
     drop(input);
