@@ -10,6 +10,10 @@ use mpmd_tests::{Carrier, Job, ProcessEnd, Sandbox, bare_command, package_progra
 /// Far more than the job takes, and far less than the peer timeout.
 const PROMPT: Duration = Duration::from_secs(30);
 
+/// Time limit of a benchmark, of which the driver in software makes much work.
+#[cfg(feature = "cuda")]
+const LONG: Duration = Duration::from_secs(120);
+
 /// Longer than any test may take.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
 
@@ -19,8 +23,12 @@ fn without_gpus(command: &mut Command) -> &mut Command {
 }
 
 fn start_and_wait(command: Command) -> ProcessEnd {
+    wait_within(PROMPT, command)
+}
+
+fn wait_within(limit: Duration, command: Command) -> ProcessEnd {
     let site = Sandbox::new().unwrap();
-    site.start(command, "process").unwrap().wait(Instant::now() + PROMPT).unwrap()
+    site.start(command, "process").unwrap().wait(Instant::now() + limit).unwrap()
 }
 
 /// Returns how often `stderr` reports that there are no such devices here.
@@ -229,7 +237,7 @@ mod with_a_driver_in_software {
         command.arg("bench").args(arguments.split(' ')).args(["--device", "cuda", "--json"]);
         on(folder.path(), "1", &mut command);
         command.envs(settings.iter().copied());
-        let end = start_and_wait(command);
+        let end = wait_within(LONG, command);
         assert_eq!(end.code(), 0, "{arguments}: {end:?}");
         let lines = end.stdout.lines().map(serde_json::from_str).collect::<Result<_, _>>();
         lines.unwrap_or_else(|error| panic!("{error}: {}", end.stdout))
