@@ -27,14 +27,7 @@ pub(super) const SUMMARY: &str = "summary.txt";
 const MOST: u64 = 1 << 20;
 
 /// The names by which programs find the libraries of CUDA, here the driver in software.
-const STANDS_FOR: [&str; 6] = [
-    "libcuda.so.1",
-    "libcuda.so",
-    "libnvrtc.so.13",
-    "libnvrtc.so",
-    "libcublas.so.13",
-    "libcublas.so",
-];
+const STANDS_FOR: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.13", "libcublas.so.13"];
 
 /// The name of NCCL's library, in every version of CUDA.
 const NCCL: &str = "libnccl.so.2";
