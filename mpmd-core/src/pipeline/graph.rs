@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::any_stage::AnyStage;
+use super::bound_stage::BoundStage;
 use super::kernels::AddArrays;
 use super::links::Feed;
 use super::prepare::Freshness;
@@ -15,7 +15,7 @@ use mpmd_record::trace::{Label, Role};
 
 /// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct StageGraph {
-    pub(super) stages: Vec<Box<dyn AnyStage>>,
+    pub(super) stages: Vec<BoundStage>,
     /// The parts of the input of each stage, indexed by stage.
     pub(super) feeds: Vec<Feed>,
     /// For each stage, the readers of its outputs: (index of a later stage, index of a part of that
@@ -61,7 +61,7 @@ pub(super) fn named(stage: usize, name: &str) -> String {
 }
 
 impl StageGraph {
-    pub(super) fn new(first: Box<dyn AnyStage>) -> Self {
+    pub(super) fn new(first: BoundStage) -> Self {
         let mut graph = Self {
             stages: vec![first],
             feeds: vec![Feed::of_pipeline()],
@@ -78,7 +78,7 @@ impl StageGraph {
     }
 
     /// Appends a stage that reads its input from `feed`.
-    pub(super) fn push(&mut self, stage: Box<dyn AnyStage>, feed: Feed) {
+    pub(super) fn push(&mut self, stage: BoundStage, feed: Feed) {
         let index = self.stages.len();
         for (part, from) in feed.parts.iter().enumerate() {
             self.readers[from.stage].push((index, part));
@@ -119,9 +119,9 @@ impl StageGraph {
     ///
     /// If no stage has that number.
     #[track_caller]
-    pub(super) fn stage(&self, stage: usize) -> &dyn AnyStage {
+    pub(super) fn stage(&self, stage: usize) -> &BoundStage {
         match self.stages.get(stage) {
-            Some(stage) => stage.as_ref(),
+            Some(stage) => stage,
             None => panic!("{}", self.no_stage(stage)),
         }
     }
@@ -131,12 +131,12 @@ impl StageGraph {
     pub(super) fn change(
         &mut self,
         stage: usize,
-        change: impl FnOnce(&mut dyn AnyStage) -> Result<()>,
+        change: impl FnOnce(&mut BoundStage) -> Result<()>,
     ) -> Result<()> {
         let Some(known) = self.stages.get_mut(stage) else {
             return Err(Error::kernel(self.no_stage(stage)));
         };
-        change(known.as_mut()).map_err(|why| self.at(stage, &why))
+        change(known).map_err(|why| self.at(stage, &why))
     }
 
     /// Prefixes an error with the number and name of the stage.

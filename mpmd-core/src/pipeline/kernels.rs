@@ -6,7 +6,8 @@ use half::{bf16, f16};
 
 use super::bundle::Bundle;
 use super::context::{Extras, Given, Mode, StageContext};
-use super::stage::{PlacedShape, SideShapes, Stage};
+use super::erased::ErasedStage;
+use super::stage::PlacedShape;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{
@@ -20,8 +21,8 @@ use mpmd_layout::tree::Tree;
 
 /// The kernel of the forward pass: (parameters, inputs, side inputs, extras) -> (outputs,
 /// residuals).
-pub(super) struct Forward<S: Stage> {
-    pub(super) stage: Arc<S>,
+pub(super) struct Forward {
+    pub(super) stage: Arc<dyn ErasedStage>,
     pub(super) mode: Mode,
 }
 
@@ -31,8 +32,8 @@ pub(super) struct Forward<S: Stage> {
 /// A stage that reads nothing trained has no input gradients. If the kernel is fused, it computes
 /// both gradients, and has no weight residuals. Only then are there gradients, and after the first
 /// microbatch also gradients so far.
-pub(super) struct Backward<S: Stage> {
-    pub(super) stage: Arc<S>,
+pub(super) struct Backward {
+    pub(super) stage: Arc<dyn ErasedStage>,
     pub(super) inferred: Arc<Inferred>,
     pub(super) needs_dx: bool,
     pub(super) fused: bool,
@@ -40,7 +41,7 @@ pub(super) struct Backward<S: Stage> {
 
 /// The kernel of the weight gradient: (weight residuals, gradients so far, extras) -> gradients.
 /// The first microbatch has no gradients so far.
-pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
+pub(super) struct BackwardWeight(pub(super) Arc<dyn ErasedStage>, pub(super) Arc<Inferred>);
 
 /// The kernel that adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
@@ -79,22 +80,20 @@ fn declare_objects<O>(
     })
 }
 
-/// Returns the gradient of parameters as the tree `T`, to be added to. Sets it to zero if there is
-/// none so far.
-fn gradient_of<'v, T: Tree<Leaf = ViewMut<'v>>>(
+/// Prepares the gradient of parameters, to be added to. Sets it to zero if there is none so far.
+fn prepare_gradient(
     cx: &Context<'_>,
-    gradients: &Bundle<ShapedArray>,
-    mut leaves: Vec<ViewMut<'v>>,
+    gradient: &mut Bundle<ViewMut<'_>>,
     starts: bool,
-) -> Result<T> {
+) -> Result<()> {
     if starts {
-        let mut trained = leaves.iter_mut().filter(|leaf| !leaf.region().is_empty());
+        let mut trained = gradient.leaves.iter_mut().filter(|leaf| !leaf.region().is_empty());
         trained.try_for_each(|leaf| cx.zero(leaf))?;
     }
-    Bundle { structure: gradients.structure.clone(), leaves }.into_tree("gradient")
+    Ok(())
 }
 
-impl<S: Stage> Forward<S> {
+impl Forward {
     fn pass(
         &self,
         cx: &mut Context<'_>,
@@ -107,15 +106,15 @@ impl<S: Stage> Forward<S> {
     }
 }
 
-impl<S: Stage> Kernel for Forward<S> {
-    type In = (S::Params, S::In, Bundle, Extras<MpmdArray>);
-    type Out = (S::Out, Bundle);
+impl Kernel for Forward {
+    type In = (Bundle, Bundle, Bundle, Extras<MpmdArray>);
+    type Out = (Bundle, Bundle);
 
     fn infer(
         &self,
         (params, x, side, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = self.stage.infer(params, x, &SideShapes(side.clone()))?;
+        let signature = self.stage.infer(params, x, side)?;
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let kernel = Signature::new((signature.out, avals(&residual)));
         let kernel = declare(kernel, &signature.forward);
@@ -147,7 +146,7 @@ impl<S: Stage> Kernel for Forward<S> {
     }
 }
 
-impl<S: Stage> Backward<S> {
+impl Backward {
     fn pass(
         &self,
         cx: &mut Context<'_>,
@@ -164,15 +163,14 @@ impl<S: Stage> Backward<S> {
             given.residual = Some(residual);
         }
         let stage = self.stage.name();
-        let Some(gradient) = gradient else {
+        let Some(mut gradient) = gradient else {
             given.weight_residual_mut = Some(weight_residual);
             let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
             self.stage.backward_input(&mut cx, params, dy, dx)?;
             objects.iter().for_each(View::discard_object);
             return Ok(());
         };
-        let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.inferred.gradients, leaves, so_far.is_none())?;
+        prepare_gradient(cx, &mut gradient, so_far.is_none())?;
         let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
         self.stage.backward(&mut cx, params, dy, dx, gradient)?;
         objects.iter().for_each(View::discard_object);
@@ -180,18 +178,18 @@ impl<S: Stage> Backward<S> {
     }
 }
 
-impl<S: Stage> Kernel for Backward<S> {
-    type In = (S::Params, Bundle, S::Out, Option<S::Params>, Extras<MpmdArray>);
-    type Out = (Option<S::In>, Bundle, Option<S::Params>);
+impl Kernel for Backward {
+    type In = (Bundle, Bundle, Bundle, Option<Bundle>, Extras<MpmdArray>);
+    type Out = (Option<Bundle>, Bundle, Option<Bundle>);
 
     fn infer(
         &self,
         (_, _, _, so_far, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
         let inferred = &self.inferred;
-        let dx = self.needs_dx.then(|| inferred.x.clone().into_tree("input")).transpose()?;
+        let dx = self.needs_dx.then(|| inferred.x.clone());
         if self.fused {
-            let gradient = Some(inferred.gradients.clone().into_tree("gradient")?);
+            let gradient = Some(inferred.gradients.clone());
             let signature = Signature::new((dx, Bundle::empty(), gradient));
             let signature = declare(signature, &inferred.backward_input);
             let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
@@ -234,15 +232,14 @@ impl<S: Stage> Kernel for Backward<S> {
     }
 }
 
-impl<S: Stage> BackwardWeight<S> {
+impl BackwardWeight {
     fn pass(
         &self,
         cx: &mut Context<'_>,
         (weight_residual, so_far, extras): Views<'_, <Self as Kernel>::In>,
-        gradient: ViewsMut<'_, <Self as Kernel>::Out>,
+        mut gradient: ViewsMut<'_, <Self as Kernel>::Out>,
     ) -> Result<()> {
-        let leaves = gradient.into_leaves();
-        let gradient = gradient_of(cx, &self.1.gradients, leaves, so_far.is_none())?;
+        prepare_gradient(cx, &mut gradient, so_far.is_none())?;
         let objects = weight_residual.leaves.clone();
         let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
         let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
@@ -252,12 +249,12 @@ impl<S: Stage> BackwardWeight<S> {
     }
 }
 
-impl<S: Stage> Kernel for BackwardWeight<S> {
-    type In = (Bundle, Option<S::Params>, Extras<MpmdArray>);
-    type Out = S::Params;
+impl Kernel for BackwardWeight {
+    type In = (Bundle, Option<Bundle>, Extras<MpmdArray>);
+    type Out = Bundle;
 
     fn infer(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = Signature::new(self.1.gradients.clone().into_tree("gradient")?);
+        let signature = Signature::new(self.1.gradients.clone());
         let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
         Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
     }

@@ -7,12 +7,12 @@
 //! one global order that keeps each rank's order. No second description of a run exists. The runner
 //! drops each buffer after the last action that needs it.
 
-mod any_stage;
-mod bound;
+mod bound_stage;
 mod bundle;
 mod context;
 mod erased;
 mod graph;
+mod kernel_set;
 mod kernels;
 mod links;
 mod microbatch;
@@ -27,9 +27,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 
+use bound_stage::BoundStage;
 use bundle::Bundle;
 pub use context::StageContext;
-use erased::ErasedStage;
 use graph::StageGraph;
 pub use links::{Output, Outputs};
 pub use microbatch::Microbatch;
@@ -72,10 +72,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Self> {
         let at = Location::caller();
         let named = graph::named(0, stage.name());
-        let stage = ErasedStage::new(stage, mesh, params);
-        let graph = StageGraph::new(Box::new(
-            stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?,
-        ));
+        let stage = BoundStage::new(stage, mesh, params);
+        let stage = stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?;
+        let graph = StageGraph::new(stage);
         let recordings = Recordings::default();
         Ok(Self { graph, replays: true, recordings, compared: None, types: PhantomData })
     }
@@ -161,10 +160,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let at = Location::caller();
         let named = graph::named(self.stages(), stage.name());
         let feed = from.feed().checked(&self.graph.identity);
-        let wired = feed.and_then(|feed| Ok((ErasedStage::new(stage, mesh, params)?, feed)));
+        let wired = feed.and_then(|feed| Ok((BoundStage::new(stage, mesh, params)?, feed)));
         let (stage, feed) =
             wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
-        self.graph.push(Box::new(stage), feed);
+        self.graph.push(stage, feed);
         Ok(Pipeline {
             graph: self.graph,
             replays: self.replays,

@@ -4,7 +4,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::stage::Stage;
+use super::bundle::Bundle;
+use super::erased::ErasedStage;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -20,8 +21,8 @@ pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 
 /// The kernel that makes the working form, or updates it in place: (parameters, working form) ->
 /// working form. There is an output only if there is no input.
-struct Prepare<S: Stage> {
-    stage: Arc<S>,
+struct Prepare {
+    stage: Arc<dyn ErasedStage>,
     bytes: u64,
 }
 
@@ -37,15 +38,15 @@ pub(super) enum Freshness {
 }
 
 /// The working form of a stage's parameters, as the runner keeps it.
-pub(super) struct Prepared<S: Stage> {
+pub(super) struct Prepared {
     /// The declared bytes on each device; `None` if the stage has no working form.
     bytes: Option<u64>,
-    jit: Option<Jit<Prepare<S>>>,
+    jit: Option<Jit<Prepare>>,
     object: Option<MpmdArray>,
     stale: bool,
 }
 
-impl<S: Stage> Prepare<S> {
+impl Prepare {
     fn pass(
         &self,
         cx: &mut Context<'_>,
@@ -70,8 +71,8 @@ impl<S: Stage> Prepare<S> {
     }
 }
 
-impl<S: Stage> Kernel for Prepare<S> {
-    type In = (S::Params, Option<MpmdArray>);
+impl Kernel for Prepare {
+    type In = (Bundle, Option<MpmdArray>);
     type Out = Option<MpmdArray>;
 
     fn infer(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
@@ -106,7 +107,7 @@ impl<S: Stage> Kernel for Prepare<S> {
     }
 }
 
-impl<S: Stage> Prepared<S> {
+impl Prepared {
     /// Creates the state of a stage with a working form of `bytes` bytes on each device.
     pub(super) fn new(bytes: Option<u64>) -> Self {
         Self { bytes, jit: None, object: None, stale: true }
@@ -139,8 +140,8 @@ impl<S: Stage> Prepared<S> {
     pub(super) fn update(
         &mut self,
         program: &mut Program,
-        (stage, mesh): (&Arc<S>, &Mesh),
-        params: S::Params,
+        (stage, mesh): (&Arc<dyn ErasedStage>, &Mesh),
+        params: Bundle,
     ) -> Result<()> {
         let Some(bytes) = self.bytes else { return Ok(()) };
         let jit = match &self.jit {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::any_stage::{AnyStage, Forwarded, PassOf};
+use super::bound_stage::{BoundStage, Forwarded, PassOf};
 use super::bundle::Bundle;
 use super::context::Mode;
 use super::graph::{StageGraph, label};
@@ -381,7 +381,7 @@ impl<'a> RunningStep<'a> {
         self.add_tied()?;
         let losses: Vec<Loss<MpmdArray>> = self.losses.into_iter().flatten().collect();
         label(self.program, (last, None), Role::Loss);
-        let loss = sum_losses(self.graph.stages[last].as_ref(), self.program, &losses)?;
+        let loss = sum_losses(&self.graph.stages[last], self.program, &losses)?;
         let gradients = self.gradients.into_iter().enumerate().map(|(stage, gradients)| {
             let stage = &self.graph.stages[stage];
             let (paths, own) = (stage.paths(), stage.own());
@@ -634,7 +634,7 @@ impl<'a> RunningStep<'a> {
 /// Returns the losses added in ascending order of microbatches, independent of the order of
 /// computation.
 fn sum_losses(
-    last: &dyn AnyStage,
+    last: &BoundStage,
     program: &mut Program,
     losses: &[Loss<MpmdArray>],
 ) -> Result<Loss<MpmdArray>> {

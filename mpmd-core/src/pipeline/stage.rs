@@ -400,6 +400,12 @@ impl<O> StageSignature<O> {
         }
     }
 
+    /// Returns the declaration with another form of the output.
+    pub(super) fn map_out<P>(self, f: impl FnOnce(O) -> P) -> StageSignature<P> {
+        let Self { out, residual, weight_residual, keeps, forward, backward_input } = self;
+        StageSignature { out: f(out), residual, weight_residual, keeps, forward, backward_input }
+    }
+
     /// Declares residuals: arrays on the stage's own devices that the forward pass writes for the
     /// backward pass. They never move, and are freed after the last pass that reads them.
     ///

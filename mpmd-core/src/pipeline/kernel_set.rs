@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
+use super::bound_stage::BoundStage;
 use super::bundle::Bundle;
 use super::context::Mode;
-use super::erased::ErasedStage;
 use super::kernels::{Backward, BackwardWeight, Forward, Inferred};
-use super::stage::{Passes, PlacedShape, Stage};
+use super::stage::{Passes, PlacedShape};
 use crate::api::jit::{Jit, JitBuilder};
 use crate::api::program::Program;
 use crate::error::Result;
-use crate::kernel::{Kernel, Shapes};
+use crate::kernel::Kernel;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 
 /// The kernels of a stage for microbatches of these shapes.
-pub(super) struct KernelSet<S: Stage> {
+pub(super) struct KernelSet {
     /// The shapes of the stage's input and side input.
     pub(super) x: Bundle<ShapedArray>,
     pub(super) side: Bundle<ShapedArray>,
@@ -24,21 +24,21 @@ pub(super) struct KernelSet<S: Stage> {
     /// The shardings of the outputs of the forward pass.
     outputs: PrefixTree<Sharding>,
     /// A kernel of the forward pass for each mode, built at first use.
-    pub(super) forward: Vec<(Mode, Jit<Forward<S>>)>,
+    pub(super) forward: Vec<(Mode, Jit<Forward>)>,
     /// The kernels of the separate gradients, if the stage splits them.
-    pub(super) split: Option<Split<S>>,
+    pub(super) split: Option<Split>,
     /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
     /// later ones.
-    pub(super) fused: Option<[Jit<Backward<S>>; 2]>,
+    pub(super) fused: Option<[Jit<Backward>; 2]>,
 }
 
-pub(super) struct Split<S: Stage> {
-    pub(super) input: Jit<Backward<S>>,
+pub(super) struct Split {
+    pub(super) input: Jit<Backward>,
     /// The kernels of the weight gradient: for the first microbatch, and for later ones.
-    pub(super) weight: [Jit<BackwardWeight<S>>; 2],
+    pub(super) weight: [Jit<BackwardWeight>; 2],
 }
 
-impl<S: Stage> ErasedStage<S> {
+impl BoundStage {
     /// Returns the index of the forward pass in this mode within its kernel set, and builds it if
     /// it is new. `kernels` is the index of the set.
     pub(super) fn forward_kernel(
@@ -63,10 +63,8 @@ impl<S: Stage> ErasedStage<S> {
         program: &Program,
         x: Bundle<ShapedArray>,
         side: Bundle<ShapedArray>,
-    ) -> Result<KernelSet<S>> {
-        let params = self.param_shapes()?;
-        let shapes: Shapes<S::In> = x.clone().into_tree("input")?;
-        let signature = self.infer(&params, &shapes, side.clone())?;
+    ) -> Result<KernelSet> {
+        let signature = self.infer(&self.param_shapes(), &x, &side)?;
         let keeps_inputs = signature.residual.is_none();
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let (shapes, places) = self.gradients().into_iter().unzip();
@@ -118,7 +116,7 @@ impl<S: Stage> ErasedStage<S> {
                     weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
                 }),
             },
-            fused: match self.fuses_gradients() {
+            fused: match self.fuses() {
                 false => None,
                 true => Some([fused().build()?, fused().donate("3").partial_sums("3").build()?]),
             },

@@ -1,0 +1,619 @@
+//! A stage on its mesh, as the runner sees it.
+
+use std::sync::Arc;
+
+use super::bundle::Bundle;
+use super::context::{Extras, Mode};
+use super::erased::{ErasedStage, ProbeOf};
+use super::kernel_set::KernelSet;
+use super::param_sharding::{ParamSharding, put_each};
+use super::prepare::{Freshness, Prepared};
+use super::shapes::StageShapes;
+use super::stage::{Passes, PlacedShape, Stage, StageSignature};
+use crate::api::program::Program;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::{Structure, Tree, TreeError};
+
+/// Names for the elements of the input tuple of the input gradient's pass.
+const BACKWARD_INPUTS: [&str; 5] =
+    ["parameter", "residual", "output gradient", "gradient so far", ""];
+
+/// Names for the elements of its output tuple.
+const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradient"];
+
+/// The results of a forward pass.
+pub(super) struct Forwarded {
+    pub(super) y: Bundle,
+    /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
+    pub(super) residual: Option<Bundle>,
+    /// Index of the kernel set for these shapes.
+    pub(super) kernels: usize,
+}
+
+/// The results of a pass that computes the input gradient.
+pub(super) struct BackwardOutput {
+    /// The gradient of the input; `None` if nothing that the stage reads is trained.
+    pub(super) dx: Option<Bundle>,
+    pub(super) weight_residual: Bundle,
+    /// The gradients of the parameters, if the pass is fused.
+    pub(super) gradient: Option<Bundle>,
+}
+
+/// Data that the passes of a microbatch at a stage share.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PassOf {
+    /// Index of the kernel set compiled for the microbatch's shapes. The forward pass returns it.
+    pub(super) kernels: usize,
+    /// The random key, if the stage draws.
+    pub(super) key: Option<MpmdArray>,
+}
+
+/// Gradients of a stage's parameters so far; `None` before the first microbatch.
+pub(super) type SoFar = Option<Bundle>;
+
+/// Shape and sharding of a parameter.
+pub(super) struct ParamPlace {
+    pub(super) aval: ShapedArray,
+    pub(super) sharding: Sharding,
+}
+
+/// A stage on a mesh, with its type erased.
+pub(super) struct BoundStage {
+    pub(super) stage: Arc<dyn ErasedStage>,
+    pub(super) mesh: Mesh,
+    pub(super) input: Sharding,
+    pub(super) output: Sharding,
+    pub(super) structure: Structure,
+    places: Vec<ParamPlace>,
+    /// Parameters as stored, in leaf order; `None` if another stage stores the parameter.
+    params: Vec<Option<MpmdArray>>,
+    /// For each parameter, true if it is not trained.
+    frozen: Vec<bool>,
+    /// Shardings that kernels compute with; `None` if they equal the stored ones.
+    storage: Option<ParamSharding>,
+    /// Parameters in the shardings that kernels compute with, from `gather` to `release`.
+    gathered: Option<Vec<MpmdArray>>,
+    /// True if the backward passes compute the gradient of the input.
+    pub(super) needs_dx: bool,
+    /// The object that every pass of the stage has.
+    state: Option<MpmdArray>,
+    prepared: Prepared,
+    /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
+    /// comes. Shapes of residuals are known only then.
+    pub(super) kernels: Vec<KernelSet>,
+}
+
+/// Returns the error for a pass that the schedule has and the stage has no kernel for.
+fn no_kernel() -> Error {
+    Error::kernel("there is no kernel for this backward pass")
+}
+
+impl BoundStage {
+    pub(super) fn new<S: Stage>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
+        Self::of(Arc::new(stage), mesh, Bundle::of(params))
+    }
+
+    fn of(stage: Arc<dyn ErasedStage>, mesh: &Mesh, params: Bundle) -> Result<Self> {
+        let mut places = Vec::new();
+        for (path, param) in params.leaves_with_paths() {
+            let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
+            let Some(sharding) = here else { return Err(param_not_here(&path, param, mesh)) };
+            places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
+        }
+        let structure = params.structure;
+        let mut stage = Self {
+            mesh: mesh.clone(),
+            input: mesh.sharding(stage.input_spec()),
+            output: mesh.sharding(stage.output_spec()),
+            frozen: structure.paths().iter().map(|path| stage.is_frozen(path)).collect(),
+            stage,
+            structure,
+            places,
+            params: params.leaves.into_iter().map(Some).collect(),
+            storage: None,
+            gathered: None,
+            needs_dx: false,
+            state: None,
+            prepared: Prepared::new(None),
+            kernels: Vec::new(),
+        };
+        stage.forget_shapes()?;
+        Ok(stage)
+    }
+
+    /// Drops all that depends on the shapes and shardings of the parameters.
+    fn forget_shapes(&mut self) -> Result<()> {
+        self.gathered = None;
+        self.kernels.clear();
+        let compute = self.compute().into_iter();
+        let largest = self.places.iter().zip(compute).map(|(ParamPlace { aval, .. }, compute)| {
+            let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
+            let layout = compute.layout(aval.shape()).map_err(wrong)?;
+            let here = layout.iter().filter(|(device, _)| self.mesh.devices().contains(device));
+            let largest = here.map(|(_, region)| region).max_by_key(|region| region.elements());
+            let shape =
+                largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
+            Ok(ShapedArray::new(&shape, aval.dtype()))
+        });
+        let largest = largest.collect::<Result<Vec<_>>>()?;
+        let largest = Bundle { structure: self.structure.clone(), leaves: largest };
+        self.prepared = Prepared::new(self.stage.prepared_bytes(largest)?);
+        Ok(())
+    }
+
+    /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
+    /// new.
+    fn kernels(&mut self, program: &Program, x: &Bundle, side: &Bundle) -> Result<usize> {
+        let of = |known: &Bundle<ShapedArray>, given: &Bundle| {
+            known.structure == given.structure
+                && given.leaves.iter().map(MpmdArray::aval).eq(&known.leaves)
+        };
+        let known = |kernels: &KernelSet| of(&kernels.x, x) && of(&kernels.side, side);
+        if let Some(known) = self.kernels.iter().position(known) {
+            return Ok(known);
+        }
+        let aval = |leaf: &MpmdArray| leaf.aval().clone();
+        let kernels = self.bind(program, x.map_ref(&mut { aval }), side.map_ref(&mut { aval }))?;
+        self.kernels.push(kernels);
+        Ok(self.kernels.len() - 1)
+    }
+
+    pub(super) fn param_shapes(&self) -> Bundle<ShapedArray> {
+        let leaves = self.places.iter().map(|place| place.aval.clone()).collect();
+        Bundle { structure: self.structure.clone(), leaves }
+    }
+
+    /// Returns the stage's declaration for these shapes. An error of the stage gets the shapes in
+    /// its text.
+    pub(super) fn infer(
+        &self,
+        params: &Bundle<ShapedArray>,
+        x: &Bundle<ShapedArray>,
+        side: &Bundle<ShapedArray>,
+    ) -> Result<StageSignature<Bundle<ShapedArray>>> {
+        let signature = self.stage.infer(params, x, side)?;
+        let Some(residual) = &signature.residual else {
+            return match signature.keeps.first() {
+                None => Ok(signature),
+                Some((kept, _)) => Err(Error::kernel(format!(
+                    "its `infer` keeps residual {kept:?}, and declares no residuals: call \
+                     `.residual(…)`"
+                ))),
+            };
+        };
+        let kept = |path: &str| {
+            let leaves = residual.leaves_with_paths();
+            leaves.iter().any(|(leaf, placed)| leaf == path && placed.aval.is_object())
+        };
+        if let Some((path, _)) = signature.keeps.iter().find(|(path, _)| kept(path)) {
+            return Err(Error::kernel(format!(
+                "its `infer` keeps the object {path:?}: take it from the residual, and put it into \
+                 the weight residual"
+            )));
+        }
+        Ok(signature)
+    }
+
+    /// Returns the stored sharding of each parameter, including those that other stages store.
+    fn stored(&self) -> Vec<Sharding> {
+        self.places.iter().map(|place| place.sharding.clone()).collect()
+    }
+
+    /// Returns the shardings that kernels compute with, in leaf order.
+    fn compute(&self) -> Vec<Sharding> {
+        self.storage.as_ref().map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
+    }
+
+    /// Returns the shape and sharding of each parameter's gradient as the backward passes write it.
+    pub(super) fn gradients(&self) -> Vec<(ShapedArray, Sharding)> {
+        let shardings = match &self.storage {
+            Some(storage) => storage.gradients().to_vec(),
+            None => self.stored(),
+        };
+        let all = self.places.iter().zip(shardings).zip(&self.frozen);
+        all.map(|((ParamPlace { aval, .. }, sharding), frozen)| match frozen {
+            true => (ShapedArray::new(&[0], aval.dtype()), self.mesh.replicated()),
+            false => (aval.clone(), sharding),
+        })
+        .collect()
+    }
+
+    /// Returns true if one kernel computes both gradients of a combined backward action.
+    pub(super) fn fuses(&self) -> bool {
+        let partial = |storage: &ParamSharding| {
+            storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
+        };
+        match self.stage.passes() {
+            Passes::Fused => true,
+            Passes::Split => false,
+            Passes::Both => !self.storage.as_ref().is_some_and(partial),
+        }
+    }
+
+    fn extras(&self, key: Option<MpmdArray>) -> Extras<MpmdArray> {
+        let prepared = self.prepared.object().cloned();
+        Extras { state: self.state.clone(), prepared, key }
+    }
+
+    /// Returns the parameters in the shardings that kernels compute with.
+    fn for_kernels(&self) -> impl Iterator<Item = &MpmdArray> {
+        let stored = self.params.iter().flatten().filter(|_| self.gathered.is_none());
+        self.gathered.iter().flatten().chain(stored)
+    }
+
+    fn bound(&self, kernels: usize) -> Result<&KernelSet> {
+        self.kernels
+            .get(kernels)
+            .ok_or_else(|| Error::kernel("a backward pass before any forward pass"))
+    }
+}
+
+/// Returns the error for a parameter that is not on all devices of its stage's mesh.
+fn param_not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
+    let value =
+        if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
+    not_here(&value, param, mesh)
+}
+
+/// Returns the error for an array, called `value`, that is not on all devices of the mesh.
+fn not_here(value: &str, array: &MpmdArray, mesh: &Mesh) -> Error {
+    let found = array.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
+    let put =
+        if array.aval().is_object() { "make it there" } else { "put it there with `device_put`" };
+    Error::kernel(format!("{value} is {found}, and not on its mesh {mesh}: {put}"))
+}
+
+/// Returns true if the sharding includes every device of the mesh.
+fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
+    mesh.devices().iter().all(|device| sharding.devices().contains(device))
+}
+
+/// Replaces the tuple index at the beginning of an error's path by the name of the element. Other
+/// errors stay unchanged.
+fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
+    let Error::Issue(issue) = &mut error else { return error };
+    let Some(path) = issue.why.path_mut() else { return error };
+    let (names, place) =
+        path.strip_prefix("output ").map_or((inputs, path.as_str()), |place| (outputs, place));
+    let (place, rest) = place.split_once('/').unwrap_or((place, ""));
+    if let Some(name) = place.parse().ok().and_then(|place: usize| names.get(place)) {
+        *path = format!("{name} {rest}").trim().to_owned();
+    }
+    error
+}
+
+impl BoundStage {
+    pub(super) fn name(&self) -> &str {
+        self.stage.name()
+    }
+
+    pub(super) fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The sharding of the inputs on this stage's mesh.
+    pub(super) fn input(&self) -> &Sharding {
+        &self.input
+    }
+
+    /// The sharding of the outputs and of their gradients.
+    pub(super) fn output(&self) -> &Sharding {
+        &self.output
+    }
+
+    /// Returns the paths of all parameters, in leaf order, including those that other stages store.
+    pub(super) fn paths(&self) -> Vec<String> {
+        self.structure.paths()
+    }
+
+    /// Returns the indices of the parameters that the stage stores itself.
+    pub(super) fn own(&self) -> Vec<usize> {
+        (0..self.params.len()).filter(|place| self.params[*place].is_some()).collect()
+    }
+
+    /// Returns the parameter at leaf index `place` as it is stored, or `None` if another stage
+    /// stores it.
+    pub(super) fn param(&self, place: usize) -> Option<&MpmdArray> {
+        self.params.get(place)?.as_ref()
+    }
+
+    /// Returns all parameters that the stage stores itself, in leaf order.
+    pub(super) fn params(&self) -> Vec<MpmdArray> {
+        self.params.iter().flatten().cloned().collect()
+    }
+
+    pub(super) fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()> {
+        let own = self.own();
+        if own.len() != params.len() {
+            let (own, found) = (own.len(), params.len());
+            let problem = format!(
+                "{found} arrays for the {own} parameters that it stores: give one for each, in \
+                 leaf order"
+            );
+            return Err(Error::kernel(problem));
+        }
+        let elsewhere = |param: &MpmdArray| {
+            param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh))
+        };
+        if let Some(index) = params.iter().position(elsewhere) {
+            return Err(param_not_here(&self.paths()[own[index]], &params[index], &self.mesh));
+        }
+        let mut differ = false;
+        for (place, param) in own.into_iter().zip(params) {
+            let known = &mut self.places[place];
+            if known.aval != *param.aval() {
+                known.aval = param.aval().clone();
+                differ = true;
+            }
+            if let Some(sharding) = param.sharding()
+                && known.sharding != *sharding
+            {
+                known.sharding = sharding.clone();
+                differ = true;
+            }
+            self.params[place] = Some(param);
+        }
+        self.gathered = None;
+        self.prepared.set_stale(true);
+        if differ { self.forget_shapes() } else { Ok(()) }
+    }
+
+    /// Returns the shape and sharding of the parameter at leaf index `place`. The sharding is the
+    /// stored one if this stage stores the parameter.
+    pub(super) fn place(&self, place: usize) -> &ParamPlace {
+        &self.places[place]
+    }
+
+    /// Drops the parameter at leaf index `place`: another stage stores it from now on. If it is
+    /// `frozen` there, it is frozen here.
+    pub(super) fn give_up(&mut self, place: usize, frozen: bool) -> Result<()> {
+        self.params[place] = None;
+        if frozen && !self.frozen[place] {
+            self.frozen[place] = true;
+            self.stage.freeze(&self.structure.paths()[place]);
+        }
+        self.forget_shapes()
+    }
+
+    /// Returns, for each parameter in leaf order, true if it is not trained.
+    pub(super) fn frozen(&self) -> &[bool] {
+        &self.frozen
+    }
+
+    /// Returns true if the backward passes compute the gradient of the input.
+    pub(super) fn needs_dx(&self) -> bool {
+        self.needs_dx
+    }
+
+    /// Sets the result of `needs_dx`.
+    pub(super) fn set_needs_dx(&mut self, yes: bool) {
+        if self.needs_dx != yes {
+            self.needs_dx = yes;
+            self.kernels.clear();
+        }
+    }
+
+    /// Returns true if the passes need a random key in training.
+    pub(super) fn draws_random(&self) -> bool {
+        self.stage.draws_random()
+    }
+
+    /// Returns the state of the working form of the parameters.
+    pub(super) fn freshness(&self) -> Freshness {
+        self.prepared.freshness()
+    }
+
+    /// Notes whether the values of the parameters have changed since the last call of `prepare`.
+    pub(super) fn set_stale(&mut self, stale: bool) {
+        self.prepared.set_stale(stale);
+    }
+
+    /// Makes or updates the working form of the parameters, which must be gathered.
+    pub(super) fn prepare(&mut self, program: &mut Program) -> Result<()> {
+        let leaves = self.for_kernels().cloned().collect();
+        let params = Bundle { structure: self.structure.clone(), leaves };
+        let updated = self.prepared.update(program, (&self.stage, &self.mesh), params);
+        updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
+    }
+
+    /// Calls the stage's `probe` for inputs of these shapes. `index` is the index of the stage.
+    pub(super) fn probe(
+        &self,
+        program: &mut Program,
+        index: usize,
+        x: &Bundle<ShapedArray>,
+        side: &Bundle<ShapedArray>,
+    ) -> Result<()> {
+        let gradients: Vec<Sharding> =
+            self.gradients().into_iter().map(|(_, sharding)| sharding).collect();
+        let at = ProbeOf {
+            mesh: &self.mesh,
+            params: self.param_shapes(),
+            shardings: &self.compute(),
+            gradients: &gradients,
+            x: x.clone(),
+            side: side.clone(),
+            needs_dx: self.needs_dx,
+            stage: index,
+        };
+        self.stage.probe(program, at)
+    }
+
+    /// Returns an error if the stage does not take a side input of this structure. `None` stands
+    /// for a microbatch without side input.
+    pub(super) fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError> {
+        self.stage.side().check(side.unwrap_or(&Structure::sequence([])))
+    }
+
+    /// Sets the object that every pass of the stage has. It must be on the stage's mesh.
+    pub(super) fn set_state(&mut self, state: &MpmdArray) -> Result<()> {
+        if !state.sharding().is_some_and(|sharding| is_on(sharding, &self.mesh)) {
+            return Err(not_here("its state", state, &self.mesh));
+        }
+        self.state = Some(state.clone());
+        Ok(())
+    }
+
+    pub(super) fn passes(&self) -> Passes {
+        self.stage.passes()
+    }
+
+    /// Returns the shapes of all arrays of the stage for inputs `x` and side inputs `side` of these
+    /// shapes.
+    pub(super) fn shapes(
+        &self,
+        x: &Bundle<ShapedArray>,
+        side: &Bundle<ShapedArray>,
+    ) -> Result<StageShapes> {
+        let params = self.param_shapes();
+        let signature = self.infer(&params, x, side)?;
+        let keeps_inputs = signature.residual.is_none();
+        let residual = signature.residual.unwrap_or_else(Bundle::empty);
+        let (stored, compute) = (self.stored(), self.compute());
+        let all = |to: &[Sharding]| params.leaves.iter().cloned().zip(to.iter().cloned()).collect();
+        let placed = |leaf: &PlacedShape| leaf.counted(&self.mesh);
+        let objects = residual.leaves.iter().filter(|leaf| leaf.aval.is_object());
+        let object = PlacedShape::object_of_bytes;
+        let kept = residual.leaves_with_paths().into_iter();
+        let kept =
+            kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
+        Ok(StageShapes {
+            mesh: self.mesh.clone(),
+            params: all(&stored),
+            own: self.own(),
+            compute: all(&compute),
+            gradients: self.gradients(),
+            frozen: self.frozen.clone(),
+            prepared: self.prepared.bytes().map(|bytes| object(bytes).counted(&self.mesh)),
+            fuses: self.fuses(),
+            keeps_inputs,
+            input: x.leaves.iter().map(|aval| (aval.clone(), self.input.clone())).collect(),
+            output: signature
+                .out
+                .leaves
+                .iter()
+                .map(|aval| (aval.clone(), self.output.clone()))
+                .collect(),
+            kept_residual: kept.map(|(_, leaf)| placed(leaf)).collect(),
+            residual: residual.leaves.iter().map(placed).collect(),
+            unkept_residual: objects.map(placed).collect(),
+            weight_residual: signature.weight_residual.leaves.iter().map(placed).collect(),
+            out: signature.out,
+        })
+    }
+
+    /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
+    /// they are.
+    pub(super) fn store(&mut self, storage: ParamSharding) -> Result<()> {
+        let avals: Vec<(String, &ShapedArray)> =
+            self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
+        storage.check(&avals, &self.mesh)?;
+        self.storage = Some(storage);
+        self.forget_shapes()
+    }
+
+    /// Returns true if the parameters are available in the shardings that kernels compute with.
+    pub(super) fn is_gathered(&self) -> bool {
+        self.gathered.is_some()
+            || (self.storage.is_none() && self.params.iter().all(Option::is_some))
+    }
+
+    /// Transfers the parameters to the shardings that kernels compute with. The copies stay until
+    /// `release`. `tied` are (leaf index, array) of the parameters that other stages store.
+    pub(super) fn gather(
+        &mut self,
+        program: &mut Program,
+        tied: Vec<(usize, MpmdArray)>,
+    ) -> Result<()> {
+        let mut params = self.params.clone();
+        tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
+        let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
+        let compute = self.compute();
+        self.gathered = Some(put_each(program, params, |place| &compute[place])?);
+        Ok(())
+    }
+
+    pub(super) fn release(&mut self) {
+        self.gathered = None;
+    }
+
+    /// Runs the forward pass. `key` is the random key of the microbatch, if the stage draws.
+    pub(super) fn forward(
+        &mut self,
+        program: &mut Program,
+        (x, side): (&Bundle, &Bundle),
+        (mut mode, key): (Mode, Option<MpmdArray>),
+    ) -> Result<Forwarded> {
+        let index = self.kernels(program, x, side)?;
+        let keeps_inputs = self.kernels[index].keeps_inputs;
+        if mode == Mode::Recomputed && keeps_inputs {
+            // Without residuals nothing is computed again.
+            mode = Mode::Training;
+        }
+        let kernel = self.forward_kernel(program, index, mode)?;
+        let extras = self.extras(key);
+        let branches = [&self.structure, &x.structure, &side.structure, &extras.structure()];
+        let arrays = self.for_kernels().chain(&x.leaves).chain(&side.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
+        let jit = &self.kernels[index].forward[kernel].1;
+        let y = Bundle::called(jit, program, branches, &leaves).map_err(|error| {
+            in_words(error, &["parameter", "input", "side input", ""], &["output", "residual"])
+        })?;
+        let [y, residual] = y.into_branches().ok_or_else(no_kernel)?;
+        let residual = (!keeps_inputs).then_some(residual);
+        Ok(Forwarded { y, residual, kernels: index })
+    }
+
+    /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the
+    /// parameters, and adds them to those so far.
+    pub(super) fn backward(
+        &mut self,
+        program: &mut Program,
+        PassOf { kernels, key }: &PassOf,
+        (residual, dy): (Bundle, Bundle),
+        fused: Option<SoFar>,
+    ) -> Result<BackwardOutput> {
+        let kernels = self.bound(*kernels)?;
+        let jit = match &fused {
+            None => kernels.split.as_ref().map(|split| &split.input),
+            Some(so_far) => {
+                kernels.fused.as_ref().map(|fused| &fused[usize::from(so_far.is_some())])
+            }
+        };
+        let so_far = fused.flatten().unwrap_or_else(Bundle::absent);
+        let extras = self.extras(key.clone());
+        let [residuals, dys, sums] = [&residual, &dy, &so_far].map(|bundle| &bundle.structure);
+        let branches = [&self.structure, residuals, dys, sums, &extras.structure()];
+        let arrays = self.for_kernels().chain(&residual.leaves).chain(&dy.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(&so_far.leaves).chain(extras.leaves()).collect();
+        let y = Bundle::called(jit.ok_or_else(no_kernel)?, program, branches, &leaves)
+            .map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
+        let [dx, weight_residual, gradient] = y.into_branches().ok_or_else(no_kernel)?;
+        let (dx, gradient) = (dx.present(), gradient.present());
+        Ok(BackwardOutput { dx, weight_residual, gradient })
+    }
+
+    /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
+    pub(super) fn backward_weight(
+        &mut self,
+        program: &mut Program,
+        PassOf { kernels, key }: &PassOf,
+        weight_residual: Bundle,
+        so_far: SoFar,
+    ) -> Result<Bundle> {
+        let split = self.bound(*kernels)?.split.as_ref().ok_or_else(no_kernel)?;
+        let jit = &split.weight[usize::from(so_far.is_some())];
+        let so_far = so_far.unwrap_or_else(Bundle::absent);
+        let extras = self.extras(key.clone());
+        let branches = [&weight_residual.structure, &so_far.structure, &extras.structure()];
+        let arrays = weight_residual.leaves.iter().chain(&so_far.leaves);
+        let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
+        let inputs = ["weight residual", "gradient so far", ""];
+        Bundle::called(jit, program, branches, &leaves)
+            .map_err(|error| in_words(error, &inputs, &[]))
+    }
+}
