@@ -1,5 +1,5 @@
-//! A stage without its types: its trees are [`Bundle`]s. So the kernels of passes, and all that binds
-//! and calls them, are compiled once, and not again for each type of stage.
+//! A stage without its types: its trees are [`Bundle`]s. So the kernels of passes, and all that
+//! binds and calls them, are compiled once, and not again for each type of stage.
 
 use std::any::Any;
 
