@@ -1,4 +1,4 @@
-//! The figures that a drawing gives in words: step time, share of bubble, peak memory.
+//! The figures in the head of a drawing: step time, share of bubble, number of rows, peak memory.
 
 use mpmd_schedule::timeline::{Kind, Row, Timeline};
 

@@ -334,10 +334,11 @@ impl<'a> Spread<'a> {
         *self.arrival.get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
     }
 
-    /// Returns the sequence number of a transfer between hosts, counted over all regions that come
-    /// from `a`. A part has `of` such transfers; `start` is the index of this one.
-    fn crossing(&self, of: usize, start: usize, part: usize) -> usize {
-        (self.turn * of + start) * self.parts + part
+    /// Returns the sequence number of a part's transfer between hosts, counted over all regions
+    /// that come from the source tile `a`. Each part has `transfers` of them, and this one is
+    /// number `index`.
+    fn crossing(&self, transfers: usize, index: usize, part: usize) -> usize {
+        (self.turn * transfers + index) * self.parts + part
     }
 
     /// Returns the holder that sends in the transfer between hosts with sequence number `crossing`.

@@ -4,9 +4,9 @@ use super::merge::{Kernel, Operation, Run};
 use crate::trace::{Label, Role};
 
 impl Run {
-    /// Describes the work that process `process` waited for from time `since` on, in seconds. It is
-    /// the pass that made the values of operation `op`, with its process. If the transfer took most
-    /// of the wait, describes the transfer.
+    /// Describes what process `process` waited for when it waited for the values of operation `op`.
+    /// The wait began at `since`, in seconds. If the transfer of the values took more than half of
+    /// it, that is the transfer; else the pass that made the values, with its process.
     pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");

@@ -16,8 +16,8 @@ pub struct Deadlock {
     /// Each item waits for the next, the last one for the first. Empty if a transfer's end is
     /// missing.
     ///
-    /// It is a shortest one among the cycles through a front of a lane or queue. An item behind a
-    /// front waits for the front.
+    /// Of the cycles through the first unfinished item of a lane or queue, it is a shortest one.
+    /// Later items of the lane or queue wait for its first one.
     pub cycle: Vec<Wait>,
     /// Transfers that can never happen, because an end is missing.
     pub missing: Vec<Missing>,

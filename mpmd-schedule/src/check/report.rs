@@ -10,8 +10,8 @@ use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 pub struct Limits<'a> {
     /// The channel of its transfers.
     pub channel: Channel,
-    /// The time at which results are sent. A runtime that works in order needs [`Leaves::InOrder`],
-    /// which delays more.
+    /// When a result is sent: as soon as it is there, or in the order of the schedule. A runtime
+    /// that sends in order needs [`Leaves::InOrder`], where a send may wait for an earlier one.
     pub leaves: Leaves,
     /// The costs of the stages. Only their bytes are used.
     pub costs: Option<&'a Costs>,

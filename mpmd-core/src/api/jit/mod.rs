@@ -73,8 +73,9 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// Queues the jobs on their devices and keeps the capacity of the lists. Call it last: from
-    /// then on the devices' threads write to the memory that this thread has just written.
+    /// Queues the jobs on their devices, and empties the lists, which keep their capacity. This is
+    /// the last part of a call: from then on the devices' threads write to cache lines that this
+    /// thread has just written.
     fn start(&mut self, runtime: &Runtime) {
         for (local_index, call) in self.calls.drain(..) {
             runtime.run_on(local_index, call);

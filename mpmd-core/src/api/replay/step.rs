@@ -154,9 +154,10 @@ impl ReplayStep {
         Ok(())
     }
 
-    /// Checks input `place` against `first`, the first input that is the same array now. Returns an
-    /// error if input `place` was the same array as another input than `first` at recording. Also
-    /// returns an error if the two were different arrays then and the step donates one of them.
+    /// Checks that inputs which are one array now may be one. `first` is the first input with the
+    /// same array as input `place`. If input `place` was one array with some input at the
+    /// recording, that input must be `first`. If the two were different arrays then, the step must
+    /// donate neither of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let (input, twin) = (&self.inputs[place], &self.inputs[first]);
         let known = input.first as usize;
