@@ -12,6 +12,7 @@ use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
+use super::NewShard;
 use crate::exec::moves::chunks::COPY_INLINE;
 use crate::exec::moves::chunks::Chunked;
 use crate::exec::moves::reach::when_made;
@@ -116,24 +117,16 @@ struct Ended {
 }
 
 impl DeviceAssembly {
-    /// Creates a shard of `region` in memory of `gpu`. `missing` is the number of pieces by partial
-    /// sum. With several sums, `sum` is their addition, and `reservation` has room for two shards.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one call site; the parts have no life of their own"
-    )]
+    /// Creates a shard in memory of `gpu`. With several partial sums, `sum` is their addition, and
+    /// the reservation has room for two shards.
     pub(crate) fn new(
+        shard: NewShard,
         runtime: Arc<Runtime>,
         gpu: Arc<Gpu>,
-        op: u64,
-        region: Region,
         item_bytes: usize,
-        missing: Vec<usize>,
         sum: Option<Sum>,
-        reservation: Reservation,
-        resolver: Resolver,
-        guard: OpGuard,
     ) -> Arc<Self> {
+        let NewShard { op, region, missing, reservation, resolver, guard } = shard;
         let memory = Memory::Reserved(reservation);
         let open =
             Mutex::new(Some(Open { resolver, memory, missing, term: 0, waiting: Vec::new() }));
@@ -403,16 +396,11 @@ impl Runtime {
         let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
         let all = Region::full(&[values.len()]);
         let shard = DeviceAssembly::new(
+            NewShard { op, region: all, missing: vec![1], reservation, resolver, guard },
             self.clone(),
             gpu.clone(),
-            op,
-            all,
             1,
-            vec![1],
             None,
-            reservation,
-            resolver,
-            guard,
         );
         shard.fill(&values);
     }
@@ -442,16 +430,11 @@ impl Runtime {
         };
         let (runtime, gpu) = (self.clone(), gpu.clone());
         let shard = DeviceAssembly::new(
+            NewShard { op, region: part.clone(), missing: vec![1], reservation, resolver, guard },
             runtime,
             gpu,
-            op,
-            part.clone(),
             item,
-            vec![1],
             None,
-            reservation,
-            resolver,
-            guard,
         );
         let source = slot.clone();
         slot.on_issued(move |outcome| match outcome {

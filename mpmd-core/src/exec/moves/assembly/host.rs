@@ -15,6 +15,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
+use super::NewShard;
 use crate::exec::moves::transfer::Transfer;
 use crate::exec::waits::async_buffer::Resolver;
 use crate::exec::{OpGuard, Outcome, Runtime};
@@ -110,26 +111,17 @@ struct Piece {
 }
 
 impl HostAssembly {
-    /// Creates a shard of `region`. `missing` is the number of pieces by partial sum. `in_parts` is
-    /// true if each piece is a separate part of the memory. `is_small` is true if the threads that
-    /// bring pieces copy them: the copies of the whole move take less time than waking a copy
-    /// worker.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one call site; the parts have no life of their own"
-    )]
+    /// Creates a shard. `in_parts` is true if each piece is a separate part of the memory.
+    /// `is_small` is true if the threads that bring pieces copy them: the copies of the whole move
+    /// take less time than waking a copy worker.
     pub(crate) fn new(
+        shard: NewShard,
         process: ProcessId,
-        op: u64,
-        region: Region,
         dtype: DType,
-        missing: Vec<usize>,
         in_parts: bool,
         is_small: bool,
-        reservation: Reservation,
-        resolver: Resolver,
-        guard: OpGuard,
     ) -> Arc<Self> {
+        let NewShard { op, region, missing, reservation, resolver, guard } = shard;
         let open =
             Open { resolver, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };

@@ -9,13 +9,14 @@ mod host;
 use std::sync::Arc;
 
 use mpmd_device::cuda::Part;
+use mpmd_transport::memory::Reservation;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 pub(crate) use device::{DeviceAssembly, Sum};
 pub(crate) use host::HostAssembly;
 
 use crate::exec::moves::transfer::Transfer;
-use crate::exec::waits::async_buffer::AsyncBuffer;
+use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::region::Region;
 
@@ -26,6 +27,18 @@ pub(crate) enum Assembly {
     Host(Arc<HostAssembly>),
     /// A shard in a CUDA device's memory.
     Device(Arc<DeviceAssembly>),
+}
+
+/// A shard as it is created.
+pub(crate) struct NewShard {
+    /// The operation that makes it.
+    pub(crate) op: u64,
+    pub(crate) region: Region,
+    /// The number of pieces by partial sum.
+    pub(crate) missing: Vec<usize>,
+    pub(crate) reservation: Reservation,
+    pub(crate) resolver: Resolver,
+    pub(crate) guard: OpGuard,
 }
 
 /// The destination of a copy from a device.

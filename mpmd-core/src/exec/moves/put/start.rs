@@ -9,7 +9,7 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
-use crate::exec::moves::assembly::Sum;
+use crate::exec::moves::assembly::{NewShard, Sum};
 use crate::exec::moves::receive::Receive;
 use crate::exec::moves::send::Send;
 use crate::exec::moves::transfer::{Origin, Target, Transfer};
@@ -86,16 +86,11 @@ impl Start<'_> {
                 let (region, missing) = (target.region.clone(), target.pieces.clone());
                 let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
                 let shard = HostAssembly::new(
+                    NewShard { op, region, missing, reservation, resolver, guard },
                     me,
-                    op,
-                    region,
                     dtype,
-                    missing,
                     target.in_parts && target.pieces != [1] && bytes > SMALL,
                     plan.is_small,
-                    reservation,
-                    resolver,
-                    guard,
                 );
                 (slot, Some(Assembly::Host(shard)))
             }
@@ -124,16 +119,18 @@ impl Start<'_> {
         let missing =
             if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
         let shard = DeviceAssembly::new(
+            NewShard {
+                op,
+                region: region.clone(),
+                missing,
+                reservation,
+                resolver,
+                guard: guard.clone(),
+            },
             runtime.clone(),
             gpu.clone(),
-            op,
-            region.clone(),
             item,
-            missing,
             sum,
-            reservation,
-            resolver,
-            guard.clone(),
         );
         if target.pieces.is_empty() {
             shard.zero();
@@ -154,16 +151,18 @@ impl Start<'_> {
         };
         let (resolver, sum) = AsyncBuffer::new();
         let host = HostAssembly::new(
+            NewShard {
+                op,
+                region: region.clone(),
+                missing: target.pieces.clone(),
+                reservation,
+                resolver,
+                guard: guard.clone(),
+            },
             runtime.me,
-            op,
-            region.clone(),
             plan.what.aval.dtype(),
-            target.pieces.clone(),
             false,
             plan.is_small,
-            reservation,
-            resolver,
-            guard.clone(),
         );
         sum.on_end(move |outcome| match outcome {
             Ok(sum) => shard.fill(sum),
