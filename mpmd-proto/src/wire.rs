@@ -69,7 +69,7 @@ pub enum Kind {
     /// With zero-copy transfers: a program waits until everything lent up to operation `op` has
     /// been taken. Answered by [`Kind::Credit`] as soon as it has.
     AskTaken = 14,
-    /// `count` messages with small pieces, in the [payload](crate::batch).
+    /// `count` messages with small pieces, in the payload (`mpmd_transport::batch`).
     Batch = 15,
 }
 

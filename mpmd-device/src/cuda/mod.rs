@@ -106,14 +106,11 @@ pub mod work;
 use mpmd_layout::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub use absent::first_uses;
-#[cfg(not(feature = "cuda"))]
 pub use absent::{
-    Communicator, Communicators, Ending, Gpu, RawStream, StreamTurn, WarmUp, new_id,
-    reach_each_other, sharing,
+    Communicator, Communicators, Ending, Gpu, RawStream, Stream, StreamTurn, WarmUp, first_uses,
+    new_id, reach_each_other, sharing,
 };
-pub use asked::FirstUses;
-pub use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
+pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -125,7 +122,7 @@ pub use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub use nccl::{Communicator, Communicators, new_id};
 #[cfg(feature = "cuda")]
-pub use stream::RawStream;
+pub use stream::{RawStream, Stream};
 #[cfg(feature = "cuda")]
 pub use stream_turn::{Ending, StreamTurn};
 #[cfg(feature = "cuda")]

@@ -93,10 +93,10 @@ pub struct Config {
     /// Time between heartbeats.
     pub heartbeat: Duration,
     /// True, by process, if pieces go to and from that process by zero-copy transfer
-    /// ([`Transport::zero_copy`](crate::Transport::zero_copy)). Missing entries count as false.
+    /// (`Transport::zero_copy`). Missing entries count as false.
     pub zero_copy: Vec<bool>,
     /// True if the peers are simulated by a stand-in. Its pieces have no hashes to compare
-    /// ([`Transport::is_stand_in`](crate::Transport::is_stand_in)).
+    /// (`Transport::is_stand_in`).
     pub is_stand_in: bool,
 }
 
