@@ -8,7 +8,7 @@ use std::fmt;
 /// function without comparing texts.
 ///
 /// ```
-/// use mpmd_core::cuda::Source;
+/// use mpmd_device::cuda::source::Source;
 ///
 /// static SCALE: Source = Source::cuda(
 ///     "scale.cu",
