@@ -14,6 +14,9 @@ use crate::commands::shown;
 /// Time between two checks of a program.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Time limit for a killed program to be gone.
+const DEAD_WITHIN: Duration = Duration::from_secs(3);
+
 /// The output of a program that has ended.
 #[derive(Debug)]
 pub(crate) struct Said {
@@ -119,10 +122,14 @@ fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
 fn end(child: &mut Child) {
     let all = descendants(child.id());
     let _ = child.kill();
-    let _ = child.wait();
     for process in all {
         // It may have ended meanwhile; that is no failure.
         let _ = kill_process(process, Signal::KILL);
+    }
+    // A process inside a driver may outlive a kill. Then nothing more can be done about it.
+    let until = Instant::now() + DEAD_WITHIN;
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {
+        std::thread::sleep(LOOK);
     }
 }
 

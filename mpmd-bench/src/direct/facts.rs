@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use mpmd_device::cuda;
 use mpmd_device::cuda::direct::{Direct, Memory, Waiting};
 use serde_json::{Value, json};
@@ -149,12 +149,13 @@ fn ipc_memory(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
     peer.ask(&Request::CloseFirst)?;
     let after_close = peer.ask(&other)?;
     let (address, apart) = (first.address(), second.address().wrapping_sub(first.address()));
+    // Memory is not freed while it is open: what happens then is not defined.
+    peer.ask(&Request::CloseAll)?;
     let start = Instant::now();
     drop(first);
     let freed = us(start);
     let again = direct.allocate(bytes)?;
     let is_reused = again.handle()? == handle;
-    peer.ask(&Request::CloseAll)?;
     let [first, second, first_again] = opened;
     Ok(json!({
         "bytes": bytes,
@@ -175,6 +176,9 @@ fn ipc_memory(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
 fn ipc_event(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
     let event = direct.event(Waiting::Interprocess)?;
     let opened = peer.ask(&Request::Event(event.handle()?.to_vec()))?;
+    if opened["open"] != "ok" {
+        return Ok(json!({ "opened": opened }));
+    }
     let (from, to) = (direct.allocate(bytes)?, direct.allocate(bytes)?);
     // The time from the request, or from the end of this process's own wait if there is work, until
     // the other process has waited.
@@ -190,7 +194,8 @@ fn ipc_event(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
                 start = now();
             }
             last = peer.answer()?;
-            found.push((last["end"].as_u64().unwrap_or(0) as f64 - start as f64) / 1e3);
+            let end = last["end"].as_u64().context("the other process has not waited")?;
+            found.push((end as f64 - start as f64) / 1e3);
         }
         Ok((spread(&found), last))
     };

@@ -91,6 +91,57 @@ impl Default for Shown {
 #[derive(Default)]
 pub(super) struct Foreign(Mutex<Vec<Block>>);
 
+impl Foreign {
+    /// Adds a user to the block that holds `bytes` bytes with this origin. Returns the block's
+    /// address and range, and the address of these bytes. `None` if no such block is open.
+    fn join(&self, origin: Origin, bytes: usize) -> Option<(Found, u64)> {
+        let mut blocks = self.0.lock();
+        let mut found =
+            blocks.iter_mut().filter_map(|block| Some((block.find(origin, bytes)?, block)));
+        let (address, block) = found.next()?;
+        block.users += 1;
+        Some((Found { address: block.address, range: block.range }, address))
+    }
+
+    /// Adds a user to the block that the driver has opened at this address. The context must be
+    /// current.
+    fn add(&self, address: u64, origin: Origin) -> (Found, u64) {
+        let mut blocks = self.0.lock();
+        if let Some(block) = blocks.iter_mut().find(|block| block.address == address) {
+            block.users += 1;
+            let found = Found { address, range: block.range };
+            drop(blocks);
+            // The driver counts how often a handle is opened, and a block is closed once.
+            close(address);
+            return (found, address);
+        }
+        let range = range_of(address);
+        blocks.push(Block { address, origin, range, users: 1 });
+        (Found { address, range }, address)
+    }
+
+    /// Removes a user of the block at this address. Returns true if it was the last one, so that
+    /// the block has to be closed.
+    fn leave(&self, address: u64) -> bool {
+        let mut blocks = self.0.lock();
+        let Some(at) = blocks.iter().position(|block| block.address == address) else {
+            return false;
+        };
+        blocks[at].users -= 1;
+        let is_last = blocks[at].users == 0;
+        if is_last {
+            blocks.swap_remove(at);
+        }
+        is_last
+    }
+}
+
+/// The address and the range of an open [`Block`].
+struct Found {
+    address: u64,
+    range: (u64, u64),
+}
+
 /// Memory that the driver has opened: at least the allocation of the handle by which it was opened.
 struct Block {
     /// The address that the driver returned, and the origin of the handle's memory.
@@ -263,48 +314,28 @@ impl Opened {
         // The only flag that exists, and it is required. For remote memory it enables access
         // between the devices.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        let mut address = 0;
-        // Locked during the call, so that no block is closed in between.
-        let mut blocks = context.foreign().0.lock();
-        // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
-        // address.
-        let answer = unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
-        let block = if answer.is(sys::CUresult::CUDA_ERROR_ALREADY_MAPPED) {
-            let found = blocks
-                .iter_mut()
-                .find_map(|block| block.find(origin, bytes).map(|address| (address, block)));
-            found.map(|(found, block)| {
-                address = found;
-                block
-            })
-        } else {
-            None
-        };
-        let block = match block {
-            Some(block) => block,
-            None => {
-                answer.result().map_err(|error| {
-                    cuda("opening memory of another process's CUDA device", error)
-                })?;
-                match blocks.iter().position(|block| block.address == address) {
-                    // The driver counts how often a handle is opened.
-                    Some(at) => {
-                        close(address);
-                        &mut blocks[at]
-                    }
-                    None => {
-                        let range = range_of(address);
-                        blocks.push(Block { address, origin, range, users: 0 });
-                        let last = blocks.len() - 1;
-                        &mut blocks[last]
-                    }
-                }
+        // The table is not locked during calls of the driver: closing may wait for the device, and
+        // the thread that opens also takes all messages. So a block may be closed in between.
+        let mut tries = 3;
+        let (found, address) = loop {
+            let mut address = 0;
+            // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
+            // address.
+            let answer = unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) };
+            let is_open = answer.is(sys::CUresult::CUDA_ERROR_ALREADY_MAPPED);
+            if is_open && let Some(found) = context.foreign().join(origin, bytes) {
+                break found;
+            }
+            let failed = |error| cuda("opening memory of another process's CUDA device", error);
+            match answer.result() {
+                Ok(()) => break context.foreign().add(address, origin),
+                Err(_) if is_open && tries > 0 => tries -= 1,
+                Err(error) => return Err(failed(error)),
             }
         };
-        block.users += 1;
-        let (start, length) = block.range;
+        let (start, length) = found.range;
         let has = if length == 0 { u64::MAX } else { length - (address - start) };
-        let block = Some(block.address);
+        let block = Some(found.address);
         Ok((Self { context: context.clone(), address, bytes, is_far, block }, has))
     }
 }
@@ -357,11 +388,7 @@ impl DeviceMemory for Opened {
 impl Drop for Opened {
     fn drop(&mut self) {
         let Some(address) = self.block else { return };
-        let mut blocks = self.context.foreign().0.lock();
-        let Some(at) = blocks.iter().position(|block| block.address == address) else { return };
-        blocks[at].users -= 1;
-        if blocks[at].users == 0 {
-            blocks.swap_remove(at);
+        if self.context.foreign().leave(address) {
             let Ok(_visit) = self.context.visit() else { return };
             close(address);
         }

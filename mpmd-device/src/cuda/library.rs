@@ -1,9 +1,10 @@
 //! The libraries of CUDA: the places where they are looked for, and their functions.
 //!
 //! Each is loaded at its first use and stays loaded, so one executable runs with and without them.
-//! First the dynamic loader looks for all names of a library, in `LD_LIBRARY_PATH` and in its own
-//! folders. Then the folders of CUDA toolkits are searched, last the wheels of Python
-//! environments. The first library that loads is used.
+//! First the dynamic loader looks for the names with a version, in `LD_LIBRARY_PATH` and in its own
+//! folders. Then the folders of CUDA toolkits are searched, and the wheels of Python environments.
+//! All these places come again for the name without a version. The first library that loads is
+//! used.
 //!
 //! `cudarc` gives the types of CUDA's headers. Its own loader is never used: it knows no names of
 //! newer versions, takes a toolkit's stub for the driver, and panics if a function is missing.
@@ -117,29 +118,35 @@ impl Library {
 
     fn load(&self, variable: Variable<'_>) -> Result<libloading::Library, NoCuda> {
         let mut failed = Vec::new();
-        for file in self.files {
-            match open(Path::new(file)) {
-                Ok(library) => return Ok(library),
-                // The loader's words if no folder of its path has the file.
-                Err(why) if why.starts_with(&format!("{file}: cannot open shared object")) => {}
-                Err(why) => failed.push(why),
-            }
-        }
         let toolkits = toolkits(variable);
         let packages = if self.wheels.is_empty() { Vec::new() } else { packages(variable) };
         let wheels = packages.iter().map(|packages| packages.join("nvidia"));
         let wheels =
             wheels.flat_map(|nvidia| self.wheels.iter().map(move |wheel| nvidia.join(wheel)));
-        for folder in toolkits.iter().cloned().chain(wheels.map(|wheel| wheel.join("lib"))) {
-            let files = self.files.iter().map(|file| folder.join(file));
-            for file in files.filter(|file| file.exists()) {
-                self.open_helpers(&folder);
-                match open(&file) {
-                    Ok(library) => {
-                        tracing::debug!(library = self.name, file = %file.display(), "loaded");
-                        return Ok(library);
-                    }
+        let wheels = wheels.map(|wheel| wheel.join("lib"));
+        let folders: Vec<PathBuf> = toolkits.iter().cloned().chain(wheels).collect();
+        // A name without a version may be that of an old library of the system.
+        let (versioned, plain) = self.files.split_at(self.files.len() - 1);
+        for files in [versioned, plain] {
+            for file in files {
+                match open(Path::new(file)) {
+                    Ok(library) => return Ok(library),
+                    // The loader's words if no folder of its path has the file.
+                    Err(why) if why.starts_with(&format!("{file}: cannot open shared object")) => {}
                     Err(why) => failed.push(why),
+                }
+            }
+            for folder in &folders {
+                let files = files.iter().map(|file| folder.join(file));
+                for file in files.filter(|file| file.exists()) {
+                    self.open_helpers(folder);
+                    match open(&file) {
+                        Ok(library) => {
+                            tracing::debug!(library = self.name, file = %file.display(), "loaded");
+                            return Ok(library);
+                        }
+                        Err(why) => failed.push(why),
+                    }
                 }
             }
         }

@@ -118,9 +118,16 @@ impl<'a> StreamTurn<'a> {
                     tracing::debug!(%error, "waiting for work of a CUDA device without an event");
                     (None, issued)
                 }
-                Err(_) => (None, issued.and(Err(stream.context.fails(error).lost()))),
+                Err(_) => {
+                    let failed = stream.context.fails(error);
+                    (None, Err(issued.err().unwrap_or(failed).lost()))
+                }
             },
-            Err(error) => (None, issued.and(Err(error))),
+            Err(error) => {
+                // The fence stands for earlier work of the stream as well.
+                let _ = stream.synchronize();
+                (None, issued.and(Err(error)))
+            }
         };
         let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));
         ends.push(event.clone(), issued);

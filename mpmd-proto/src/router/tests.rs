@@ -409,9 +409,12 @@ fn starting_process_may_be_silent_for_longer() {
     job.expect(0, 1, (1, 0), 100);
     job.routers[0].allow_start(ProcessId(1), Duration::from_secs(100));
     job.dead[1] = true;
-    job.run(150_000);
+    // A stop of the waiting process does not end the time to start.
+    job.run(20_000);
+    job.now += 40_000;
+    job.run(90_000);
     assert!(job.outcomes.is_empty() && job.silent.is_empty());
-    job.run(12_000);
+    job.run(52_000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("no sign of life"), "{failure}");
 }

@@ -159,7 +159,12 @@ impl<C: Cargo> Router<C> {
     /// that time are still unread, so it does not count as waiting.
     fn forget_stop(&mut self, stopped: Duration, now: Duration) {
         for peer in &mut self.peers {
-            peer.heard = now;
+            if peer.heard.is_zero() {
+                // It still has the rest of its time to start.
+                peer.starts_within = peer.starts_within.saturating_add(stopped).max(now);
+            } else {
+                peer.heard = now;
+            }
             if let Some((since, _)) = &mut peer.suspected {
                 *since = now;
             }

@@ -57,8 +57,9 @@ fn facts(turn: &mut Turn<'_>) {
         cat /proc/sys/vm/max_map_count; readlink /proc/self/ns/pid
         echo LD_LIBRARY_PATH=$LD_LIBRARY_PATH CUDA_HOME=$CUDA_HOME
         ldconfig -p | grep -i 'libcuda\\|nvrtc\\|cublas\\|nccl'; ls -d /usr/local/cuda*
-        find / -xdev -name 'libnvrtc.so*' -o -name 'libcublas.so*' -o -name 'libnccl.so*'
-        for p in nvcc compute-sanitizer nsys ncu c++ python3; do command -v $p; done; exit 0";
+        for p in nvcc compute-sanitizer nsys ncu c++ python3; do command -v $p; done
+        timeout 8 find / -xdev -name 'libnvrtc.so*' -o -name 'libcublas.so*' -o -name 'libnccl.so*'
+        exit 0";
     turn.run(turn.command("/bin/sh", &["-c", SCRIPT]));
 }
 
