@@ -176,9 +176,13 @@ async fn connect_all(
     let mut refused = String::new();
     let mut found: Vec<[Option<TcpStream>; 2]> = peers.iter().map(|_| [None, None]).collect();
     loop {
-        let missing = missing(&found, process);
-        if missing.is_empty() {
-            break;
+        let mut missing = missing(&found, process);
+        let all_have_met = missing.is_empty();
+        if all_have_met {
+            missing = halves(&found, process);
+            if missing.is_empty() {
+                break;
+            }
         }
         let expects = missing.iter().any(|peer| *peer > process);
         tokio::select! {
@@ -186,6 +190,8 @@ async fn connect_all(
                 event: name_missing(&missing, peers.len(), &words.lock(), &refused),
                 peer_timeout,
             }),
+            // Such a peer may also end before it connects again.
+            () = sleep(FIRST_RETRY), if all_have_met => {}
             accepted = listener.accept(), if expects => match accepted {
                 Ok((stream, _)) => {
                     next_link += 1;
@@ -312,6 +318,17 @@ async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<S
 fn is_open(stream: &TcpStream) -> bool {
     let looked = recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
     matches!(looked, Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR))
+}
+
+/// Returns the higher peers that have one open connection and one that was closed: they have lost
+/// an answer, and connect again.
+fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId> {
+    let is_half = |pair: &[Option<TcpStream>; 2]| {
+        let [control, bulk] = pair.each_ref().map(|place| place.as_ref().is_some_and(is_open));
+        control != bulk
+    };
+    let peers = (0..).map(ProcessId).zip(found);
+    peers.filter(|(peer, pair)| *peer > process && is_half(pair)).map(|(peer, _)| peer).collect()
 }
 
 fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
