@@ -4,19 +4,18 @@
 //! the device, and the memory's [`Origin`]. CUDA cannot open a handle in the process that created
 //! it, so this process looks up its own handles in a table ([`Shown`]).
 //!
-//! A driver may keep several allocations in one block and open the whole block for the handle of
-//! any. A second handle of a block that is open is refused (`CUDA_ERROR_ALREADY_MAPPED`): then the
-//! block is looked up by the origins of both ([`Foreign`]).
+//! A driver may keep several allocations in one block. The handle of one of them then opens the
+//! whole block, and the handle of another one is refused (`CUDA_ERROR_ALREADY_MAPPED`). So open
+//! blocks are kept in a table, and found by the origin of their memory ([`Foreign`]).
 //!
 //! If this process uses the device that holds the memory, the memory is opened in that device's
 //! context and used like local memory. Otherwise it is opened in the context of this process's
 //! first device, provided the machine has a link between the two. Then the memory can only be
 //! [copied](DeviceMemory::is_far).
 //!
-//! Events are not shared. CUDA does not say that a device's wait for an event of a process that has
-//! died ends, and a driver that waits for such a stream hangs with it. So memory is lent once the
-//! work on it has ended, as its owner's host sees it. That also needs none of the interprocess
-//! events, of which drivers have a limited number.
+//! Events are not shared. A device that waits for an event of a process which has died may wait for
+//! ever, and its driver with it. So memory is lent only after the work on it has ended, as its
+//! owner's host sees it. Drivers have only a limited number of such events, too.
 
 use std::collections::HashMap;
 use std::ffi::c_char;

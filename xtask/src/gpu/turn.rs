@@ -188,7 +188,7 @@ impl<'a> Turn<'a> {
     pub(super) fn run_measuring(&mut self, command: Command) {
         let line = shown(&command);
         let figures = self.place.file(FIGURES).and_then(|mut file| {
-            // Which lines are whose.
+            // The lines that follow are of this command.
             writeln!(file, "{}", serde_json::json!({"command": line})).map(|()| file)
         });
         match figures {

@@ -14,7 +14,7 @@ use mpmd_record::trace::{PieceStep, What};
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
 /// it.
-pub(crate) struct TransportHandler(pub(in crate::exec) Weak<Runtime>);
+pub(crate) struct TransportHandler(pub(crate) Weak<Runtime>);
 
 impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {

@@ -14,7 +14,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 
 use crate::exec::moves::mailbox::Key;
-use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome};
+use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};
 use crate::exec::{OpGuard, Outgoing, Runtime, Waiter};
 use mpmd_layout::topology::DeviceId;
 
@@ -305,13 +305,7 @@ impl Exchange {
         Some(slot)
     }
 
-    fn expect(
-        &self,
-        round: &Round<'_>,
-        message: &Message,
-        likely: u64,
-        resolver: crate::exec::Resolver,
-    ) {
+    fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, resolver: Resolver) {
         let (op, from, sizes) = (round.op, message.process, (likely, round.group.most));
         let waiter = Waiter::Bytes { resolver, from, op, piece: message.key.1 };
         let (hash, now) = (self.guard.hash(), self.runtime.now());

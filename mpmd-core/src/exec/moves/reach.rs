@@ -8,7 +8,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use crate::exec::waits::async_buffer::AsyncBuffer;
+use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::exec::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
@@ -170,7 +170,7 @@ pub(crate) fn when_made(
 /// dropped last.
 pub(crate) fn follow(
     source: &AsyncBuffer,
-    resolver: crate::exec::Resolver,
+    resolver: Resolver,
     part: impl FnOnce(&SharedBuffer) -> SharedBuffer + Send + 'static,
     remember: Option<Arc<Runtime>>,
     guard: Option<OpGuard>,

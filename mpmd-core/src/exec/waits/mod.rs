@@ -1,8 +1,8 @@
-//! What is waited for, and how.
+//! Waits for shards, operations and payloads, and the reports of long ones.
 //!
-//! The owner of a shard's `async_buffer` fills it by its resolver. `in_flight` has the operations
-//! that have not ended, `under_way` the payloads that the transport moves. A thread waits in
-//! `parker`. `status` reports hangs.
+//! An `async_buffer` is the buffer of a shard, which its resolver fills later. `in_flight` lists
+//! the operations that have not ended, `under_way` the payloads that the transport moves. Threads
+//! sleep in `parker`. `status` reports hangs.
 
 pub(super) mod async_buffer;
 pub(super) mod in_flight;
