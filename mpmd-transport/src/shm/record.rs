@@ -147,8 +147,8 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             let numbers = bytes.as_chunks::<4>().0.iter();
             Ok(Record::Retired(numbers.map(|number| u32::from_le_bytes(*number)).collect()))
         }
-        ANNOUNCED if let Ok(number) = bytes.try_into() => {
-            Ok(Record::Announced(u32::from_le_bytes(number)))
+        ANNOUNCED if bytes.len() == 4 => {
+            Ok(Record::Announced(u32::from_le_bytes(bytes.as_chunks().0[0])))
         }
         GOODBYE => Ok(Record::Goodbye),
         kind => Err(format!("a record of kind {kind} with {} bytes", bytes.len())),
