@@ -40,9 +40,7 @@ const DENIED: &[&str] = &[
 
 /// The steps of a full run. A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
-/// Programs with all features and without features share the same files, and tests start the files
-/// that they find. So all programs are built with all features before the first test. The tests of
-/// programs without features build their own, last.
+/// Tests start the programs that they find, so all are built before the first test.
 const STEPS: &[Step] = &[
     ("system packages", Extent::Quick, |_| {
         packages::provide(packages::ALWAYS).map(|()| Outcome::Done)
@@ -53,25 +51,19 @@ const STEPS: &[Step] = &[
     ("format", Extent::Quick, format),
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
     ("licences and security advisories of dependencies", Extent::All, dependencies),
-    ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_ALL].concat())),
-    // These two packages depend on the features. The last step shows that the rest compiles without
-    // them.
-    ("clippy without UCX and CUDA", Extent::All, |root| {
-        clippy(
-            root,
-            &["--package", "mpmd-transport", "--package", "mpmd-device", "--package", "mpmd-core"],
-        )
-    }),
+    ("clippy", Extent::All, |root| clippy(root, &[&["--all-targets"], WITH_ALL].concat())),
+    // As users build it. The features of others' crates are those of the other steps, so that none of
+    // these is built once more.
+    ("clippy without UCX and CUDA", Extent::All, |root| clippy(root, &[])),
     ("documentation", Extent::All, documentation),
     ("tests and the programs they start", Extent::All, programs),
     ("tests", Extent::All, tests),
     ("documentation tests", Extent::All, documentation_tests),
-    ("tests without UCX and CUDA", Extent::All, tests_without_features),
 ];
 
 /// The steps of a quick run that replace longer ones.
 const QUICK: &[Step] = &[
-    ("clippy", Extent::Quick, |root| clippy(root, &["--workspace"])),
+    ("clippy", Extent::Quick, |root| clippy(root, &["--all-targets"])),
     ("unit tests", Extent::Quick, unit_tests),
 ];
 
@@ -114,10 +106,8 @@ fn format(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
-    in_workspace(
-        root,
-        &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"], DENIED].concat(),
-    )
+    let command: &[&str] = &["clippy", "--workspace"];
+    in_workspace(root, &[command, selected, &["--", "-D", "warnings"], DENIED].concat())
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
@@ -155,20 +145,12 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[runner(), &["--workspace", "--lib"]].concat())
+    let runner: &[&str] = if has_nextest() { &["nextest", "run"] } else { &["test"] };
+    in_workspace(root, &[runner, &["--workspace", "--lib"]].concat())
 }
 
 fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &[&["test", "--workspace", "--doc"], WITH_ALL].concat())
-}
-
-fn tests_without_features(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[runner(), &["--workspace", "--test", "without_features"]].concat())
-}
-
-/// Returns the arguments of the cargo command that runs tests.
-fn runner() -> &'static [&'static str] {
-    if has_nextest() { &["nextest", "run"] } else { &["test"] }
 }
 
 /// Checks licences and advisories with cargo-deny, after `deny.toml`.

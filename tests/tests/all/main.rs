@@ -29,3 +29,4 @@ mod traces;
 mod train_gpt;
 mod transfers;
 mod transport;
+mod without_features;

@@ -1,0 +1,86 @@
+//! A crate outside of the workspace needs neither UCX nor CUDA. Its program, which was built
+//! without them, reports that, and how to get them. It neither hangs nor uses something else.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Carrier, Job};
+
+#[test]
+fn requested_ucx_is_reported_as_not_compiled_in() {
+    each_says(variables::TRANSPORT, "ucx", |said| {
+        // The text tells how to get it, or lists the transports of the build.
+        said.contains("ucx")
+            && (said.contains("--features ucx") || said.contains("that this build has"))
+    });
+}
+
+#[test]
+fn requested_cuda_devices_are_reported_as_not_compiled_in() {
+    each_says(variables::DEVICE, "cuda", |said| said.contains("built without the feature `cuda`"));
+}
+
+/// Starts two processes with this variable. Both must end at once, with a message for which
+/// `is_said` is true.
+fn each_says(variable: &str, value: &str, is_said: impl Fn(&str) -> bool) {
+    const PROCESSES: usize = 2;
+    outside("build");
+    let program = target().join("debug/outside");
+    let mut job = Job::prepare(Carrier::TCP.processes(program, PROCESSES));
+    for process in 0..PROCESSES {
+        let mut command = job.command(process);
+        command.env(variable, value);
+        job.spawn(command);
+    }
+    for end in job.wait() {
+        assert_eq!(end.code(), 1, "{}", job.report());
+        assert!(is_said(&end.stderr), "{}", job.report());
+    }
+}
+
+/// Its second program is the example `quickstart`, which its own tests run.
+#[test]
+fn outside_crate_with_mpmd_alone_compiles_and_passes_its_tests() {
+    assert_eq!(outside("test").matches("test result: ok. ").count(), 3);
+}
+
+/// Runs a command of cargo in a copy of `tests/outside`, a crate that has `mpmd` as its only
+/// dependency. Returns the output.
+fn outside(command: &str) -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests have a workspace");
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("outside");
+    let write = |file: &str, text: String| {
+        let file = copy.join(file);
+        std::fs::create_dir_all(file.parent().expect("it lies in a folder")).expect("a folder");
+        // A new time would have cargo build it again.
+        if std::fs::read_to_string(&file).ok().as_ref() != Some(&text) {
+            std::fs::write(file, text).expect("a file");
+        }
+    };
+    let read = |file: &str| std::fs::read_to_string(root.join(file)).expect("a file");
+    let mpmd = root.join("mpmd");
+    let manifest = read("tests/outside/Cargo.toml");
+    write("Cargo.toml", manifest.replace("../../mpmd", mpmd.to_str().expect("a path in Unicode")));
+    // The same versions as the workspace's, which are here already.
+    write("Cargo.lock", read("Cargo.lock"));
+    write("src/main.rs", read("tests/outside/src/main.rs"));
+    write("src/quickstart.rs", read("mpmd-examples/src/bin/quickstart.rs"));
+    write("tests/processes.rs", read("tests/outside/tests/processes.rs"));
+    let output = Command::new(env!("CARGO"))
+        .current_dir(&copy)
+        .args([command, "--offline", "--quiet", "--target-dir"])
+        .arg(target())
+        .output()
+        .expect("cargo runs");
+    let shown = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{shown}{errors}");
+    shown.into_owned()
+}
+
+/// Returns cargo's target folder. What the workspace built there of others' crates serves the crate
+/// too.
+fn target() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("it lies in cargo's folder").to_owned()
+}
