@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::job::after;
+use crate::deadline::after;
 use super::protocol::{HANDSHAKE, VERSION, decode_ping};
 use super::{JoinConfig, RendezvousError};
 use crate::handshake::{Handshake, Refusal};

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -16,6 +16,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
+use super::clock::clock;
+use super::config::random;
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
 use super::{Part, RendezvousError, Report, Token};
@@ -176,21 +178,6 @@ impl Drop for Server {
             tracing::error!("the rendezvous service's thread panicked");
         }
     }
-}
-
-/// The server's clock as clients see it: nanoseconds since 1970.
-pub(super) fn clock() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
-}
-
-/// Returns a random number of the system, which nobody can guess.
-pub(super) fn random() -> Result<u128, RendezvousError> {
-    let bytes = random_bytes().map_err(|e| RendezvousError::Environment {
-        doing: "making a random identity".into(),
-        why: e.to_string(),
-    })?;
-    Ok(u128::from_le_bytes(std::array::from_fn(|i| bytes[i])))
 }
 
 /// The job's state as the server's owner sees it.
