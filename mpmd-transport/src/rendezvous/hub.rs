@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now};
 
-use super::job::{Action, Job, Link};
+use super::job::{Action, Job};
 use super::protocol::{Reply, Request};
+use crate::strangers::Link;
 
 /// A client's end of its connection to a hub.
 pub(super) struct Line {

@@ -10,8 +10,8 @@ use mpmd_base::block::{Mutex, mpsc, thread};
 
 use super::connection::{Connection, State, Wire};
 use super::hub::{Hub, Line};
-use super::job::Link;
 use super::{JoinConfig, Rendezvous, Token};
+use crate::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// The service where the simulated processes of one job meet: the same as a

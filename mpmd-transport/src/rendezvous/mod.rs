@@ -18,7 +18,8 @@
 //!
 //! - `protocol`: these bytes.
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
-//!   does no I/O. `job/places` decides which process has which place in which epoch.
+//!   does no I/O. Its parts: `job/epochs` (which process has which place), `job/values`,
+//!   `job/barriers` and `job/looks`.
 //! - `server`: runs `job` over sockets, and `hub` without them, for simulated processes (`local`).
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.

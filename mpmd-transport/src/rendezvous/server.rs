@@ -18,12 +18,13 @@ use tokio::time::{sleep_until, timeout};
 
 use super::clock::clock;
 use super::config::random;
-use super::job::{Action, Job, Link, Phase, after, ping_interval};
+use super::job::{Action, Job, Phase, ping_interval};
 use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
 use super::{Part, RendezvousError, Report, Token};
+use crate::deadline::after;
 use crate::handshake::Handshake;
 use crate::handshake::stream::shake_hands;
-use crate::strangers::Strangers;
+use crate::strangers::{Link, Strangers};
 use crate::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
@@ -303,15 +304,16 @@ impl Hub {
                 }
             }
         }
-        let complete = self.job.has_begun();
-        let failed = match self.job.phase() {
+        let epochs = self.job.epochs();
+        let complete = epochs.has_begun();
+        let failed = match epochs.phase() {
             Phase::Gathering | Phase::Running => None,
             Phase::Failed(error) => Some(error),
         };
-        let (present, wanted) = (self.job.present(), self.job.wanted());
-        let (is_over, parts) = (self.job.is_over(), self.job.parts());
+        let (present, wanted) = (epochs.present(), epochs.wanted());
+        let (is_over, parts) = (epochs.is_over(), epochs.parts());
         let mut state = self.stage.state.lock();
-        let reports = self.job.reports();
+        let reports = epochs.reports();
         let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
         if known != (complete, failed, reports.len(), &parts)
             || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
