@@ -162,8 +162,8 @@ impl Epochs {
             && self.before[process.index()].as_ref().is_some_and(stands)
     }
 
-    /// Returns each process with the link by which it can be asked for its status, or with the reason
-    /// why it has none. An error if the job can never be complete.
+    /// Returns each process with the link by which it can be asked for its status, or with the
+    /// reason why it has none. An error if the job can never be complete.
     pub(super) fn statuses(
         &self,
     ) -> Result<impl Iterator<Item = (ProcessId, Result<Link, String>)>, RendezvousError> {
@@ -227,8 +227,8 @@ impl Epochs {
         Ok(())
     }
 
-    /// Returns the process that begins the next epoch if it joins: one with a place in the epoch that
-    /// runs, which it has not left in order.
+    /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
+    /// that runs, which it has not left in order.
     pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
         if wish.epoch != self.epoch + 1 || self.phase != Phase::Running {
             return None;
