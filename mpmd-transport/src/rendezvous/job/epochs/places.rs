@@ -71,8 +71,8 @@ pub(in super::super) enum Entry {
 }
 
 impl Epochs {
-    /// Gives a process a place, or lets it wait for one. The caller has [checked](Epochs::check) its
-    /// wish.
+    /// Gives a process a place, or lets it wait for one. The caller has [checked](Epochs::check)
+    /// its wish.
     pub(in super::super) fn join(
         &mut self,
         link: Link,
