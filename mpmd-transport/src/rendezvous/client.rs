@@ -5,12 +5,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
+use super::clock::{ClockOffset, clock, quickest};
 use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Request};
-use super::server::{clock, random};
-use super::{Down, Member, RendezvousError, Report, Token};
+use super::{Down, Identity, JoinConfig, Member, RendezvousError, Report};
 use mpmd_proto::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). Any thread may call its
@@ -26,15 +24,6 @@ pub struct Rendezvous {
     pub(super) clock_offset: i64,
 }
 
-/// The difference between a process's clock and the server's.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct ClockOffset {
-    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
-    pub offset: i64,
-    /// The largest possible error of `offset` in nanoseconds: half of the round trip.
-    pub bound: u64,
-}
-
 /// An epoch of the job, and this process's part in it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Joined {
@@ -47,49 +36,6 @@ pub struct Joined {
     pub run: u128,
     /// The descriptions of all processes, by process number.
     pub members: Vec<Member>,
-}
-
-/// The secret identity of a process in its job, by which the server knows it again in a later
-/// epoch. Its `Debug` output does not show the key.
-#[derive(Clone, Copy, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Identity {
-    /// A number that no other process can guess, the same in all epochs.
-    pub key: u128,
-    /// The identity of the [run](Joined::run) in which this process was before, if it was.
-    pub run: Option<u128>,
-}
-
-/// The server to join, and this process's identity in the job.
-#[derive(Clone, Debug)]
-pub struct JoinConfig {
-    /// The server, as `host:port`.
-    pub server: String,
-    /// This process's id in the job. A spare has one beyond the job's.
-    pub process: ProcessId,
-    /// Number of processes in the job, as far as this process knows.
-    pub processes: usize,
-    /// The job's secret.
-    pub token: Token,
-    /// The peer timeout: the longest wait for the server, for the other processes, and for a sign
-    /// of life.
-    pub peer_timeout: Duration,
-}
-
-impl Identity {
-    /// Creates the identity of a process that has not joined yet.
-    ///
-    /// # Errors
-    ///
-    /// [`Environment`](RendezvousError::Environment) if the system gives no random numbers.
-    pub fn random() -> Result<Self, RendezvousError> {
-        Ok(Self { key: random()?, run: None })
-    }
-}
-
-impl fmt::Debug for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Identity(of run {:x?})", self.run)
-    }
 }
 
 /// Time that the server has to take a report, without the slack. Short, as a failing process must
@@ -383,21 +329,6 @@ impl Rendezvous {
     }
 }
 
-/// Returns the clock offset by the quickest of some round trips, which has the smallest error. Each
-/// trip is (time asked, server's clock, time answered), in nanoseconds. Without a usable trip, the
-/// offset is 0 and its bound huge.
-fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
-    // A clock that was set back meanwhile makes the trip useless.
-    let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
-        |(asked, server, answered)| {
-            let trip = answered.saturating_sub(*asked);
-            (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
-        },
-    );
-    let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
-    ClockOffset { offset, bound: (trip / 2 + 1).unsigned_abs() }
-}
-
 impl Drop for Rendezvous {
     fn drop(&mut self) {
         // The listening thread sees the end of the connection and ends too. There is nothing to
@@ -410,23 +341,5 @@ impl fmt::Debug for Rendezvous {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let JoinConfig { process, processes, server, .. } = &self.config;
         write!(f, "Rendezvous(process {process} of {processes} at {server})")
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn clock_offset_comes_from_quickest_trip() {
-        // The server's clock is a second ahead. Each direction takes its own time.
-        let trip = |asked: i64, there: i64, back: i64| {
-            (asked, asked + there + 1_000_000_000, asked + there + back)
-        };
-        let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
-        assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
-        // A trip during which the clock was set back is ignored.
-        assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
-        assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
     }
 }

@@ -4,9 +4,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use super::job::after;
 use super::protocol::{HANDSHAKE, VERSION, decode_ping};
 use super::{JoinConfig, RendezvousError};
+use crate::deadline::after;
 use crate::handshake::{Handshake, Refusal};
 use crate::token::random_bytes;
 

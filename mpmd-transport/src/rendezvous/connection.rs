@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use mpmd_base::block::Mutex;
 use mpmd_base::block::mpsc::{self, RecvTimeoutError};
 
+use super::clock::clock;
 use super::connect::meet;
-use super::local::Line;
+use super::hub::Line;
 use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
-use super::server::clock;
 use super::{Down, JoinConfig, Member, RendezvousError};
 use mpmd_proto::wire::ProcessId;
 

@@ -1,18 +1,17 @@
 //! The rendezvous service without sockets, for the processes of a simulation: they are threads of
 //! this process.
 
-use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
 
-use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
+use mpmd_base::block::{Mutex, mpsc, thread};
 
 use super::connection::{Connection, State, Wire};
-use super::job::{Action, Job, Link};
-use super::protocol::{Reply, Request};
+use super::hub::{Hub, Line};
 use super::{JoinConfig, Rendezvous, Token};
+use crate::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// The service where the simulated processes of one job meet: the same as a
@@ -36,10 +35,7 @@ impl LocalServer {
     ///
     /// If the system gives no thread.
     pub fn start(processes: usize, peer_timeout: Duration, run: u128) -> io::Result<Self> {
-        let job = Job::new(processes, peer_timeout, run, now());
-        let state = HubState { job, replies: BTreeMap::new(), links: 0, is_stopped: false };
-        let changed = Condvar::new();
-        let hub = Arc::new(Hub { state: Mutex::new(state), changed, processes, peer_timeout });
+        let hub = Arc::new(Hub::new(processes, peer_timeout, run));
         let ticks = hub.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous-server".to_owned());
         let thread = builder.spawn(move || ticks.run())?;
@@ -61,7 +57,7 @@ impl LocalServer {
         let connection = Arc::new(Connection {
             server: server.clone(),
             processes,
-            wire: Wire::Local(Line { hub: self.hub.clone(), link }),
+            wire: Wire::Local(Line::new(self.hub.clone(), link)),
             state: Mutex::new(State::default()),
         });
         let listener = connection.clone();
@@ -81,13 +77,7 @@ impl LocalServer {
 
 impl Drop for LocalServer {
     fn drop(&mut self) {
-        let mut state = self.hub.state.lock();
-        state.is_stopped = true;
-        // Without its sender a connection hears the replies that are left, and ends.
-        let replies = std::mem::take(&mut state.replies);
-        self.hub.changed.notify_all();
-        drop(state);
-        drop(replies);
+        self.hub.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -99,92 +89,5 @@ impl Drop for LocalServer {
 impl fmt::Debug for LocalServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "LocalServer(of {} processes)", self.hub.processes)
-    }
-}
-
-/// A client's end of its connection.
-pub(super) struct Line {
-    hub: Arc<Hub>,
-    link: Link,
-}
-
-impl Line {
-    pub(super) fn say(&self, request: Request) {
-        self.hub.with(|state| state.job.said(self.link, request, now()));
-    }
-
-    pub(super) fn hang_up(&self) {
-        self.hub.closed(self.link, "its connection was closed");
-    }
-}
-
-struct Hub {
-    state: Mutex<HubState>,
-    /// Notified when the job has changed, so that another time may be due.
-    changed: Condvar,
-    processes: usize,
-    peer_timeout: Duration,
-}
-
-struct HubState {
-    job: Job,
-    /// By open connection.
-    replies: BTreeMap<Link, mpsc::Sender<Reply>>,
-    /// Number of connections so far.
-    links: Link,
-    is_stopped: bool,
-}
-
-impl Hub {
-    /// Handles all that is due, until the service stops.
-    fn run(&self) {
-        let mut state = self.state.lock();
-        while !state.is_stopped {
-            let due = state.job.tick(now());
-            state.act();
-            self.changed.wait_until(&mut state, due);
-        }
-    }
-
-    fn open(&self, replies: mpsc::Sender<Reply>) -> Link {
-        self.with(|state| {
-            state.links += 1;
-            let link = state.links;
-            state.replies.insert(link, replies);
-            state.job.opened(link, now());
-            link
-        })
-    }
-
-    fn closed(&self, link: Link, why: &str) {
-        self.with(|state| {
-            if state.replies.remove(&link).is_some() {
-                state.job.closed(link, why);
-            }
-        });
-    }
-
-    fn with<T>(&self, f: impl FnOnce(&mut HubState) -> T) -> T {
-        let mut state = self.state.lock();
-        let result = f(&mut state);
-        state.act();
-        self.changed.notify_all();
-        result
-    }
-}
-
-impl HubState {
-    fn act(&mut self) {
-        for action in self.job.actions() {
-            match action {
-                Action::Say(link, reply) => {
-                    if let Some(replies) = self.replies.get(&link) {
-                        // A client that has just ended hears nothing more.
-                        let _ = replies.send(reply);
-                    }
-                }
-                Action::Close(link) => drop(self.replies.remove(&link)),
-            }
-        }
     }
 }

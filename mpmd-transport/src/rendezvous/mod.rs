@@ -18,16 +18,20 @@
 //!
 //! - `protocol`: these bytes.
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
-//!   does no I/O. `job/places` decides which process has which place in which epoch.
-//! - `server`: runs `job` over sockets, and `local` without them, for simulated processes.
+//!   does no I/O. Its parts: `job/epochs` (which process has which place), `job/values`,
+//!   `job/barriers` and `job/looks`.
+//! - `server`: runs `job` over sockets, and `hub` without them, for simulated processes (`local`).
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
-//! - `connect`: how a client connects to the server.
+//! - `connect`: how a client connects to the server, by its `config`.
 
 mod client;
+mod clock;
+mod config;
 mod connect;
 mod connection;
 mod error;
+mod hub;
 mod job;
 mod local;
 mod observer;
@@ -39,7 +43,9 @@ use serde::{Deserialize, Serialize};
 use mpmd_proto::router::Failure;
 use mpmd_proto::wire::ProcessId;
 
-pub use client::{ClockOffset, Identity, JoinConfig, Joined, Rendezvous};
+pub use client::{Joined, Rendezvous};
+pub use clock::ClockOffset;
+pub use config::{Identity, JoinConfig};
 pub use error::RendezvousError;
 pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -16,12 +16,15 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
-use super::job::{Action, Job, Link, Phase, after, ping_interval};
+use super::clock::clock;
+use super::config::random;
+use super::job::{Action, Job, Phase, ping_interval};
 use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
 use super::{Part, RendezvousError, Report, Token};
+use crate::deadline::after;
 use crate::handshake::Handshake;
 use crate::handshake::stream::shake_hands;
-use crate::strangers::Strangers;
+use crate::strangers::{Link, Strangers};
 use crate::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
@@ -178,21 +181,6 @@ impl Drop for Server {
     }
 }
 
-/// The server's clock as clients see it: nanoseconds since 1970.
-pub(super) fn clock() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
-}
-
-/// Returns a random number of the system, which nobody can guess.
-pub(super) fn random() -> Result<u128, RendezvousError> {
-    let bytes = random_bytes().map_err(|e| RendezvousError::Environment {
-        doing: "making a random identity".into(),
-        why: e.to_string(),
-    })?;
-    Ok(u128::from_le_bytes(std::array::from_fn(|i| bytes[i])))
-}
-
 /// The job's state as the server's owner sees it.
 #[derive(Debug, Default)]
 struct Stage {
@@ -316,15 +304,16 @@ impl Hub {
                 }
             }
         }
-        let complete = self.job.has_begun();
-        let failed = match self.job.phase() {
+        let epochs = self.job.epochs();
+        let complete = epochs.has_begun();
+        let failed = match epochs.phase() {
             Phase::Gathering | Phase::Running => None,
             Phase::Failed(error) => Some(error),
         };
-        let (present, wanted) = (self.job.present(), self.job.wanted());
-        let (is_over, parts) = (self.job.is_over(), self.job.parts());
+        let (present, wanted) = (epochs.present(), epochs.wanted());
+        let (is_over, parts) = (epochs.is_over(), epochs.parts());
         let mut state = self.stage.state.lock();
-        let reports = self.job.reports();
+        let reports = epochs.reports();
         let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
         if known != (complete, failed, reports.len(), &parts)
             || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)

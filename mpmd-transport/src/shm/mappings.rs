@@ -7,7 +7,6 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::devices::DeviceGiven;
 use crate::memory::{File, Segment};
 
 /// The segments of other processes that this process has mapped, each once. The same segment may
@@ -19,7 +18,7 @@ pub(super) struct Mappings {
     devices: Mutex<HashMap<Vec<u8>, Weak<Segment>>>,
 }
 
-/// A segment that a peer has given.
+/// A segment of host memory that a peer has given.
 pub(super) enum Given {
     /// The segment was not mapped when this peer gave it. It stays mapped until the peer says that
     /// it is freed.
@@ -27,8 +26,6 @@ pub(super) enum Given {
     /// Another peer had given the segment before. This entry does not keep it mapped: otherwise two
     /// processes that have given each other a segment would both wait for the other to release it.
     Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
-    /// Device memory.
-    Device(DeviceGiven),
 }
 
 impl Mappings {
@@ -67,12 +64,10 @@ impl Mappings {
 }
 
 impl Given {
-    /// Returns the mapped segment; maps it again if nothing keeps it mapped. An error for device
-    /// memory.
+    /// Returns the mapped segment; maps it again if nothing keeps it mapped.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),
-            Self::Device(_) => Err(io::Error::other("the memory of a device is no file")),
             Self::Again { descriptor, bytes, segment } => {
                 if let Some(segment) = segment.upgrade() {
                     return Ok(segment);
@@ -84,7 +79,6 @@ impl Given {
                             Some(segment)
                         }
                         Self::Again { segment, .. } => segment.upgrade(),
-                        Self::Device(_) => None,
                     };
                     // `None` if its last holder dropped it just now.
                     if let Some(found) = found {

@@ -15,9 +15,9 @@ use rustix::process::{PidfdFlags, getuid, pidfd_open};
 
 use super::address::{Address, VERSION};
 use super::doorbell::Doorbell;
-use super::loans::Returns;
 use super::mapped::Mapped;
 use super::peer::{Inbound, Outbound, Peer};
+use super::returns::Returns;
 use super::ring::{Consumer, Ring};
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};

@@ -38,7 +38,7 @@
 //! its first use (`peer.rs`). A peer that has got payloads before hears of a new segment at once.
 //! It maps the pages on a thread of its own (`reaper.rs`), so that the first payload in the segment
 //! does not wait for that. When the last holder drops the payload, its number goes back in the ring
-//! of returned loans (`loans.rs`). The owner takes blocks back from there before it maps new ones
+//! of returned loans (`returns.rs`). The owner takes blocks back from there before it maps new ones
 //! (`Arena::on_shortage`), after every 64 loans, and when a ring fills up. If the receiver's pool
 //! has a limit, the payload is copied into that pool: a program that fits over TCP also fits here.
 //!
@@ -86,9 +86,11 @@ mod agreeing;
 mod bare;
 mod devices;
 mod doorbell;
+mod foreign;
 mod futex;
 mod ledger;
 mod lending;
+mod lending_devices;
 mod loans;
 mod mapped;
 mod mappings;
@@ -98,6 +100,7 @@ mod peer;
 mod present;
 mod reaper;
 mod record;
+mod returns;
 mod ring;
 mod shared;
 mod socket;

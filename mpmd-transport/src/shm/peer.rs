@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::devices::{DeviceGiven, Devices, Foreign};
+use super::devices::Devices;
 use super::doorbell::Doorbell;
+use super::foreign::{DeviceGiven, Foreign};
 use super::futex::SystemFutex;
-use super::loans::Returns;
 use super::mappings::{Given, Mappings};
 use super::record::ANNOUNCED;
+use super::returns::Returns;
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
 use crate::memory::{Landing, MOST_WORDS, Segment};
@@ -257,7 +258,7 @@ impl Outbound {
 /// The receiving half of the connection to a peer, for the thread that looks.
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
-    segments: HashMap<u32, Given>,
+    segments: HashMap<u32, Known>,
     /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
     /// here waits for the loan.
     landing: HashMap<u64, Option<Arc<Landing>>>,
@@ -265,6 +266,12 @@ pub(super) struct Inbound {
     pub(super) last_loan: u64,
     /// True once nothing more is received.
     pub(super) has_ended: bool,
+}
+
+/// A segment that the peer has given.
+enum Known {
+    Host(Given),
+    Device(DeviceGiven),
 }
 
 /// The reason why a segment cannot be used.
@@ -292,11 +299,13 @@ impl Inbound {
     ) -> Result<Arc<Segment>, NoSegment> {
         loop {
             match self.segments.get_mut(&number) {
-                Some(Given::Device(given)) => {
+                Some(Known::Device(given)) => {
                     let opened = given.segment(number, &peer.returns, mappings, devices);
                     return opened.map_err(NoSegment::Closed);
                 }
-                Some(given) => return given.segment(mappings).map_err(NoSegment::Fault),
+                Some(Known::Host(given)) => {
+                    return given.segment(mappings).map_err(NoSegment::Fault);
+                }
                 None => {
                     self.hear_of_one(number, peer, mappings, true).map_err(NoSegment::Fault)?;
                 }
@@ -318,8 +327,8 @@ impl Inbound {
         loop {
             self.hear_of_one(number, peer, mappings, false)?;
             match self.segments.get(&number) {
-                Some(Given::First(segment)) => return Ok(Some(segment.clone())),
-                Some(Given::Again { .. } | Given::Device(_)) => return Ok(None),
+                Some(Known::Host(Given::First(segment))) => return Ok(Some(segment.clone())),
+                Some(Known::Host(Given::Again { .. }) | Known::Device(_)) => return Ok(None),
                 None => {}
             }
         }
@@ -360,7 +369,7 @@ impl Inbound {
         {
             segment.populate();
         }
-        self.segments.insert(number, given);
+        self.segments.insert(number, Known::Host(given));
         Ok(())
     }
 
@@ -384,7 +393,7 @@ impl Inbound {
             return Err(io::Error::other(format!("segment {number} was given before")));
         }
         let given = DeviceGiven::new(words.to_vec(), bytes, ProcessId(word(16)));
-        self.segments.insert(number, Given::Device(given));
+        self.segments.insert(number, Known::Device(given));
         Ok(())
     }
 
@@ -420,7 +429,7 @@ impl Inbound {
     /// given back.
     pub(super) fn retire(&mut self, numbers: &[u32], peer: &Peer) {
         for number in numbers {
-            if let Some(Given::Device(given)) = self.segments.remove(number) {
+            if let Some(Known::Device(given)) = self.segments.remove(number) {
                 given.retire(*number, &peer.returns);
             }
         }

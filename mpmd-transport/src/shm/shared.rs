@@ -1,7 +1,7 @@
 //! The state that all threads share: looks for work, and ends connections.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -30,6 +30,8 @@ const MOST_NUMBERS: usize = 256;
 
 /// The transport of one process.
 pub(super) struct Shared {
+    /// Itself, for callbacks that must not keep it alive.
+    pub(super) this: Weak<Self>,
     pub(super) process: ProcessId,
     /// The peers by process; `None` if this transport does not reach the process.
     pub(super) peers: Vec<Option<Peer>>,
@@ -67,9 +69,10 @@ impl Shared {
         };
         let (peers, (inbound, returns)): (Vec<_>, (Vec<_>, Vec<_>)) =
             peers.into_iter().map(apart).unzip();
-        Arc::new_cyclic(|shared| Self {
+        Arc::new_cyclic(|this| Self {
+            this: this.clone(),
             process,
-            devices: Devices::new(peers.len(), shared.clone()),
+            devices: Devices::new(peers.len()),
             peers,
             door,
             ledger: Mutex::new(Ledger::new(returns)),

@@ -4,15 +4,14 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::devices::Unreadable;
 use super::futex::SystemFutex;
 use super::loans::Borrowed;
 use super::note::LoanId;
 use super::peer::{Inbound, NoSegment, Peer};
 use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
 use super::shared::Shared;
-use crate::memory::{Fence, Fences, Landing, SharedBuffer};
-use crate::transport::{CopyOut, Handler, Payload, TransportError};
+use crate::memory::{Fence, Fences, Landing, OwnedBuffer, SharedBuffer};
+use crate::transport::{CopyOut, Fetch, FetchDone, Handler, Payload, TransportError};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 impl Shared {
@@ -255,4 +254,30 @@ enum Event {
     Retired(Vec<u32>),
     Announced(u32),
     Goodbye,
+}
+
+/// A payload that cannot be read.
+struct Unreadable {
+    bytes: u64,
+    why: TransportError,
+}
+
+impl Unreadable {
+    /// Returns the unreadable payload of a message from `from`, with the reason `why`.
+    fn payload(from: ProcessId, header: &Header, why: String) -> Payload {
+        let doing = format!("taking memory of a device of process {from}");
+        let why = TransportError::Environment { doing, why };
+        Payload::Waiting(Box::new(Self { bytes: header.bytes, why }))
+    }
+}
+
+impl Fetch for Unreadable {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
+        drop(into);
+        then(Err(self.why));
+    }
 }

@@ -10,30 +10,16 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
 use crate::deadline::after;
-use crate::memory::{Pool, SharedBuffer};
+use crate::memory::Pool;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, ProcessId};
 
 use super::connection::{Connection, Ending, Endings};
 use super::read::{self, End, LINGER};
+use super::shared::{Peer, Shared};
 
 /// Extra time, beyond its deadline, that a shutdown waits for a handler call in progress.
 pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
-
-/// State shared by posting threads and the transport's thread.
-pub(super) struct Shared {
-    pub(super) process: ProcessId,
-    pub(super) pool: Pool,
-    pub(super) endings: Endings,
-    /// The connections to each process, by process; `None` for this process.
-    peers: Vec<Option<Peer>>,
-    closing: AtomicBool,
-}
-
-struct Peer {
-    control: Connection,
-    bulk: Connection,
-}
 
 /// The two connections of a pair of processes: control, then bulk.
 pub(super) type Pair = [TcpStream; 2];
@@ -43,45 +29,6 @@ pub(super) struct Close {
     pub(super) deadline: Duration,
     /// Notified once nothing more reaches the handler.
     pub(super) closed: std::sync::mpsc::Sender<()>,
-}
-
-impl Shared {
-    pub(super) fn processes(&self) -> usize {
-        self.peers.len()
-    }
-
-    pub(super) fn post(
-        &self,
-        to: ProcessId,
-        header: Header,
-        payload: Option<SharedBuffer>,
-        ticket: Ticket,
-    ) {
-        let Some(peer) = &self.peers[to.index()] else { return };
-        let data = header.kind == Kind::Data;
-        let line = if data { &peer.bulk } else { &peer.control };
-        line.post(&header, payload, ticket, !data, &self.endings);
-    }
-
-    /// Returns the error for a message or payload of a peer that will not come: `Closed` if this
-    /// transport is closing, else `PeerGone`.
-    pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
-        if self.closing.load(Ordering::Acquire) {
-            TransportError::Closed
-        } else {
-            TransportError::PeerGone { peer, why: why.to_owned() }
-        }
-    }
-
-    fn lines(&self) -> impl Iterator<Item = &Connection> {
-        self.peers.iter().flatten().flat_map(|peer| [&peer.control, &peer.bulk])
-    }
-
-    fn fail_all(&self) {
-        for line in self.lines() {
-            line.fail(TransportError::Closed, &self.endings);
-        }
-    }
 }
 
 /// The state of the transport's thread, before it runs.

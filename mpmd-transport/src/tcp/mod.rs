@@ -21,6 +21,7 @@ mod connect;
 mod connection;
 mod drive;
 mod read;
+mod shared;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -35,7 +36,8 @@ use crate::transport::{Handler, Ticket, Transport, check_post};
 use mpmd_proto::wire::{Header, ProcessId};
 
 pub use connect::Listener;
-use drive::{Close, Shared};
+use drive::Close;
+use shared::Shared;
 
 /// The parameters of [`Listener::connect`].
 #[derive(Clone)]

@@ -12,7 +12,7 @@ use crate::memory::{OwnedBuffer, Pool};
 use crate::transport::{Fetch, FetchDone, Handler, Payload};
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
-use super::drive::Shared;
+use super::shared::Shared;
 
 /// Time that the second connection of a peer may stand still once the first has ended.
 pub(super) const LINGER: Duration = Duration::from_secs(1);

@@ -11,41 +11,16 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use mpmd_base::block::{CoreBudget, Gap, Pace, SpinPolicy, host_cores};
+use mpmd_base::block::{CoreBudget, Pace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::address::Address;
-use super::leaving::Leaving;
-use super::meeting::Meeting;
 use super::queue::{Command, Queue};
-use super::roll_call::RollCall;
-use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
-use super::traffic::{Operation, Said, Stored};
+use super::safe::{Event, Worker};
+use super::state::{Engine, Operation, id};
 use super::{Spin, UcxConfig, settings, sys};
-use crate::handshake::Handshake;
-use crate::transport::{Handler, TransportError};
+use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
-
-/// Ids of the kinds of messages.
-pub(super) mod id {
-    /// Id of a part of a handshake, which is the payload. The header is the id that the sender
-    /// claims.
-    pub(in super::super) const MEET: u32 = 1;
-    /// Id of a message for the handler. The header is the sender's id, the pass that the receiver
-    /// expects and a `Header` of this library; the payload is that header's.
-    pub(in super::super) const MESSAGE: u32 = 2;
-    /// Id of a goodbye: the sender neither receives nor sends messages any more. The header is the
-    /// sender's id and the pass that the receiver expects.
-    pub(in super::super) const BYE: u32 = 3;
-    /// Id of the answer to a goodbye: the sender no longer reads the memory of the leaving process.
-    /// Header as for `BYE`.
-    pub(in super::super) const HEARD: u32 = 4;
-    /// Id of a ping, which asks for an answer. Header as for `BYE`.
-    pub(in super::super) const PING: u32 = 5;
-    /// Id of the answer to a ping. Header as for `BYE`.
-    pub(in super::super) const PONG: u32 = 6;
-    pub(in super::super) const ALL: [u32; 6] = [MEET, MESSAGE, BYE, HEARD, PING, PONG];
-}
 
 const PACE: Pace = Pace {
     first: Duration::from_micros(50),
@@ -60,63 +35,6 @@ const PACE: Pace = Pace {
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
-
-/// A peer and the state of its connection.
-pub(super) struct Peer {
-    pub(super) endpoint: Option<EndpointId>,
-    /// True if the peer's UCX can move memory of CUDA devices.
-    pub(super) moves_cuda: bool,
-    /// This process's end of the handshake with the peer.
-    pub(super) handshake: Option<Handshake>,
-    /// The pass (a secret number) that the peer must send with each message; known from the
-    /// handshake.
-    pub(super) expected: Option<u32>,
-    /// The pass that the peer expects with each message.
-    pub(super) pass: Option<u32>,
-    /// The reason why the peer is gone; `None` until then.
-    pub(super) down: Option<TransportError>,
-    /// Number of messages in flight to the peer. `fetching` is the number of payloads being fetched
-    /// from it.
-    pub(super) sending: usize,
-    pub(super) fetching: usize,
-    pub(super) heard_bye: bool,
-    /// True once this process has answered the peer's goodbye.
-    pub(super) answered: bool,
-    /// True once the peer has answered this process's goodbye.
-    pub(super) has_heard: bool,
-    /// True if the peer has answered since the last death of another peer, or if no peer has died.
-    pub(super) in_reach: bool,
-}
-
-pub(super) struct Engine {
-    pub(super) worker: Worker,
-    /// True if UCX of this process can move memory of CUDA devices.
-    pub(super) moves_cuda: bool,
-    pub(super) queue: Arc<Queue>,
-    pub(super) me: ProcessId,
-    /// The peers by process. This process's own entry is not used.
-    pub(super) peers: Vec<Peer>,
-    /// The peer process of each endpoint.
-    pub(super) processes: HashMap<EndpointId, ProcessId>,
-    /// Operations that UCX has not ended yet, by id.
-    pub(super) operations: Vec<Option<Operation>>,
-    /// Payloads that still lie with their senders, by number: (sender, descriptor, bytes).
-    pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
-    pub(super) next_payload: u64,
-    pub(super) handler: Option<Arc<dyn Handler>>,
-    /// Messages that were posted in this turn and are not sent yet.
-    pub(super) stored: Vec<Stored>,
-    /// Calls for the handler from before a handler was set.
-    pub(super) early: Vec<Said>,
-    pub(super) leaving: Option<Leaving>,
-    pub(super) roll_call: Option<RollCall>,
-    pub(super) meeting: Option<Meeting>,
-    /// Hellos that arrived before this process started to connect: (sender, bytes).
-    pub(super) hellos: Vec<(ProcessId, Vec<u8>)>,
-    policy: SpinPolicy,
-    /// The time since the last work, if the last poll found nothing.
-    gap: Option<Gap>,
-}
 
 /// Starts the engine's thread and waits until UCX is open. Returns the address for peers, and the
 /// queue for commands.
@@ -294,20 +212,6 @@ impl Engine {
         self.policy = SpinPolicy::new(PACE, if polls { config.spin } else { Spin::Never });
         self.gap = None;
     }
-
-    /// Records the purpose of an operation in flight, until the operation ends.
-    pub(super) fn note(&mut self, op: OpId, operation: Operation) {
-        let number = op.index();
-        if self.operations.len() <= number {
-            self.operations.resize_with(number + 1, || None);
-        }
-        self.operations[number] = Some(operation);
-    }
-}
-
-/// Returns the instant that is `time` from now.
-pub(super) fn after(time: Duration) -> Instant {
-    crate::deadline::after(Instant::now(), time)
 }
 
 impl Drop for Engine {

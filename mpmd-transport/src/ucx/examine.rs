@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Opened, Report, Spin, UcxConfig, engine, sys};
+use crate::deadline::after;
 use crate::memory::Pool;
 use crate::transport::{Transport, TransportError};
 use mpmd_proto::wire::ProcessId;
@@ -18,7 +19,7 @@ use mpmd_proto::wire::ProcessId;
 /// If there is no library, or if UCX cannot be opened or finds nothing that it can use. Also if the
 /// two ends do not connect within `limit`.
 pub fn examine(limit: Duration) -> Result<Report, TransportError> {
-    let until = engine::after(limit);
+    let until = after(Instant::now(), limit);
     let resources = resources(&engine::worker(2)?.resources());
     let [one, other] = [Opened::open(2)?, Opened::open(2)?];
     let peers = vec![one.address().to_owned(), other.address().to_owned()];

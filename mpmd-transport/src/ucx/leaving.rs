@@ -9,9 +9,10 @@
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, after, id};
 use super::queue::Command;
+use super::state::{Engine, Leaving, id};
 use super::traffic::prefix;
+use crate::deadline::after;
 use crate::transport::{Ticket, TransportError};
 use mpmd_proto::wire::ProcessId;
 
@@ -23,17 +24,6 @@ const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 /// Limit on the rounds, after the end, in which late commands are answered with an error. Later
 /// commands are dropped.
 const LAST_ROUNDS: usize = 1000;
-
-/// The progress of a shutdown.
-pub(super) struct Leaving {
-    /// Deadline for pending operations.
-    until: Instant,
-    /// Deadline for the answers of peers; set once goodbye was sent.
-    goodbye: Option<Instant>,
-    /// Deadline for closing the endpoints; set once they are being closed.
-    closing: Option<Instant>,
-    closed: Option<Sender<()>>,
-}
 
 impl Leaving {
     /// Returns true if messages are no longer delivered, because goodbye was sent.
@@ -50,7 +40,7 @@ impl Engine {
             // Dropped after a shutdown: nothing to add.
             Some(leaving) => leaving.closed = leaving.closed.take().or(closed),
             None => {
-                let until = after(within);
+                let until = after(Instant::now(), within);
                 self.leaving = Some(Leaving { until, goodbye: None, closing: None, closed });
             }
         }

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use super::UcxConfig;
 use super::address::Address;
-use super::engine::{Engine, Peer, after, id};
 use super::queue::Met;
 use super::safe::Body;
+use super::state::{Engine, Meeting, Peer, id};
+use crate::deadline::after;
 use crate::handshake::Refusal;
 use crate::handshake::party::{HELLO_BYTES, Party};
 use crate::token::random_bytes;
@@ -25,15 +26,6 @@ const MAGIC: [u8; 8] = *b"MPMDUCX\0";
 const HELLOS_KEPT: usize = 1 << 16;
 /// Time for which connecting goes on after a failure, so that the peers still learn the reason.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-
-/// The state of connecting, until the handshakes with all peers are done.
-pub(super) struct Meeting {
-    config: UcxConfig,
-    party: Party,
-    reply: Sender<Result<Met, TransportError>>,
-    until: Instant,
-    failed: Option<TransportError>,
-}
 
 impl Meeting {
     fn fail(&mut self, error: TransportError) {
@@ -72,7 +64,8 @@ impl Engine {
         let UcxConfig { process, epoch, token, .. } = config;
         let party = Party::new((MAGIC, VERSION), process, config.peers.len(), epoch, token);
         let failed = self.call_all(&config, &party).err();
-        let until = after(if failed.is_some() { LAST_WORDS } else { config.peer_timeout });
+        let limit = if failed.is_some() { LAST_WORDS } else { config.peer_timeout };
+        let until = after(Instant::now(), limit);
         self.meeting = Some(Meeting { config, party, reply, until, failed });
         for (from, hello) in std::mem::take(&mut self.hellos) {
             self.heard(from, &hello);

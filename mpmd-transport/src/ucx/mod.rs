@@ -25,10 +25,11 @@
 //!   until the worker is destroyed, because UCX may still write into it. Callbacks only record
 //!   events.
 //!
-//! Everything above is safe code. One thread owns every object of UCX (`engine.rs`). It takes
-//! commands from a queue (`queue.rs`), lets UCX progress, and reports the results (`traffic.rs`).
-//! Without work it polls for as long as polling has lately paid (`mpmd-base/src/block/spin.rs`).
-//! Then it arms the worker and sleeps. UCX has a thread of its own besides.
+//! Everything above is safe code. One thread owns every object of UCX (`engine.rs`, its state in
+//! `state.rs`). It takes commands from a queue (`queue.rs`), lets UCX progress, and reports the
+//! results (`traffic.rs`). Without work it polls for as long as polling has lately paid
+//! (`mpmd-base/src/block/spin.rs`). Then it arms the worker and sleeps. UCX has a thread of its own
+//! besides.
 //!
 //! # Life of a connection
 //!
@@ -73,6 +74,8 @@ mod roll_call;
 mod safe;
 #[cfg(feature = "ucx")]
 mod settings;
+#[cfg(feature = "ucx")]
+mod state;
 #[cfg(feature = "ucx")]
 mod sys;
 #[cfg(feature = "ucx")]

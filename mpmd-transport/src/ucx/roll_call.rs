@@ -8,19 +8,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, id};
+use super::state::{Engine, RollCall, id};
 use super::traffic::prefix;
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
 /// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-
-/// A roll call in progress, after the death of the peer `dead`.
-pub(super) struct RollCall {
-    dead: ProcessId,
-    until: Instant,
-}
 
 impl Engine {
     /// Sends a ping to every connected peer, because the peer `dead` has died.

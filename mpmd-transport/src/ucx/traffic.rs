@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::engine::{Engine, id};
 use super::queue::Waiting;
 use super::result::{UcxError, Way};
 use super::safe::{Body, Held, OpId, Sent};
+use super::state::{Engine, Operation, Said, Stored, id};
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
@@ -16,37 +16,6 @@ const RENDEZVOUS_BYTES: usize = 8 << 10;
 
 /// Number of bytes of the sender's id and the pass, in front of the header.
 pub(super) const PREFIX_BYTES: usize = 8;
-
-/// The purpose of an operation of UCX.
-pub(super) enum Operation {
-    Send { to: ProcessId, ticket: Option<Ticket> },
-    Fetch { from: ProcessId, then: Option<FetchDone> },
-}
-
-impl Operation {
-    /// Takes the callback of a fetch; `None` for a send, or if it was taken before.
-    pub(super) fn take_fetch(&mut self) -> Option<FetchDone> {
-        match self {
-            Self::Fetch { then, .. } => then.take(),
-            Self::Send { .. } => None,
-        }
-    }
-}
-
-/// A posted message that is stored and not sent yet.
-pub(super) struct Stored {
-    to: ProcessId,
-    op: OpId,
-    way: Way,
-    ticket: Ticket,
-}
-
-/// A call to the handler.
-pub(super) enum Said {
-    Arrived(ProcessId, Header, Payload),
-    Done(Ticket, Result<(), TransportError>),
-    Down(ProcessId, TransportError),
-}
 
 impl Engine {
     pub(super) fn start_handler(&mut self, handler: Arc<dyn Handler>) {
@@ -160,6 +129,15 @@ impl Engine {
     fn note_send(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
         self.peers[to.index()].sending += 1;
         self.note(op, Operation::Send { to, ticket });
+    }
+
+    /// Records the purpose of an operation in flight, until the operation ends.
+    fn note(&mut self, op: OpId, operation: Operation) {
+        let number = op.index();
+        if self.operations.len() <= number {
+            self.operations.resize_with(number + 1, || None);
+        }
+        self.operations[number] = Some(operation);
     }
 
     /// Handles a received message that is no part of a handshake. A message with a wrong pass is

@@ -1,7 +1,9 @@
-//! Import cycles between the top-level modules of a crate, and between the sub-folders of core's.
+//! Import cycles between the top-level modules of a crate, between the sub-folders of core's, and
+//! between files.
 //!
 //! An edge leads to the module that defines the imported item, however often it is re-exported on
-//! the way. Items in the root of a crate belong to no module.
+//! the way. Items in the root of a crate belong to no module. An import from a module around the
+//! importing one is no edge: a file may use what its folder's `mod.rs` defines.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -10,6 +12,9 @@ use super::source::Source;
 
 /// The sources of core, the crate with sub-folders that are checked as well.
 const CORE: &str = "mpmd-core/src/";
+
+/// The largest number of files that may import each other.
+const MOST_FILES: usize = 3;
 
 /// Names from the root of a crate down to a module.
 type ModulePath = Vec<String>;
@@ -46,12 +51,13 @@ pub(crate) fn crates(sources: &[Source]) -> Vec<Crate<'_>> {
     roots.map(|root| Crate::new(root, &by_path)).collect()
 }
 
-/// Returns a description of one shortest import cycle per group of modules that import each other.
+/// Returns a description of one shortest import cycle per group of modules, or of more than
+/// [`MOST_FILES`] files, that import each other.
 pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
     let mut findings = Vec::new();
     for krate in crates {
         let top = krate.graph(|module| module.first().cloned());
-        findings.extend(cycles(&top, krate.root, "modules"));
+        findings.extend(cycles(&top, krate.root, "modules", 1));
         if krate.root.starts_with(CORE) {
             let of_folder = |(_, source): &(_, &Source)| {
                 let parts: Vec<&str> = source.path.strip_prefix(CORE)?.split('/').collect();
@@ -62,8 +68,16 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
                 let folder = module.get(..2)?.join("/");
                 folders.contains(&folder).then_some(folder)
             });
-            findings.extend(cycles(&below, krate.root, "folders"));
+            findings.extend(cycles(&below, krate.root, "folders", 1));
         }
+        let of_file: BTreeSet<&[String]> = krate.files.iter().map(|(m, _)| &m[..]).collect();
+        let files = krate.graph(|module| {
+            let lengths = (1..=module.len()).rev();
+            let mut prefixes = lengths.map(|length| &module[..length]);
+            prefixes.find(|prefix| of_file.contains(prefix)).map(|file| file.join("/"))
+        });
+        let kind = format!("more than {MOST_FILES} files");
+        findings.extend(cycles(&files, krate.root, &kind, MOST_FILES));
     }
     findings
 }
@@ -100,7 +114,8 @@ impl<'a> Crate<'a> {
     }
 
     /// Returns the imports between the nodes that modules belong to. `node` gives the node of a
-    /// module, or `None` for modules to leave out.
+    /// module as a path with `/`, or `None` for modules to leave out. Imports from the node itself
+    /// and from those around it are left out.
     fn graph(&self, node: impl Fn(&[String]) -> Option<String>) -> Graph {
         let mut graph = Graph::new();
         for (module, source) in &self.files {
@@ -112,7 +127,10 @@ impl<'a> Crate<'a> {
                 else {
                     continue;
                 };
-                if let Some(imported) = node(&to).filter(|imported| *imported != importer) {
+                let is_within = |other: &String| {
+                    importer.strip_prefix(other).is_some_and(|r| r.is_empty() || r.starts_with('/'))
+                };
+                if let Some(imported) = node(&to).filter(|imported| !is_within(imported)) {
                     let by = format!("{}:{}: {}", source.path, path.line, path.segments.join("::"));
                     graph.entry(importer).or_default().entry(imported).or_insert(by);
                 }
@@ -177,9 +195,9 @@ impl<'a> Crate<'a> {
     }
 }
 
-/// Returns a description of one shortest cycle for each group of nodes in `graph` that reach each
-/// other.
-fn cycles(graph: &Graph, root: &str, kind: &str) -> Vec<String> {
+/// Returns a description of one shortest cycle for each group of more than `most` nodes in `graph`
+/// that reach each other.
+fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
     let paths: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> =
         graph.keys().map(|node| (node.as_str(), shortest_paths(graph, node))).collect();
     let reaches =
@@ -193,6 +211,9 @@ fn cycles(graph: &Graph, root: &str, kind: &str) -> Vec<String> {
         let group: Vec<&str> =
             paths.keys().copied().filter(|m| reaches(node, m) && reaches(m, node)).collect();
         reported.extend(&group);
+        if group.len() <= most {
+            continue;
+        }
         let cycle = group.iter().map(|m| &paths[m][m]).min_by_key(|cycle| cycle.len());
         let cycle = cycle.map_or(&[][..], Vec::as_slice);
         let mut text = format!("{root}: {kind} import each other: {}", cycle.join(" -> "));
@@ -303,6 +324,46 @@ mod tests {
         assert_eq!(findings.len(), 1);
         assert!(findings[0].contains("folders import each other: a/x -> a/y -> a/x"));
         assert_eq!(found(&[root, a, x, loose, y("struct Y; use super::loose::f;")]), [""; 0]);
+    }
+
+    #[test]
+    fn knot_of_more_than_three_files_is_found() {
+        let knot = |z| {
+            let root = ("lib.rs", "mod a; struct Root;");
+            let a = ("a/mod.rs", "mod w; mod x; mod y; mod z; struct A;");
+            let w = ("a/w.rs", "use super::x::X; use crate::Root; struct W;");
+            let x = ("a/x.rs", "use super::y; struct X;");
+            let y = ("a/y.rs", "mod m { use crate::a::z::Z; } struct Y;");
+            found(&[root, a, w, x, y, ("a/z.rs", z)])
+        };
+        let findings = knot("fn f() { super::w::W::new() } struct Z;");
+        assert_eq!(findings.len(), 1);
+        let expected = "files import each other: a/w -> a/x -> a/y -> a/z -> a/w\n";
+        assert!(findings[0].contains(expected), "{}", findings[0]);
+        assert_eq!(knot("use super::x::X; struct Z;"), [""; 0], "three files may");
+        assert_eq!(knot("use super::A; struct Z;"), [""; 0], "a file may use its folder");
+    }
+
+    #[test]
+    fn import_of_a_file_in_the_own_folder_counts() {
+        let knot = |folder| {
+            let root = ("lib.rs", "mod m;");
+            let m = ("m/mod.rs", "mod a; mod b; mod c;");
+            let x = ("m/a/x.rs", "use crate::m::b::B; use super::A; struct X;");
+            let b = ("m/b.rs", "use super::c::C; struct B;");
+            found(&[
+                root,
+                m,
+                ("m/a/mod.rs", folder),
+                x,
+                b,
+                ("m/c.rs", "use super::a::A; struct C;"),
+            ])
+        };
+        let findings = knot("mod x; use x::X; struct A;");
+        assert_eq!(findings.len(), 1);
+        assert!(findings[0].contains("m/a -> m/a/x -> m/b -> m/c -> m/a\n"), "{}", findings[0]);
+        assert_eq!(knot("mod x; struct A;"), [""; 0]);
     }
 
     #[test]

@@ -1,630 +1,499 @@
-//! Jobs that lose processes and go on in the next epoch.
+//! The epochs of a job, and its places in them.
+//!
+//! A job begins in epoch 1, in which a process has the place of its number. After the loss of a
+//! process the others may return: the first of them to join epoch `n + 1` begins it. Nobody else
+//! can. A process is known by the secret key of its [`Identity`], and gets the place that it had.
+//! The places of processes that do not return go to spares, which wait for one. A process that was
+//! given up has no place in a later epoch, unless its old one is still free. A process that still
+//! runs code of its own is awaited as long as its old connection stands.
 
-use super::super::{Identity, Member, Part};
-use super::*;
-use mpmd_proto::router::{Failure, FailureKind};
+use std::collections::BTreeMap;
+use std::time::Duration;
 
-const TIME_LIMIT: Duration = Duration::from_secs(60);
+use mpmd_base::block::Instant;
 
-/// The identity of the job's run.
-const RUN: u128 = 7 << 90;
+use self::places::{End, Former, Known, Seat};
+use super::super::protocol::{Answer, Reply};
+use super::super::{Identity, Member, Part, RendezvousError, Report};
+use super::actions::{Actions, Wait, check_name, processes};
+use crate::deadline::after;
+use crate::strangers::Link;
+use mpmd_proto::wire::ProcessId;
 
-/// A job of three processes and its clients. Process `p` of epoch `e` has link `10 * e + p`.
-struct Table {
-    job: Job,
-    now: Instant,
-    /// The key of each process that has joined, by epoch and place. That of a new process is the
-    /// number of its link.
-    keys: BTreeMap<(u64, u32), u128>,
+pub(super) use self::places::{Entry, HowEnded, Wish};
+
+/// The phase of an epoch.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::rendezvous) enum Phase {
+    Gathering,
+    Running,
+    /// The job can never be complete.
+    Failed(RendezvousError),
 }
 
-impl Table {
-    fn new() -> Self {
-        let now = Instant::now();
-        Self { job: Job::new(3, TIME_LIMIT, RUN, now), now, keys: BTreeMap::new() }
-    }
-
-    /// Returns a job of three that runs.
-    fn running() -> Self {
-        let mut table = Self::new();
-        (0..3).for_each(|process| table.join(1, process));
-        assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
-        table
-    }
-
-    /// Lets a process join an epoch.
-    fn join(&mut self, epoch: u64, process: u32) {
-        self.join_as(10 * epoch + u64::from(process), epoch, process);
-    }
-
-    /// Lets a process join an epoch: the one that had this place in the epoch before, or a new one.
-    fn join_as(&mut self, link: Link, epoch: u64, process: u32) {
-        let before = self.keys.get(&(epoch - 1, process));
-        let identity = match before {
-            Some(key) => Identity { key: *key, run: Some(RUN) },
-            None => Identity { key: link.into(), run: None },
-        };
-        self.join_with(link, epoch, process, identity);
-    }
-
-    fn join_with(&mut self, link: Link, epoch: u64, process: u32, identity: Identity) {
-        self.job.opened(link, self.now);
-        let member = Member { pid: link as u32, ..Member::default() };
-        let join = Request::Join {
-            ask: 1,
-            process: ProcessId(process),
-            processes: 3,
-            epoch,
-            identity,
-            waits: true,
-            peer_timeout: TIME_LIMIT * 10,
-            member,
-        };
-        self.job.said(link, join, self.now);
-    }
-
-    /// Lets a process of the running epoch leave in order, and return if `returns` is true.
-    fn leave(&mut self, link: Link, returns: bool) {
-        self.job.said(link, Request::Leave { ask: 2, returns }, self.now);
-        self.job.closed(link, "the connection was closed");
-    }
-
-    fn die(&mut self, link: Link) {
-        self.job.closed(link, "connection reset");
-    }
-
-    /// Lets time pass while these clients answer.
-    fn pass(&mut self, time: Duration, awake: &[Link]) {
-        let end = self.now + time;
-        while self.now < end {
-            self.now = self.job.tick(self.now).min(end);
-            awake.iter().for_each(|link| self.job.said(*link, Request::Pong, self.now));
-        }
-        self.job.tick(self.now);
-    }
-
-    /// Takes the answers to requests to join since the last call.
-    fn answers(&mut self) -> Vec<(Link, Result<Answer, RendezvousError>)> {
-        for (process, seat) in (0..).zip(&self.job.seats) {
-            let key = seat.as_ref().map(|seat| ((self.job.epoch, process), seat.key));
-            self.keys.extend(key);
-        }
-        let answers = self.job.actions().into_iter().filter_map(|action| match action {
-            Action::Say(link, Reply::Answer { ask: 1, result }) => Some((link, result)),
-            _ => None,
-        });
-        answers.collect()
-    }
-
-    /// Takes the clients that have joined since the last call, as (link, process, epoch).
-    fn joined(&mut self) -> Vec<(Link, u32, u64)> {
-        let joined = self.answers().into_iter().map(|(link, result)| match result {
-            Ok(Answer::Members { process, epoch, run: RUN, members, more: false }) => {
-                assert_eq!(u64::from(members[process.index()].pid), link);
-                (link, process.0, epoch)
-            }
-            other => panic!("{other:?}"),
-        });
-        joined.collect()
-    }
+/// The processes of a job over its epochs.
+pub(in crate::rendezvous) struct Epochs {
+    /// The identity of this run of the job.
+    run: u128,
+    peer_timeout: Duration,
+    phase: Phase,
+    /// When the epoch that gathers began to do so.
+    gathers_since: Instant,
+    gather_until: Instant,
+    /// The time by which processes that have left an epoch return. Set at each loss.
+    returns_by: Option<Instant>,
+    /// The epoch that gathers, runs or has failed.
+    epoch: u64,
+    seats: Vec<Option<Seat>>,
+    /// By process, while a later epoch gathers: the holder of the place in the epoch before.
+    before: Vec<Option<Former>>,
+    /// By process, while an epoch gathers: true if a spare may have the process's place.
+    vacant: Vec<bool>,
+    /// Clients that wait for a place, in order of arrival.
+    spares: Vec<Seat>,
+    /// By client that has had a place: that in the newest epoch that it has joined.
+    joined: BTreeMap<Link, ProcessId>,
+    /// By key: the processes that are here, and those that had a place in an epoch that has begun.
+    known: BTreeMap<u128, Known>,
+    /// (Process, its failure), in order of arrival, at most one from each process.
+    reports: Vec<(ProcessId, Report)>,
 }
 
-#[test]
-fn spare_takes_the_place_of_a_dead_process() {
-    let mut table = Table::running();
-    // Their numbers are beyond the job's, and any epoch will do.
-    table.join_as(90, 1, 3);
-    table.join_as(91, 1, 4);
-    table.die(11);
-    assert_eq!(table.job.wanted(), 0);
-    table.leave(10, true);
-    table.leave(12, true);
-    table.join(2, 2);
-    assert_eq!(table.joined(), []);
-    assert_eq!(table.job.phase(), &Phase::Gathering);
-    table.join(2, 0);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
-    // The next death takes the second spare; a third would want a new process.
-    table.die(90);
-    table.leave(20, true);
-    table.join(3, 0);
-    table.leave(22, true);
-    table.join(3, 2);
-    assert_eq!(table.joined(), [(30, 0, 3), (91, 1, 3), (32, 2, 3)]);
-    table.die(30);
-    assert_eq!((table.job.wanted(), table.job.present()), (1, 2));
-}
-
-#[test]
-fn new_process_that_starts_later_takes_the_place() {
-    let mut table = Table::running();
-    table.die(10);
-    table.leave(11, true);
-    table.leave(12, true);
-    table.join(2, 1);
-    table.join(2, 2);
-    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
-    // Its launcher gives it the number of the dead process.
-    table.join_as(95, 1, 0);
-    assert_eq!(table.joined(), [(95, 0, 2), (21, 1, 2), (22, 2, 2)]);
-    assert_eq!(table.job.wanted(), 0);
-}
-
-#[test]
-fn process_that_does_not_return_in_time_loses_its_place() {
-    let mut table = Table::running();
-    table.die(11);
-    table.leave(10, true);
-    table.leave(12, true);
-    table.join(2, 0);
-    table.join_as(90, 1, 3);
-    assert_eq!((table.job.wanted(), table.joined()), (0, vec![]));
-    table.pass(TIME_LIMIT, &[20, 90]);
-    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
-    table.join_as(91, 1, 4);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (91, 2, 2)]);
-    // The late one becomes a spare.
-    table.join(2, 2);
-    assert_eq!(table.joined(), []);
-    table.die(20);
-    assert_eq!(table.job.wanted(), 0);
-}
-
-#[test]
-fn epoch_without_enough_processes_fails_and_names_the_missing() {
-    let mut table = Table::running();
-    table.die(11);
-    table.leave(10, true);
-    table.join(2, 0);
-    table.leave(12, true);
-    table.join(2, 2);
-    table.pass(TIME_LIMIT, &[20, 22]);
-    let missing = RendezvousError::Missing {
-        missing: vec![ProcessId(1)],
-        processes: 3,
-        peer_timeout: TIME_LIMIT,
-    };
-    let both = [(20, Err(missing.clone())), (22, Err(missing.clone()))];
-    assert_eq!(table.answers(), both);
-    table.join_as(90, 1, 1);
-    assert_eq!(table.answers(), [(90, Err(missing))]);
-}
-
-#[test]
-fn deaths_while_an_epoch_gathers_free_their_places() {
-    let mut table = Table::running();
-    for spare in 0..3 {
-        table.join_as(90 + u64::from(spare), 1, 3 + spare);
-    }
-    table.die(11);
-    table.leave(10, true);
-    table.join(2, 0);
-    // One that has joined the new epoch, a spare that has its place, and one that never left.
-    table.die(20);
-    table.die(90);
-    assert_eq!(table.joined(), []);
-    table.die(12);
-    assert_eq!((table.job.wanted(), table.joined()), (1, vec![]));
-    table.join_as(93, 1, 9);
-    let joined = table.joined();
-    assert_eq!(
-        joined.iter().map(|(_, process, epoch)| (*process, *epoch)).collect::<Vec<_>>(),
-        [(0, 2), (1, 2), (2, 2)]
-    );
-    let mut links: Vec<Link> = joined.iter().map(|(link, ..)| *link).collect();
-    links.sort_unstable();
-    assert_eq!(links, [91, 92, 93]);
-}
-
-#[test]
-fn late_end_of_an_old_connection_does_not_matter() {
-    let mut table = Table::running();
-    table.die(11);
-    table.join_as(90, 1, 3);
-    // They join before the service has seen the ends of their old connections.
-    table.join(2, 0);
-    table.join(2, 2);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
-    table.die(10);
-    table.leave(12, false);
-    assert_eq!((table.job.present(), table.job.wanted()), (3, 0));
-}
-
-#[test]
-fn spares_hear_of_the_end_of_the_job() {
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.pass(TIME_LIMIT * 5, &[10, 11, 12, 90]);
-    table.leave(10, false);
-    table.leave(11, false);
-    assert_eq!(table.answers(), []);
-    table.leave(12, false);
-    assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
-    table.join_as(91, 1, 3);
-    assert_eq!(table.answers(), [(91, Ok(Answer::Done))], "it comes after the end");
-    // The same if all have failed and none returns; but not while one does.
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.die(10);
-    table.leave(11, true);
-    table.die(12);
-    assert_eq!(table.answers(), []);
-    table.join(2, 1);
-    table.die(21);
-    table.pass(TIME_LIMIT, &[90]);
-    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Missing { .. }))]));
-}
-
-#[test]
-fn process_that_has_finished_is_replaced_if_others_return() {
-    let mut table = Table::running();
-    table.leave(10, false);
-    table.die(11);
-    assert_eq!(table.job.wanted(), 1);
-    table.leave(12, true);
-    table.join(2, 2);
-    assert_eq!(table.job.wanted(), 2);
-    table.join_as(90, 1, 1);
-    table.join_as(91, 1, 0);
-    assert_eq!(table.joined(), [(90, 0, 2), (91, 1, 2), (22, 2, 2)]);
-}
-
-#[test]
-fn spare_with_another_program_is_refused_at_once() {
-    let mut table = Table::running();
-    table.job.opened(90, table.now);
-    let member = Member { program: "other".into(), ..Member::default() };
-    let join = Request::Join {
-        ask: 1,
-        process: ProcessId(3),
-        processes: 3,
-        epoch: 1,
-        identity: Identity { key: 90, run: None },
-        waits: true,
-        peer_timeout: TIME_LIMIT,
-        member,
-    };
-    table.job.said(90, join, table.now);
-    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
-}
-
-/// The service was started anew with the same token, so that survivors of the first run find the
-/// second.
-#[test]
-fn process_of_another_run_is_refused() {
-    let mut table = Table::running();
-    table.die(11);
-    let identity = Identity { key: 11, run: Some(RUN + 1) };
-    table.join_with(20, 2, 1, identity);
-    let refused = RendezvousError::OtherRun { process: ProcessId(1) };
-    assert_eq!(table.answers(), [(20, Err(refused))]);
-    assert_eq!((table.job.phase(), table.job.wanted()), (&Phase::Running, 1));
-}
-
-#[test]
-fn spare_takes_the_place_of_a_process_that_never_came() {
-    let mut table = Table::new();
-    table.join(1, 0);
-    table.join(1, 2);
-    table.join_as(90, 1, 3);
-    table.pass(TIME_LIMIT / 2, &[10, 12, 90]);
-    assert_eq!((table.joined(), table.job.wanted()), (vec![], 0));
-    table.pass(TIME_LIMIT / 2, &[10, 12, 90]);
-    assert_eq!(table.joined(), [(10, 0, 1), (90, 1, 1), (12, 2, 1)]);
-}
-
-#[test]
-fn process_that_dies_before_the_first_epoch_is_replaced_at_once() {
-    let mut table = Table::new();
-    table.join(1, 0);
-    table.join(1, 1);
-    table.die(11);
-    table.join(1, 2);
-    assert_eq!((table.joined(), table.job.wanted()), (vec![], 1));
-    table.join_as(90, 1, 3);
-    assert_eq!(table.joined(), [(10, 0, 1), (90, 1, 1), (12, 2, 1)]);
-}
-
-#[test]
-fn epoch_waits_once_more_for_new_processes() {
-    let mut table = Table::running();
-    // One never returns.
-    table.leave(10, true);
-    for process in [1, 2] {
-        table.leave(10 + u64::from(process), true);
-        table.join(2, process);
-    }
-    table.pass(TIME_LIMIT * 3 / 2, &[21, 22]);
-    assert_eq!(table.joined(), []);
-    table.join_as(90, 1, 3);
-    assert_eq!(table.joined(), [(90, 0, 2), (21, 1, 2), (22, 2, 2)]);
-    table.die(90);
-    table.leave(21, true);
-    table.join(3, 1);
-    table.pass(TIME_LIMIT * 3, &[22, 31]);
-    let missing = |answer: &(Link, Result<Answer, RendezvousError>)| {
-        matches!(answer, (31, Err(RendezvousError::Missing { .. })))
-    };
-    assert!(matches!(&table.answers()[..], [answer] if missing(answer)));
-    // So does a spare that comes too late.
-    table.join_as(91, 1, 3);
-    let answers = table.answers();
-    assert!(matches!(&answers[..], [(91, Err(RendezvousError::Missing { .. }))]), "{answers:?}");
-}
-
-#[test]
-fn value_of_a_lost_process_never_comes() {
-    let mut table = Table::running();
-    let get = |table: &mut Table, link| {
-        let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
-        table.job.said(link, Request::Get { ask: 1, key, peer_timeout }, table.now);
-        table.answers()
-    };
-    assert_eq!(get(&mut table, 11), []);
-    // Another may still set it.
-    table.leave(12, false);
-    assert_eq!(table.answers(), []);
-    table.die(10);
-    let never = |link| {
-        let (key, why) = ("k".to_owned(), "connection reset".to_owned());
-        (link, Err(RendezvousError::NeverSet { key, process: ProcessId(0), why }))
-    };
-    assert_eq!(table.answers(), [never(11)]);
-    assert_eq!(get(&mut table, 11), [never(11)], "nor if asked for later");
-}
-
-#[test]
-fn process_whose_place_is_taken_waits_for_another() {
-    let mut table = Table::running();
-    table.leave(12, true);
-    table.leave(11, true);
-    table.join(2, 2);
-    // Process 0 is lost, and a new one comes with its number. The lost one wakes.
-    table.die(10);
-    table.join_as(95, 1, 0);
-    table.join(2, 0);
-    assert_eq!(table.joined(), []);
-    table.join(2, 1);
-    assert_eq!(table.joined(), [(95, 0, 2), (21, 1, 2), (22, 2, 2)]);
-    table.die(22);
-    table.leave(21, true);
-    table.join(3, 1);
-    table.leave(95, true);
-    table.join(3, 0);
-    assert_eq!(table.joined(), [(30, 0, 3), (31, 1, 3), (20, 2, 3)]);
-}
-
-#[test]
-fn spares_hear_that_all_processes_are_lost() {
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.die(10);
-    table.leave(11, true);
-    table.die(12);
-    // One was to return, and dies before it does.
-    table.pass(TIME_LIMIT / 2, &[90]);
-    assert_eq!(table.answers(), []);
-    table.pass(TIME_LIMIT / 2, &[90]);
-    let lost = |link| (link, Err(RendezvousError::AllLost { processes: 3 }));
-    assert_eq!(table.answers(), [lost(90)]);
-    assert!(table.job.parts().contains(&(ProcessId(1), Part::Out)), "nobody waits for its end");
-    table.join_as(91, 1, 4);
-    assert_eq!(table.answers(), [lost(91)]);
-}
-
-#[test]
-fn process_that_was_in_the_job_is_preferred_to_a_spare() {
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.die(10);
-    // Given up, and awake again before another has begun the next epoch.
-    table.die(11);
-    table.join_as(91, 2, 1);
-    table.leave(12, true);
-    table.join(2, 2);
-    let joined = table.joined();
-    assert_eq!(joined, [(90, 0, 2), (91, 1, 2), (22, 2, 2)]);
-    // Of two that wait for one place.
-    table.join_as(92, 1, 4);
-    table.die(90);
-    table.join_as(93, 2, 0);
-    table.leave(22, true);
-    table.leave(91, true);
-    table.join(3, 2);
-    table.join(3, 1);
-    assert_eq!(table.joined(), [(93, 0, 3), (31, 1, 3), (32, 2, 3)]);
-}
-
-/// A process that shows the token, but was not in the epoch that it claims to come from.
-#[test]
-fn stranger_ends_no_epoch_and_takes_no_place() {
-    let mut table = Table::running();
-    let stranger = |key| Identity { key, run: Some(RUN) };
-    table.join_with(80, 2, 1, stranger(80));
-    assert_eq!((table.job.phase(), table.job.present()), (&Phase::Running, 3));
-    assert_eq!(table.answers(), [], "it waits as a spare");
-    // Nor can a spare or a process that has left in order begin an epoch.
-    table.join_as(90, 1, 3);
-    table.leave(90, true);
-    table.join_with(91, 2, 2, stranger(90));
-    table.leave(10, false);
-    table.join_with(92, 2, 0, stranger(10));
-    assert_eq!((table.job.phase(), table.job.present()), (&Phase::Running, 2));
-    // A member begins one. Others cannot have the place of one that returns.
-    table.leave(11, true);
-    table.leave(12, true);
-    table.join(2, 1);
-    table.join_with(81, 2, 2, stranger(81));
-    let places = |table: &Table| {
-        let seats = table.job.seats.iter();
-        seats.map(|seat| seat.as_ref().map(|seat| seat.link)).collect::<Vec<_>>()
-    };
-    let has_been = Some(92);
-    assert_eq!(places(&table), [has_been, Some(21), None]);
-    table.join(2, 2);
-    assert_eq!(table.joined(), [(92, 0, 2), (21, 1, 2), (22, 2, 2)]);
-}
-
-/// It has the numbers of the holder, which all processes are told, but not its key.
-#[test]
-fn holder_is_known_by_its_key_alone() {
-    let mut table = Table::new();
-    table.join(1, 1);
-    let member = Member { pid: 11, ..Member::default() };
-    for waits in [false, true] {
-        let link = 80 + u64::from(waits);
-        table.job.opened(link, table.now);
-        let join = Request::Join {
-            ask: 1,
-            process: ProcessId(1),
-            processes: 3,
+impl Epochs {
+    pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
+        Self {
+            run,
+            peer_timeout,
+            phase: Phase::Gathering,
+            gathers_since: now,
+            gather_until: after(now, peer_timeout),
+            returns_by: None,
             epoch: 1,
-            identity: Identity { key: 80, run: None },
-            waits,
-            peer_timeout: TIME_LIMIT,
-            member: member.clone(),
-        };
-        table.job.said(link, join, table.now);
-    }
-    let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 11 };
-    assert_eq!(table.answers(), [(80, Err(held))]);
-    table.join(1, 0);
-    table.join(1, 2);
-    assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
-}
-
-/// Takes the messages on busy processes since the last call, as (link, processes).
-fn busy(table: &mut Table) -> Vec<(Link, Vec<u32>)> {
-    let busy = table.job.actions().into_iter().filter_map(|action| match action {
-        Action::Say(link, Reply::Busy { processes, .. }) => {
-            Some((link, processes.into_iter().map(|process| process.0).collect()))
+            seats: (0..processes).map(|_| None).collect(),
+            before: (0..processes).map(|_| None).collect(),
+            vacant: vec![false; processes],
+            spares: Vec::new(),
+            joined: BTreeMap::new(),
+            known: BTreeMap::new(),
+            reports: Vec::new(),
         }
-        _ => None,
-    });
-    busy.collect()
-}
-
-#[test]
-fn busy_process_keeps_its_place_while_it_answers() {
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.join_as(91, 1, 4);
-    table.die(11);
-    table.leave(10, true);
-    table.join(2, 0);
-    table.answers();
-    // The program of process 2 does not look at the job for a long time.
-    for _ in 0..3 {
-        table.pass(TIME_LIMIT, &[12, 20, 90, 91]);
-        assert_eq!(busy(&mut table), [(20, vec![2])]);
     }
-    table.leave(12, true);
-    table.pass(TIME_LIMIT - Duration::from_secs(1), &[20, 90, 91]);
-    table.join(2, 2);
-    assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
+
+    /// True once all processes have joined the first epoch.
+    pub(in crate::rendezvous) fn has_begun(&self) -> bool {
+        self.epoch > 1 || self.phase == Phase::Running
+    }
+
+    pub(in crate::rendezvous) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    /// The failures that processes of the job have reported in this epoch, as (process, report), in
+    /// order of arrival.
+    pub(in crate::rendezvous) fn reports(&self) -> &[(ProcessId, Report)] {
+        &self.reports
+    }
+
+    /// Number of processes that joined and have neither left nor ended.
+    pub(in crate::rendezvous) fn present(&self) -> usize {
+        self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
+    }
+
+    /// Returns the number of places that need a new process: places of processes that are gone,
+    /// less the number of waiting spares. 0 if the job is over.
+    pub(in crate::rendezvous) fn wanted(&self) -> usize {
+        if self.is_over() {
+            return 0;
+        }
+        let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
+            (Phase::Gathering, None) => self.vacant[process],
+            (Phase::Running, Some(Seat { ended: Some(end), .. })) => end.how == HowEnded::Died,
+            _ => false,
+        };
+        let free = (0..self.seats.len()).filter(|process| is_free(*process)).count();
+        free.saturating_sub(self.spares.len())
+    }
+
+    /// True if all processes of an epoch are gone and none returns.
+    pub(in crate::rendezvous) fn is_over(&self) -> bool {
+        self.phase == Phase::Running && self.seats.iter().all(is_gone)
+    }
+
+    /// Returns the part of each known process, with the number with which it joined first.
+    pub(in crate::rendezvous) fn parts(&self) -> Vec<(ProcessId, Part)> {
+        self.known.values().map(|known| (known.number, known.part)).collect()
+    }
+
+    /// Number of the job's places.
+    pub(super) fn places(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// Returns the clients that have a place in the newest epoch that they have joined.
+    pub(super) fn joined(&self) -> impl Iterator<Item = Link> {
+        self.joined.keys().copied()
+    }
+
+    pub(super) fn has_joined(&self, link: Link) -> bool {
+        self.joined.contains_key(&link)
+    }
+
+    /// Removes a client. Returns its process, if it had joined.
+    pub(super) fn forget(&mut self, link: Link) -> Option<ProcessId> {
+        if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
+            let spare = self.spares.remove(at);
+            self.is_away(spare.key);
+        }
+        self.joined.remove(&link)
+    }
+
+    /// Returns the place of a client in the current epoch.
+    pub(super) fn place_of(&self, link: Link) -> Option<ProcessId> {
+        let process = *self.joined.get(&link)?;
+        let seat = self.seats[process.index()].as_ref()?;
+        (seat.link == link).then_some(process)
+    }
+
+    /// True if the holder of a place in the last epoch has not left that one, but is alive: its
+    /// program runs code of its own.
+    fn is_busy(&self, process: ProcessId) -> bool {
+        let stands = |former: &Former| self.has_joined(former.link);
+        self.seats[process.index()].is_none()
+            && self.before[process.index()].as_ref().is_some_and(stands)
+    }
+
+    /// Returns each process with the link by which it can be asked for its status, or with the
+    /// reason why it has none. An error if the job can never be complete.
+    pub(super) fn statuses(
+        &self,
+    ) -> Result<impl Iterator<Item = (ProcessId, Result<Link, String>)>, RendezvousError> {
+        if let Phase::Failed(error) = &self.phase {
+            return Err(error.clone());
+        }
+        let seats = processes(self.seats.len()).zip(&self.seats);
+        Ok(seats.map(|(process, seat)| {
+            let why = match seat {
+                None if self.is_busy(process) => {
+                    "it runs code of its own, in an epoch that has ended".to_owned()
+                }
+                None => "it has not joined yet".to_owned(),
+                Some(Seat { ended: Some(end), .. }) => end.why.clone(),
+                Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
+                Some(seat) => return (process, Ok(seat.link)),
+            };
+            (process, Err(why))
+        }))
+    }
+
+    /// Returns the place of a client that comes to a barrier.
+    ///
+    /// # Errors
+    ///
+    /// If its epoch does not run, or a process of it has ended.
+    pub(super) fn place_at_barrier(
+        &self,
+        link: Link,
+        name: &str,
+    ) -> Result<ProcessId, RendezvousError> {
+        let (Some(place), Phase::Running) = (self.place_of(link), &self.phase) else {
+            let (what, when) = (format!("barrier {name:?}"), "once the job is complete".into());
+            return Err(RendezvousError::OutOfTurn { what, when });
+        };
+        let mut seats = processes(self.seats.len()).zip(&self.seats);
+        let ended =
+            seats.find_map(|(process, seat)| Some((process, seat.as_ref()?.ended.as_ref()?)));
+        match ended {
+            Some((process, End { why, .. })) => {
+                let (name, why) = (name.to_owned(), why.clone());
+                Err(RendezvousError::BarrierBroken { name, process, why })
+            }
+            None => Ok(place),
+        }
+    }
+
+    /// Checks that a process that wants to join belongs to this job.
+    pub(super) fn check(&self, wish: &Wish, member: &Member) -> Result<(), RendezvousError> {
+        let Wish { process, processes: believes, identity: Identity { run, .. }, .. } = *wish;
+        // Error messages contain these texts, up to two of them.
+        check_name("the name of a host", &member.host)?;
+        check_name("the fingerprint of a program", &member.program)?;
+        let processes = self.seats.len();
+        if believes != processes {
+            return Err(RendezvousError::Count { process, believes, job: processes });
+        }
+        if run.is_some_and(|run| run != self.run) {
+            return Err(RendezvousError::OtherRun { process });
+        }
+        Ok(())
+    }
+
+    /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
+    /// that runs, which it has not left in order.
+    pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
+        if wish.epoch != self.epoch + 1 || self.phase != Phase::Running {
+            return None;
+        }
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+        let is_it = |seat: &Seat| seat.key == wish.identity.key && !has_left(seat);
+        let mut seats = processes(self.seats.len()).zip(&self.seats);
+        let own = seats.find(|(_, seat)| seat.as_ref().is_some_and(is_it));
+        own.map(|(process, _)| process)
+    }
+
+    /// Begins the next epoch. In it every place is free again, for the process that had it.
+    pub(super) fn begin_next(&mut self, now: Instant) {
+        self.epoch += 1;
+        self.phase = Phase::Gathering;
+        self.returns_by = None;
+        self.gathers_since = now;
+        self.gather_until = after(now, self.peer_timeout);
+        self.vacant = self.seats.iter().map(is_gone).collect();
+        let former = |seat: Seat| Former { key: seat.key, link: seat.link };
+        self.before = self.seats.iter_mut().map(|seat| seat.take().map(former)).collect();
+        // A process that has left with a failure has failed the job, however late that is seen.
+        let has_left = |place| self.known.values().any(|known| known.part == Part::Left(place));
+        self.reports.retain(|(by, _)| has_left(*by));
+        for known in self.known.values_mut() {
+            if let Part::Left(place) = known.part
+                && self.reports.iter().all(|(by, _)| *by != place)
+            {
+                known.part = Part::Out;
+            }
+        }
+    }
+
+    /// Handles the deadlines that are due.
+    pub(super) fn tick(&mut self, now: Instant, actions: &mut Actions) {
+        if self.phase == Phase::Gathering && now >= self.gather_until {
+            self.is_late(now, actions);
+        }
+        self.stop_waiting_for_returns(now, actions);
+        self.expire(now, actions);
+    }
+
+    /// Returns the deadlines.
+    pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
+        let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
+        let joins = joins.chain([self.gather_until]);
+        joins.filter(|_| self.phase == Phase::Gathering).chain(self.returns_by)
+    }
+
+    pub(super) fn put_off(&mut self, stopped: Duration) {
+        self.gather_until = after(self.gather_until, stopped);
+        self.returns_by = self.returns_by.map(|until| after(until, stopped));
+        self.seats.iter_mut().flatten().for_each(|seat| seat.waits.put_off(stopped));
+    }
+
+    /// Handles the end of the time in which an epoch should have gathered. Processes that have not
+    /// come to a later epoch, or to the first if there are spares, lose their places, unless they
+    /// are busy. New processes get the time once more.
+    fn is_late(&mut self, now: Instant, actions: &mut Actions) {
+        let goes_on = self.epoch > 1 || !self.spares.is_empty();
+        let is_awaited = |process: &ProcessId| {
+            self.seats[process.index()].is_none() && !self.vacant[process.index()]
+        };
+        let awaited = processes(self.seats.len()).filter(|process| goes_on && is_awaited(process));
+        let (busy, late): (Vec<_>, Vec<_>) = awaited.partition(|process| self.is_busy(*process));
+        let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
+        let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
+        if late.is_empty() && (busy.is_empty() || has_free) {
+            let error = self.missing(self.peer_timeout);
+            return self.fail(error, actions);
+        }
+        self.gather_until = after(now, self.peer_timeout);
+        for process in late {
+            self.vacant[process.index()] = true;
+            if let Some(former) = &self.before[process.index()] {
+                self.has_part(former.key, Part::Out);
+            }
+        }
+        if let (Some(seat), false) = (self.seats.iter().flatten().next(), busy.is_empty()) {
+            let waited = now.saturating_duration_since(self.gathers_since);
+            let busy = Reply::Busy { epoch: self.epoch, processes: busy, waited };
+            actions.say(seat.link, busy);
+        }
+        self.place_spares(actions);
+    }
+
+    fn expire(&mut self, now: Instant, actions: &mut Actions) {
+        if self.phase != Phase::Gathering {
+            return;
+        }
+        let late: Vec<(Link, Wait)> = self
+            .seats
+            .iter()
+            .flatten()
+            .filter(|seat| now >= seat.waits.until)
+            .map(|seat| (seat.link, seat.waits))
+            .collect();
+        // Computed before any of them is removed: a process that times out at the same moment
+        // is not missing to the others.
+        let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.peer_timeout)).collect();
+        for ((link, wait), error) in late.into_iter().zip(errors) {
+            actions.answer(link, wait.ask, Err(error));
+            if let Some(process) = self.joined.remove(&link)
+                && let Some(seat) = self.seats[process.index()].take()
+            {
+                self.is_away(seat.key);
+            }
+        }
+    }
+
+    /// Counts processes as died that should have returned by now, if no other one can begin the
+    /// next epoch.
+    fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut Actions) {
+        let is_due = self.returns_by.is_some_and(|until| now >= until);
+        if !is_due {
+            return;
+        }
+        self.returns_by = None;
+        if self.phase != Phase::Running || self.present() > 0 {
+            return;
+        }
+        let mut late = Vec::new();
+        for seat in self.seats.iter_mut().flatten() {
+            if let Some(end) = seat.ended.as_mut().filter(|end| end.how == HowEnded::Returns) {
+                end.how = HowEnded::Died;
+                late.push(seat.key);
+            }
+        }
+        late.into_iter().for_each(|key| self.has_part(key, Part::Out));
+        self.dismiss_spares(actions);
+    }
+
+    /// Marks a process as ended. Returns true if its epoch runs. Before an epoch is complete, only
+    /// frees the process's number. `link` is the process's connection: it may be of an earlier
+    /// epoch. `now` is the time of the last tick: a stop of the server since then puts off all
+    /// deadlines.
+    pub(super) fn end(
+        &mut self,
+        link: Link,
+        process: ProcessId,
+        (why, how): (&str, HowEnded),
+        now: Instant,
+        actions: &mut Actions,
+    ) -> bool {
+        let seat = &mut self.seats[process.index()];
+        let holder = match seat {
+            Some(seat) => Some((seat.key, seat.link)),
+            None => self.before[process.index()].as_ref().map(|former| (former.key, former.link)),
+        };
+        let Some((key, _)) = holder.filter(|(_, held)| *held == link) else { return false };
+        let until = after(now, self.peer_timeout);
+        if self.phase != Phase::Running {
+            // The others do not know it yet: another process may take its number.
+            *seat = None;
+            if self.epoch > 1 {
+                // It, or another in its place, has the time to come.
+                self.gather_until = self.gather_until.max(until);
+            }
+            if how != HowEnded::Returns {
+                self.is_away(key);
+                self.vacant[process.index()] = true;
+                self.place_spares(actions);
+            }
+            return false;
+        }
+        if let Some(seat) = seat {
+            seat.ended = Some(End { why: why.to_owned(), how });
+        }
+        match how {
+            HowEnded::Left => self.has_part(key, Part::Left(process)),
+            HowEnded::Died | HowEnded::Returns => self.returns_by = Some(until),
+        }
+        true
+    }
+
+    /// Tells the spares that the job has ended, if it has: no process is left, and none returns.
+    pub(super) fn dismiss_spares(&mut self, actions: &mut Actions) {
+        if !self.is_over() {
+            return;
+        }
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+        let result = match self.seats.iter().flatten().any(has_left) {
+            true => Ok(Answer::Done),
+            false => Err(RendezvousError::AllLost { processes: self.seats.len() }),
+        };
+        for Seat { link, key, waits, .. } in std::mem::take(&mut self.spares) {
+            actions.answer(link, waits.ask, result.clone());
+            self.is_away(key);
+        }
+    }
+
+    /// Fails a job that can never be complete, and answers all processes that joined with `error`.
+    fn fail(&mut self, error: RendezvousError, actions: &mut Actions) {
+        let spares = std::mem::take(&mut self.spares);
+        let told: Vec<_> = self
+            .seats
+            .iter()
+            .flatten()
+            .chain(&spares)
+            .map(|seat| (seat.link, seat.waits.ask))
+            .collect();
+        for (link, ask) in told {
+            actions.answer(link, ask, Err(error.clone()));
+        }
+        self.joined.clear();
+        let seats = self.seats.iter_mut().filter_map(Option::take);
+        let gone: Vec<_> = seats.chain(spares).map(|seat| seat.key).collect();
+        gone.into_iter().for_each(|key| self.is_away(key));
+        self.phase = Phase::Failed(error);
+    }
+
+    fn missing(&self, peer_timeout: Duration) -> RendezvousError {
+        let missing =
+            processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
+        RendezvousError::Missing {
+            missing: missing.map(|(process, _)| process).collect(),
+            processes: self.seats.len(),
+            peer_timeout,
+        }
+    }
+
+    /// Returns the first process of a running epoch that was lost, or that has left it as failed,
+    /// and the reason.
+    fn lost(&self) -> Option<(ProcessId, String)> {
+        if self.phase != Phase::Running {
+            return None;
+        }
+        processes(self.seats.len()).zip(&self.seats).find_map(|(process, seat)| {
+            let end = seat.as_ref()?.ended.as_ref()?;
+            (end.how != HowEnded::Left).then(|| (process, end.why.clone()))
+        })
+    }
+
+    /// Returns the process because of which a value will never come for the client of `link`, and
+    /// the reason: one of its epoch is lost, or its epoch has ended.
+    pub(super) fn lost_for(&self, link: Link) -> Option<(ProcessId, String)> {
+        let process = *self.joined.get(&link)?;
+        match self.place_of(link) {
+            Some(_) => self.lost(),
+            None => Some((process, "its epoch of the job has ended".to_owned())),
+        }
+    }
+
+    /// Notes the failure of a process. Only the first of each process counts.
+    pub(super) fn report(&mut self, link: Link, report: Report) -> Result<Answer, RendezvousError> {
+        let Some(process) = self.place_of(link) else {
+            return Err(RendezvousError::OutOfTurn {
+                what: "reporting".into(),
+                when: "after joining, in an epoch that goes on".into(),
+            });
+        };
+        if self.reports.iter().all(|(before, _)| *before != process) {
+            self.reports.push((process, report));
+        }
+        Ok(Answer::Done)
+    }
 }
 
-#[test]
-fn busy_process_that_falls_silent_loses_its_place() {
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    table.die(11);
-    table.leave(10, true);
-    table.join(2, 0);
-    table.pass(TIME_LIMIT, &[12, 20, 90]);
-    assert_eq!(table.job.wanted(), 0);
-    assert_eq!(busy(&mut table), [(20, vec![2])]);
-    // It is stopped, so that its place is free after the peer timeout. Another has the time to
-    // come.
-    table.pass(TIME_LIMIT + Duration::from_secs(1), &[20, 90]);
-    assert_eq!(table.job.wanted(), 1);
-    table.pass(TIME_LIMIT - Duration::from_secs(2), &[20, 90]);
-    table.join_as(91, 1, 4);
-    let joined = table.joined();
-    assert_eq!(joined, [(20, 0, 2), (90, 1, 2), (91, 2, 2)]);
+/// True if the process of a place is gone and does not return.
+fn is_gone(seat: &Option<Seat>) -> bool {
+    let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
+    end.is_some_and(|end| end.how != HowEnded::Returns)
 }
 
-#[test]
-fn free_place_is_not_held_open_by_a_busy_process() {
-    let mut table = Table::running();
-    table.die(11);
-    table.leave(10, true);
-    table.join(2, 0);
-    table.pass(TIME_LIMIT, &[12, 20]);
-    let answers = table.answers();
-    assert!(matches!(answers[..], [(20, Err(RendezvousError::Missing { .. }))]), "{answers:?}");
-}
+mod places;
 
-#[test]
-fn requests_of_an_ended_epoch_fail_at_once() {
-    let mut table = Table::running();
-    let get = |table: &mut Table, link| {
-        let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
-        table.job.said(link, Request::Get { ask: 1, key, peer_timeout }, table.now);
-        table.answers()
-    };
-    assert_eq!(get(&mut table, 12), []);
-    // Process 0 has seen a loss that the service has not.
-    table.leave(10, true);
-    assert!(matches!(table.answers()[..], [(12, Err(RendezvousError::NeverSet { .. }))]));
-    table.join(2, 0);
-    let answers = get(&mut table, 12);
-    assert!(matches!(answers[..], [(12, Err(RendezvousError::NeverSet { .. }))]), "{answers:?}");
-    // Its failure is not one of the next epoch.
-    let failure = Failure::new(FailureKind::PeerLost, ProcessId(0), 1, "it is lost".to_owned());
-    table.job.said(
-        12,
-        Request::Report { ask: 3, report: Report { failure, hash: None } },
-        table.now,
-    );
-    assert_eq!(table.job.reports(), []);
-}
-
-#[test]
-fn failure_of_a_process_that_has_left_outlives_its_epoch() {
-    let mut table = Table::running();
-    table.die(11);
-    let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "it failed".to_owned());
-    let report = Report { failure, hash: None };
-    table.job.said(10, Request::Report { ask: 3, report: report.clone() }, table.now);
-    table.leave(10, false);
-    // Process 2 has only seen the loss of process 1, and goes on first.
-    table.leave(12, true);
-    table.join(2, 2);
-    assert_eq!(table.job.reports(), [(ProcessId(0), report)]);
-    assert!(table.job.parts().contains(&(ProcessId(0), Part::Left(ProcessId(0)))));
-}
-
-#[test]
-fn parts_tell_who_has_which_place() {
-    let part = |table: &Table, number| {
-        let parts = table.job.parts();
-        let found = parts.iter().find(|(known, _)| *known == ProcessId(number));
-        found.map(|(_, part)| *part)
-    };
-    let holds = |process| Some(Part::Holds(ProcessId(process)));
-    let mut table = Table::running();
-    table.join_as(90, 1, 3);
-    assert_eq!([1, 3, 4].map(|number| part(&table, number)), [holds(1), Some(Part::Waits), None]);
-    table.die(11);
-    assert_eq!(part(&table, 1), holds(1), "others have not gone on yet");
-    table.leave(10, true);
-    table.leave(12, true);
-    table.join(2, 0);
-    table.join(2, 2);
-    table.joined();
-    assert_eq!([0, 1, 2, 3].map(|number| part(&table, number)), [0, 1, 2, 1].map(holds));
-    // One is stopped, and given up.
-    table.pass(TIME_LIMIT + Duration::from_secs(1), &[20, 90]);
-    assert_eq!(part(&table, 2), Some(Part::Out));
-    table.leave(20, false);
-    let left = Some(Part::Left(ProcessId(0)));
-    assert_eq!((part(&table, 0), table.job.is_over()), (left, false));
-    table.leave(90, false);
-    assert_eq!(part(&table, 3), Some(Part::Left(ProcessId(1))));
-    assert_eq!((table.job.is_over(), table.job.wanted()), (true, 0));
-    // A spare that goes is forgotten.
-    table.join_as(95, 1, 5);
-    table.die(95);
-    assert_eq!(part(&table, 5), None);
-}
+#[cfg(test)]
+mod tests;

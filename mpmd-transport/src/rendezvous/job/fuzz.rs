@@ -3,8 +3,8 @@
 
 use mpmd_fuzz::{Rng, integer};
 
-use super::super::protocol::{frame, parts};
-use super::super::{Identity, Member};
+use super::super::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
+use super::super::{Identity, Report};
 use super::*;
 use mpmd_proto::router::{Failure, FailureKind};
 
@@ -45,7 +45,7 @@ impl Table {
             }
             _ => {
                 let (link, request) =
-                    (self.random_link(rng), request(rng, self.job.seats.len(), self.is_long));
+                    (self.random_link(rng), request(rng, self.job.epochs.places(), self.is_long));
                 if frame(&request).is_err() {
                     return;
                 }
@@ -70,7 +70,7 @@ impl Table {
             match action {
                 Action::Close(link) => {
                     let asks = self.asks.remove(&link).expect("an open connection is closed");
-                    assert!(!self.job.links.contains_key(&link), "{asks:?}");
+                    assert!(!self.job.clients.contains_key(&link), "{asks:?}");
                 }
                 Action::Say(link, reply) => {
                     for part in parts(reply.clone()) {
@@ -84,10 +84,10 @@ impl Table {
                 }
             }
         }
-        assert!(self.job.present() <= self.job.seats.len());
-        assert!(self.job.links.keys().eq(self.asks.keys()));
-        let waits = self.job.gets.len() + self.job.barriers.values().map(Vec::len).sum::<usize>();
-        let waits = waits + self.job.looks.len();
+        assert!(self.job.epochs.present() <= self.job.epochs.places());
+        assert!(self.job.clients.keys().eq(self.asks.keys()));
+        let waits = self.job.values.due().count() + self.job.barriers.due().count();
+        let waits = waits + self.job.looks.due().count();
         assert!(waits <= self.asks.values().map(Vec::len).sum());
     }
 }
@@ -177,7 +177,7 @@ fn fuzz_rendezvous_job() {
             table.tick();
         }
         assert!(table.asks.is_empty(), "unanswered requests: {:?}", table.asks);
-        assert!(table.job.gets.is_empty() && table.job.barriers.is_empty());
-        assert!(table.job.looks.is_empty());
+        assert_eq!(table.job.values.due().count() + table.job.barriers.due().count(), 0);
+        assert_eq!(table.job.looks.due().count(), 0);
     });
 }

@@ -16,12 +16,13 @@ use zerocopy::IntoBytes;
 
 use crate::memory::{Arena, DeviceMemory, DeviceSharing, SharedBuffer};
 use crate::shm::doorbell::Doorbell;
-use crate::shm::loans::Returns;
+
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::peer::{Inbound, Outbound, Peer};
 use crate::shm::record::{
     BROKEN, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
 };
+use crate::shm::returns::Returns;
 use crate::shm::ring::{Producer, Ring};
 use crate::shm::shared::Shared;
 use crate::shm::socket::Socket;

@@ -1,0 +1,51 @@
+//! The clocks of the server and of its clients, and their difference.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The difference between a process's clock and the server's.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct ClockOffset {
+    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
+    pub offset: i64,
+    /// The largest possible error of `offset` in nanoseconds: half of the round trip.
+    pub bound: u64,
+}
+
+/// Returns the time by this process's clock, in nanoseconds since 1970.
+pub(super) fn clock() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// Returns the clock offset by the quickest of some round trips, which has the smallest error. Each
+/// trip is (time asked, server's clock, time answered), in nanoseconds. Without a usable trip, the
+/// offset is 0 and its bound huge.
+pub(super) fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
+    // A clock that was set back meanwhile makes the trip useless.
+    let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
+        |(asked, server, answered)| {
+            let trip = answered.saturating_sub(*asked);
+            (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
+        },
+    );
+    let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
+    ClockOffset { offset, bound: (trip / 2 + 1).unsigned_abs() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clock_offset_comes_from_quickest_trip() {
+        // The server's clock is a second ahead. Each direction takes its own time.
+        let trip = |asked: i64, there: i64, back: i64| {
+            (asked, asked + there + 1_000_000_000, asked + there + back)
+        };
+        let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
+        assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
+        // A trip during which the clock was set back is ignored.
+        assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
+        assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
+    }
+}

@@ -1,0 +1,201 @@
+//! Memory of other processes' devices that this process was given or has open.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::devices::Devices;
+use super::mappings::Mappings;
+use super::reaper::Reaper;
+use super::returns::Returns;
+use crate::memory::{DeviceMemory, Fence, Segment};
+use mpmd_proto::wire::ProcessId;
+
+/// A segment of device memory that a peer has given.
+pub(super) struct DeviceGiven {
+    pub(super) words: Vec<u8>,
+    pub(super) bytes: u64,
+    /// The process that owns the memory: the peer may have opened it itself.
+    pub(super) owner: ProcessId,
+    open: Open,
+}
+
+enum Open {
+    No,
+    /// The segment was not open here when this peer gave it. It stays open until the peer says that
+    /// it is freed.
+    First(Arc<Segment>),
+    /// Another peer had given the segment before; see [`Given`](super::mappings::Given).
+    Again(Weak<Segment>),
+}
+
+impl DeviceGiven {
+    pub(super) fn new(words: Vec<u8>, bytes: u64, owner: ProcessId) -> Self {
+        Self { words, bytes, owner, open: Open::No }
+    }
+
+    /// Returns the segment, which its giver knows by `number`, and opens it if it is not open. The
+    /// error is a message for users.
+    pub(super) fn segment(
+        &mut self,
+        number: u32,
+        returns: &Arc<Returns>,
+        mappings: &Mappings,
+        devices: &Devices,
+    ) -> Result<Arc<Segment>, String> {
+        let open = match &self.open {
+            Open::First(segment) => Some(segment.clone()),
+            Open::Again(segment) => segment.upgrade(),
+            Open::No => None,
+        };
+        if let Some(open) = open {
+            return Ok(open);
+        }
+        let bytes = usize::try_from(self.bytes).map_err(|error| error.to_string())?;
+        let gone = |process: ProcessId| {
+            devices.gone.get(process.index()).is_some_and(|it| it.load(Ordering::Acquire))
+        };
+        if gone(self.owner) {
+            return Err(lost(self.owner));
+        }
+        let sharing =
+            devices.sharing.get().ok_or("this process has no devices that share memory")?;
+        let make = || {
+            let memory = sharing.open(&self.words, bytes)?;
+            let foreign = Foreign {
+                memory: Some(memory),
+                words: self.words.clone(),
+                owner: self.owner,
+                gone: devices.gone.clone(),
+                givers: Mutex::new(vec![(returns.clone(), number)]),
+                reaper: devices.reaper.clone(),
+            };
+            Segment::of_device(Box::new(foreign)).map(Arc::new)
+        };
+        let (segment, is_new) =
+            mappings.opened(&self.words, make).map_err(|error| error.to_string())?;
+        if segment.bytes() != bytes {
+            return Err(format!("it has {} bytes and is announced with {bytes}", segment.bytes()));
+        }
+        let is_first = is_new && matches!(self.open, Open::No);
+        self.open = if is_first {
+            Open::First(segment.clone())
+        } else {
+            Open::Again(Arc::downgrade(&segment))
+        };
+        Ok(segment)
+    }
+
+    /// Handles the peer's notice that the segment is freed. Once it is closed here, each peer that
+    /// gave it is told.
+    pub(super) fn retire(self, number: u32, returns: &Arc<Returns>) {
+        let again = match self.open {
+            // The peer is told once it is closed, which is when the last loan of it has gone back.
+            Open::First(segment) => return drop(segment),
+            Open::Again(segment) => segment.upgrade(),
+            Open::No => None,
+        };
+        match again.as_deref().and_then(Foreign::of) {
+            // The first giver may be gone by then, so each giver is told separately.
+            Some(foreign) => foreign.givers.lock().push((returns.clone(), number)),
+            None => returns.say_closed(number),
+        }
+    }
+}
+
+/// Memory of another process's device, open here. When it is closed, the peers that gave it are
+/// told.
+pub(super) struct Foreign {
+    /// `None` while it is dropped.
+    memory: Option<Box<dyn DeviceMemory>>,
+    words: Vec<u8>,
+    owner: ProcessId,
+    gone: Arc<[AtomicBool]>,
+    /// (Peer to tell, number by which it knows the segment).
+    givers: Mutex<Vec<(Arc<Returns>, u32)>>,
+    reaper: Arc<Reaper>,
+}
+
+impl Foreign {
+    /// Returns the process that owns a segment of foreign device memory; `None` for any other
+    /// segment.
+    pub(super) fn owner(segment: &Segment) -> Option<ProcessId> {
+        Self::of(segment).map(|foreign| foreign.owner)
+    }
+
+    /// Returns a fence that fails once the content of a foreign device segment is lost; `None` for
+    /// any other segment.
+    pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
+        let Self { owner, gone, .. } = Self::of(segment)?;
+        Some(Arc::new(Life { owner: *owner, gone: gone.clone() }))
+    }
+
+    fn of(segment: &Segment) -> Option<&Self> {
+        (segment.device()? as &dyn Any).downcast_ref()
+    }
+}
+
+/// A fence that is always over, but fails once the owner is gone: device memory does not outlive
+/// its process.
+struct Life {
+    owner: ProcessId,
+    gone: Arc<[AtomicBool]>,
+}
+
+impl Fence for Life {
+    fn is_over(&self) -> bool {
+        true
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        then();
+    }
+
+    fn failure(&self) -> Option<String> {
+        let is_gone = self.gone.get(self.owner.index())?.load(Ordering::Acquire);
+        is_gone.then(|| lost(self.owner))
+    }
+}
+
+fn lost(owner: ProcessId) -> String {
+    format!("it is in the memory of a device of process {owner}, which has ended")
+}
+
+impl DeviceMemory for Foreign {
+    fn address(&self) -> u64 {
+        self.memory.as_ref().map_or(0, |memory| memory.address())
+    }
+
+    fn bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.bytes())
+    }
+
+    fn device(&self) -> u32 {
+        self.memory.as_ref().map_or(u32::MAX, |memory| memory.device())
+    }
+
+    fn export(&self) -> Option<&[u8]> {
+        // A third process opens it by the owner's own description.
+        Some(&self.words)
+    }
+
+    fn bind(&self) -> std::io::Result<()> {
+        self.memory.as_ref().map_or(Ok(()), |memory| memory.bind())
+    }
+
+    fn is_far(&self) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.is_far())
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let (memory, givers) = (self.memory.take(), std::mem::take(self.givers.get_mut()));
+        self.reaper.later(move || {
+            drop(memory);
+            givers.into_iter().for_each(|(returns, number)| returns.say_closed(number));
+        });
+    }
+}

@@ -1,0 +1,119 @@
+//! Lends the memory of devices: holds messages back until it is written, and reports later if it is
+//! valid.
+
+use super::devices::Held;
+use super::futex::SystemFutex;
+use super::lending::{IsLent, Lending, Message};
+use super::peer::Peer;
+use super::record::{BROKEN, LANDED};
+use super::shared::Shared;
+use crate::memory::{Fences, SharedBuffer};
+use crate::transport::{Ticket, TransportError};
+use mpmd_proto::wire::{Header, ProcessId};
+
+/// The longest failure text sent to a peer, in bytes.
+const MOST_TEXT: usize = 400;
+
+impl Shared {
+    /// Lends a peer bytes in the memory of a device of this process, or of a foreign device that it
+    /// has open. If the message cannot be sent yet, holds it back. Fails if the two do not share
+    /// device memory.
+    pub(super) fn lend_device(
+        &self,
+        to: ProcessId,
+        peer: &Peer,
+        header: &Header,
+        bytes: SharedBuffer,
+        ticket: Ticket,
+    ) -> Result<IsLent, TransportError> {
+        drop(peer.open()?);
+        if bytes.place().is_none() || !peer.shares_devices() {
+            let why = "memory of this device is not shared with it".to_owned();
+            self.break_off(peer, header, &why);
+            let doing = format!("lending memory of a device to process {to}");
+            return Err(TransportError::Environment { doing, why });
+        }
+        let ready = bytes.ready().clone();
+        // The owner itself has the fences of its memory, and knows if it is valid.
+        let borrowed = bytes.loan().and_then(|loan| self.borrowed(loan));
+        let is_owner = borrowed.is_some_and(|borrowed| borrowed.owner() == to);
+        if !is_owner && !ready.are_over() {
+            self.hold_back(Held { to, header: *header, bytes, ticket }, Some(ready));
+            return Ok(IsLent(true));
+        }
+        let made = bytes.clone();
+        let is_later = !is_owner && !made.is_made();
+        let message = Message { to, header, ticket, is_later };
+        let lent = self.lend(peer, &mut *peer.open()?, &message, bytes);
+        let lent = match lent {
+            Ok(lent) => lent,
+            // The owner cannot be told now that another process reads it, so it is sent later.
+            Err(bytes) => {
+                self.hold_back(Held { to, header: *header, bytes, ticket }, None);
+                return Ok(IsLent(true));
+            }
+        };
+        peer.door.ring(&SystemFutex);
+        if let Lending::Own(loan) | Lending::Borrowed(loan) = lent
+            && is_later
+        {
+            let shared = self.this.clone();
+            made.on_made(Box::new(move |failure| {
+                if let Some(shared) = shared.upgrade() {
+                    shared.say_landed(to, loan, failure);
+                }
+            }));
+        }
+        Ok(lent.is_lent())
+    }
+
+    /// Keeps a message until the fences `until` are over. Without them no event tells when to send
+    /// it, so it is retried regularly.
+    fn hold_back(&self, held: Held, until: Option<Fences>) {
+        self.devices.held.lock().push(held);
+        let Some(until) = until else { return };
+        let shared = self.this.clone();
+        until.on_over(Box::new(move || {
+            if let Some(shared) = shared.upgrade() {
+                shared.post_held();
+            }
+        }));
+    }
+
+    /// Posts the messages held back for fences that are over now.
+    pub(super) fn post_held(&self) {
+        let is_due = |held: &mut Held| held.bytes.ready().are_over();
+        let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
+        for Held { to, header, bytes, ticket } in due {
+            self.post(to, &header, Some(bytes), ticket);
+        }
+    }
+
+    /// Tells the borrower of loan `loan` that its memory is valid, or why it is not.
+    fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
+        let Some(Some(peer)) = self.peers.get(to.index()) else { return };
+        let mut out = peer.outbound.lock();
+        if out.closed.is_none() {
+            let text = cut(failure.as_deref().unwrap_or_default());
+            peer.send(&mut out, LANDED, &[&loan.to_le_bytes(), text.as_bytes()], None);
+        }
+        drop(out);
+        peer.door.ring(&SystemFutex);
+    }
+
+    /// Tells a peer that the payload of a message will not come, so that the peer does not wait.
+    fn break_off(&self, peer: &Peer, header: &Header, why: &str) {
+        let mut out = peer.outbound.lock();
+        if out.closed.is_none() {
+            peer.send(&mut out, BROKEN, &[&header.encode(), cut(why).as_bytes()], None);
+        }
+        drop(out);
+        peer.door.ring(&SystemFutex);
+    }
+}
+
+/// Cuts a text to [`MOST_TEXT`] bytes, or a little less to keep its last character whole.
+fn cut(text: &str) -> &str {
+    let end = (0..=text.len().min(MOST_TEXT)).rev().find(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or(0)]
+}

@@ -1,0 +1,63 @@
+//! The state that posting threads and the transport's thread share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::memory::{Pool, SharedBuffer};
+use crate::transport::{Ticket, TransportError};
+use mpmd_proto::wire::{Header, Kind, ProcessId};
+
+use super::connection::{Connection, Endings};
+
+/// State shared by posting threads and the transport's thread.
+pub(super) struct Shared {
+    pub(super) process: ProcessId,
+    pub(super) pool: Pool,
+    pub(super) endings: Endings,
+    /// The connections to each process, by process; `None` for this process.
+    pub(super) peers: Vec<Option<Peer>>,
+    pub(super) closing: AtomicBool,
+}
+
+pub(super) struct Peer {
+    pub(super) control: Connection,
+    pub(super) bulk: Connection,
+}
+
+impl Shared {
+    pub(super) fn processes(&self) -> usize {
+        self.peers.len()
+    }
+
+    pub(super) fn post(
+        &self,
+        to: ProcessId,
+        header: Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
+        let Some(peer) = &self.peers[to.index()] else { return };
+        let data = header.kind == Kind::Data;
+        let line = if data { &peer.bulk } else { &peer.control };
+        line.post(&header, payload, ticket, !data, &self.endings);
+    }
+
+    /// Returns the error for a message or payload of a peer that will not come: `Closed` if this
+    /// transport is closing, else `PeerGone`.
+    pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
+        if self.closing.load(Ordering::Acquire) {
+            TransportError::Closed
+        } else {
+            TransportError::PeerGone { peer, why: why.to_owned() }
+        }
+    }
+
+    pub(super) fn lines(&self) -> impl Iterator<Item = &Connection> {
+        self.peers.iter().flatten().flat_map(|peer| [&peer.control, &peer.bulk])
+    }
+
+    pub(super) fn fail_all(&self) {
+        for line in self.lines() {
+            line.fail(TransportError::Closed, &self.endings);
+        }
+    }
+}
