@@ -22,6 +22,7 @@ mod replay;
 mod run;
 mod shapes;
 mod stage;
+mod stage_shapes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
