@@ -3,9 +3,9 @@
 use std::fs;
 
 use mpmd_base::ProcessId;
+use mpmd_base::bytes_text;
 use mpmd_device::cuda::{self, Driver, FirstUses, GpuInfo, NoCuda};
 use mpmd_launch::variables;
-use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, Topology};
 use serde::Serialize;
 

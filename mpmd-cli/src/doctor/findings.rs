@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use mpmd_base::bytes_text;
 use mpmd_core::transports::{self, Spin};
 use mpmd_launch::{cuda_collectives, device_kinds, spin, variables};
-use mpmd_layout::bytes_text;
 use mpmd_layout::topology::CudaCollectives;
 
 use super::facts::{Facts, Interface, Sharing, Ucx, wants_cuda};

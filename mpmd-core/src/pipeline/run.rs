@@ -141,7 +141,7 @@ pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Sched
 const COMPARED: usize = 64;
 
 /// Makes the processes compare a schedule, unless it is `known`, the one compared last. Checks
-/// first that the schedule trains this pipeline. Does not compare while the program records.
+/// first that the schedule trains this pipeline. Does not compare while the program captures.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     (graph, microbatches): (&StageGraph, usize),
@@ -149,8 +149,8 @@ pub(super) fn compare(
     schedule: &Schedule,
 ) -> Result<()> {
     check_training(graph, schedule, microbatches)?;
-    // A replay could not repeat the comparison, so a recording must not contain it.
-    if known.as_ref() == Some(schedule) || program.recording.is_some() {
+    // A replay could not repeat the comparison, so a capture must not contain it.
+    if known.as_ref() == Some(schedule) || program.capture.is_some() {
         return Ok(());
     }
     // Before anything is issued.
