@@ -1,13 +1,16 @@
-//! Numbers of processes and devices, and the one module through which the framework blocks.
+//! Numbers of processes and devices, the one module through which the framework blocks, and byte
+//! counts as text.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
 #![forbid(unsafe_code)]
 
 pub mod block;
+mod bytes;
 
 use std::fmt;
 
+pub use bytes::bytes_text;
 use serde::{Deserialize, Serialize};
 
 /// The number of an operating-system process of the job, counted from 0.

@@ -162,8 +162,8 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
         let run =
             || self.try_out(x).map_err(|why| format!("the function fails in its probe: {why}"));
         // A dry run learns the shapes in the same way as the owner.
-        let planned = if p.is_dry_run() { run() } else { Err(String::new()) };
-        let outputs = p.broadcast_value(owner, planned, || Ok(run()))?.map_err(Error::kernel)?;
+        let in_dry_run = if p.is_dry_run() { run() } else { Err(String::new()) };
+        let outputs = p.broadcast_value(owner, in_dry_run, || Ok(run()))?.map_err(Error::kernel)?;
         let inputs = x.leaves().into_iter().cloned().collect();
         Ok(OutputShapes::Probed(inputs, outputs))
     }

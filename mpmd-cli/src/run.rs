@@ -179,7 +179,7 @@ pub(crate) fn kinds(text: &str) -> Result<String, String> {
 /// Returns the value of [`variables::DUMP`] with an absolute folder: the program may change its
 /// working directory.
 fn dump(text: &str) -> Result<String, String> {
-    let (op, folder) = mpmd_launch::dump(text).map_err(|error| error.to_string())?;
+    let (op, folder) = mpmd_core::parse_dump(text).map_err(|error| error.to_string())?;
     let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
     Ok(format!("{op}:{}", folder.display()))
 }

@@ -344,19 +344,19 @@ pub enum IssueProblem {
     /// The kernel's signature contradicts itself or its shardings.
     #[error("{0}")]
     Signature(String),
-    /// An input of a replay differs from the input at recording.
-    #[error("{}is {found}, but the step was recorded with {expected}", leaf(.path))]
-    Recorded {
+    /// An input of a replay differs from the input at capture.
+    #[error("{}is {found}, but the step was captured with {expected}", leaf(.path))]
+    Captured {
         /// The input's path.
         path: String,
-        /// The input's properties when the step was recorded.
+        /// The input's properties when the step was captured.
         expected: String,
         /// The input's properties now.
         found: String,
     },
-    /// A step cannot be recorded or replayed. Holds the reason.
+    /// A step cannot be captured or replayed. Holds the reason.
     #[error("{0}")]
-    Recording(String),
+    Capture(String),
     /// A dimension or an axis cannot be cut or joined as requested. Holds the reason.
     #[error("{0}")]
     Split(String),
@@ -382,7 +382,7 @@ impl IssueProblem {
             | Self::SourceSharding { path, .. }
             | Self::Donated { path, .. }
             | Self::Foreign { path }
-            | Self::Recorded { path, .. } => Some(path),
+            | Self::Captured { path, .. } => Some(path),
             _ => None,
         }
     }

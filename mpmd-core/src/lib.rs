@@ -48,11 +48,11 @@ pub use api::program::{
 };
 pub use api::put::{MoveOptions, PutVjp};
 pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
-pub use api::replay::Recorded;
+pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 #[doc(hidden)]
-pub use exec::array::dump::safetensors_dtype;
+pub use exec::array::dump::{parse_dump, safetensors_dtype};
 pub use exec::array::host_array::HostArray;
 pub use exec::array::object::ObjectRef;
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
@@ -66,7 +66,6 @@ pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
 pub use mpmd_proto::{Failure, FailureKind};
 pub use mpmd_record::dry_run;
-pub use mpmd_record::dry_run as plan;
 pub use trace::{Label, Role};
 
 /// Names that nearly every program needs.

@@ -25,8 +25,6 @@
 
 mod bind;
 mod cause;
-mod device;
-mod dump;
 mod end;
 mod env;
 mod error;
@@ -35,24 +33,20 @@ mod log;
 mod output;
 mod replace;
 mod spawn;
-mod spin;
 mod supervise;
 pub mod testing;
 
 pub use bind::{Bind, Binding, HostCores, Unbound};
 pub use cause::{ExitKind, JobFailure};
 #[doc(hidden)]
-pub use device::kinds_by_process;
-pub use device::{cuda_collectives, device_kinds};
-pub use dump::dump;
-pub use env::{JobEnv, PlanEnv};
+pub use env::kinds_by_process;
+pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
 pub use error::LaunchError;
 pub use log::log_to_stderr;
 pub use output::printable;
 #[doc(hidden)]
 pub use spawn::EXEC;
 pub use spawn::{Launch, OutputMode, adopt, guard};
-pub use spin::spin;
 pub use supervise::Outcome;
 
 /// The environment variables that our launcher sets for its processes.
@@ -113,19 +107,19 @@ pub mod variables {
     /// `replicas`, devices compare the replicas of each kernel's outputs. The same on all
     /// processes.
     pub const CHECK: &str = "MPMD_CHECK";
-    /// The file to which this process writes its plan. The process joins no job and owns no
-    /// devices. It is a dry run: it runs the program only to record the operations of a job's
+    /// The file to which this process writes its dry run. The process joins no job and owns no
+    /// devices. It is a dry run: it runs the program only to list the operations of a job's
     /// processes. Overrides the variables of any
     /// launcher.
-    pub const PLAN: &str = "MPMD_PLAN";
-    /// The number of processes in the planned job.
-    pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
+    pub const DRY_RUN: &str = "MPMD_DRY_RUN";
+    /// The number of processes in the job of the dry run.
+    pub const DRY_RUN_PROCESSES: &str = "MPMD_DRY_RUN_PROCESSES";
     /// The process that the program takes itself for in the dry run. By default a
     /// number beyond those of the job.
-    pub const PLAN_PROCESS: &str = "MPMD_PLAN_PROCESS";
-    /// The largest number of steps to record, 16 by default. Recording ends earlier after two equal
+    pub const DRY_RUN_PROCESS: &str = "MPMD_DRY_RUN_PROCESS";
+    /// The largest number of steps to run, 16 by default. The dry run ends earlier after two equal
     /// steps.
-    pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
+    pub const DRY_RUN_STEPS: &str = "MPMD_DRY_RUN_STEPS";
     /// The folder in which each process writes its trace. Without it there is no trace.
     pub const TRACE: &str = "MPMD_TRACE";
     /// With `1`, each call of this process's program waits until its operations have ended, and

@@ -18,7 +18,6 @@
 extern crate self as mpmd;
 
 pub mod aval;
-mod bytes;
 mod fingerprint;
 pub mod random;
 pub mod region;
@@ -27,8 +26,6 @@ pub mod sharding;
 pub mod topology;
 pub mod tree;
 
-#[doc(hidden)]
-pub use bytes::bytes_text;
 #[doc(hidden)]
 pub use fingerprint::Fingerprint;
 

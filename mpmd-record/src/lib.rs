@@ -1,9 +1,9 @@
-//! Records of programs, and views of them.
+//! What a program tells about itself in files and answers, and views of it.
 //!
 //! - [`activity`]: the current activity of a running process.
-//! - [`dry_run`]: the operations that a dry run writes down, as a flow that can be proved, and the
+//! - [`dry_run`]: the operations that a dry run lists, as a flow that can be proved, and the
 //!   memory and traffic that they will need.
-//! - [`trace`]: the events that a run writes down, merged over its processes, as timelines, costs
+//! - [`trace`]: the recorded events of a run, merged over its processes, as timelines, costs
 //!   and Perfetto's JSON.
 //!
 //! The core writes all of them. Everything here is a function of them; only

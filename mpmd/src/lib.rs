@@ -110,8 +110,8 @@ pub use mpmd_base::{DeviceId, ProcessId};
 #[cfg(feature = "candle")]
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
-    ArrayFuture, Builder, Commits, Committed, Error, Failure, FailureKind, HostArray, IssueError,
-    Jit, MemoryUse, MoveOptions, MpmdArray, Program, Recorded, Result, Sections, SplitOptions,
+    ArrayFuture, Builder, Captured, Commits, Committed, Error, Failure, FailureKind, HostArray,
+    IssueError, Jit, MemoryUse, MoveOptions, MpmdArray, Program, Result, Sections, SplitOptions,
 };
 pub use mpmd_layout::spec;
 #[cfg(feature = "train")]

@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use mpmd_core::prelude::Program;
-use mpmd_core::{ProcessId, Recorded, Simulation};
+use mpmd_core::{Captured, ProcessId, Simulation};
 
 use crate::case::{Case, Output, show};
 use crate::options::Options;
@@ -88,29 +88,29 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let first = timed(&mut p, &mut issue)?;
     let issued =
         (0..repeats).map(|_| timed(&mut p, &mut issue)).collect::<mpmd_core::Result<Vec<_>>>()?;
-    let mut recorded: Option<Recorded<Given, Results>> = None;
-    let recording = timed(&mut p, &mut |p, x| {
-        let (sums, step) = p.record(x, |p, x| steps.step(p, x))?;
-        recorded = Some(step);
+    let mut captured: Option<Captured<Given, Results>> = None;
+    let capture = timed(&mut p, &mut |p, x| {
+        let (sums, step) = p.capture(x, |p, x| steps.step(p, x))?;
+        captured = Some(step);
         Ok(sums)
     })?;
-    let recorded = recorded.expect("the step was recorded");
+    let captured = captured.expect("the step was captured");
     ensure!(
-        recorded.operations() == operations,
-        "a step of {operations} operations has {recorded:?}"
+        captured.operations() == operations,
+        "a step of {operations} operations has {captured:?}"
     );
-    let mut again = |p: &mut Program, x| recorded.replay(p, x);
+    let mut again = |p: &mut Program, x| captured.replay(p, x);
     let replayed =
         (0..repeats).map(|_| timed(&mut p, &mut again)).collect::<mpmd_core::Result<Vec<_>>>()?;
     p.finish()?;
-    let here = recorded.operations_here();
+    let here = captured.operations_here();
     let job = format!("{ranks} ranks x {microbatches}, rank {rank}");
     let (all, own) =
         (format!("{job}, {operations} operations"), format!("{job}, {here} operations"));
     let cases = [
         Case::micros("first step", &all, [first]),
         Case::micros("step issued", &all, issued.iter().copied()),
-        Case::micros("step recorded", &all, [recording]),
+        Case::micros("step captured", &all, [capture]),
         Case::micros("step replayed", &own, replayed.iter().copied()),
         per_operation("op issued", &all, issued.iter().map(|time| each_of(*time, operations))),
         per_operation("op replayed", &own, replayed.iter().map(|time| each_of(*time, here as u64))),
@@ -176,24 +176,24 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
 }
 
 /// Returns the times of the measured steps on this process. If `replays`, these are replays of a
-/// recorded step.
+/// captured step.
 fn measure(p: &mut Program, args: &StagesArgs, replays: bool) -> mpmd_core::Result<Vec<Duration>> {
     let steps = Steps::new(p, args.microbatches)?;
     let mut given = steps.given(p)?;
     let inputs = given.1.clone();
-    let mut recorded: Option<Recorded<Given, Results>> = None;
+    let mut captured: Option<Captured<Given, Results>> = None;
     let mut times = Vec::new();
     let warm_up = 2;
     for repeat in 0..warm_up + args.options.repeats.max(1) {
         // All processes start together.
         p.broadcast_value(ProcessId(0), (), || Ok(()))?;
         let start = Instant::now();
-        let sums = match &recorded {
-            Some(recorded) => recorded.replay(p, given)?,
+        let sums = match &captured {
+            Some(captured) => captured.replay(p, given)?,
             None if !replays => steps.step(p, given)?,
             None => {
-                let (sums, step) = p.record(given, |p, x| steps.step(p, x))?;
-                recorded = Some(step);
+                let (sums, step) = p.capture(given, |p, x| steps.step(p, x))?;
+                captured = Some(step);
                 sums
             }
         };

@@ -1,14 +1,16 @@
-//! Measures hand-overs: zero-copy transfers of an array from its writer's `device_put` until the
-//! other program can use it.
+//! Measures the hand-over of an array between two processes of a host: the time from the sender's
+//! `device_put` until the receiver can use the array.
 //!
-//! The sender works like a program that passes on a new result each step. A kernel writes each
-//! array, and the last ones are kept, so that each array takes other memory for a while. The
-//! receiver waits before the array is sent, and may have fallen asleep unless `--spin` keeps it
-//! awake. After each measurement it adds up every byte, or a GPU compares them, and it keeps some
-//! arrays for a while.
+//! In each round a kernel of the sender writes a new array. The sender keeps the last [`KEPT`]
+//! arrays, and the receiver some of those that it got. So the first rounds use new memory, and
+//! later ones use memory again.
 //!
-//! Each side reads a clock that all processes of a host share, so no answer is measured. Two hosts
-//! have no such clock, and nothing is measured between them.
+//! The receiver waits for the array before it is sent. It may be asleep then, unless `--spin` keeps
+//! it awake. After the hand-over the receiver checks the array: it adds up the bytes, or its GPU
+//! compares them.
+//!
+//! The sender notes when it sends, the receiver when the array arrives. Both read the clock of the
+//! host, so the two times can be subtracted. Between two hosts nothing is measured.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -16,13 +18,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
+use mpmd_base::bytes_text;
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
 use mpmd_core::{Error, Result};
 use mpmd_device::cuda;
 use mpmd_layout::aval::{i32s, u8s};
-use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, LinkClass};
 use serde::{Deserialize, Serialize};
 
@@ -43,21 +45,21 @@ const KEPT: usize = 8;
 const EACH: usize = 3;
 /// The maximum number of arrays that the receiver keeps at a time.
 const HELD: usize = 3;
-/// Number of hand-overs until every piece of memory has been used once.
+/// Number of rounds after which all memory has been used at least once.
 const WARM_UP: usize = KEPT + HELD + 1;
 /// The host must have room for this many arrays of the measured size: if they are copied, the
 /// receiver needs memory too.
 const ROOM: u64 = 16;
-/// The time that the sender sleeps before each array is sent. The receiver already waits then.
+/// The time that the sender sleeps before it sends an array, so that the receiver waits already.
 const SETTLED: Duration = Duration::from_micros(200);
-/// The time that the sender sleeps before it sends an array in new memory: an ordinary program
-/// computes the array meanwhile.
+/// The time that the sender sleeps before it sends an array in new memory. It stands for the
+/// computation of the array in an ordinary program.
 const SETTLED_NEW: Duration = Duration::from_millis(20);
 /// The smallest array, in bytes, for which the reading time is shown. Reading a smaller one
 /// measures the clock rather than the memory.
 const WORTH_READING: usize = 1 << 20;
 
-/// Measured hand-overs for each repeat of the other cases.
+/// Number of measured hand-overs for each repeat that the other measurements make.
 const FOR_EACH_REPEAT: usize = 2;
 
 /// The number of threads of [`BYTES`]' functions: enough to fill a GPU, each with many words.
@@ -98,8 +100,7 @@ fn grid(bytes: usize) -> Grid {
     Grid::over(bytes.div_ceil(8).min(THREADS))
 }
 
-/// A kernel that writes the number of its input into every byte of its output. It notes the
-/// address.
+/// A kernel that fills its output with the byte of its input, and stores the output's address.
 struct Write(ShapedArray, Arc<AtomicU64>);
 
 impl Kernel for Write {
@@ -129,8 +130,8 @@ impl Kernel for Write {
     }
 }
 
-/// A kernel for GPUs that counts the words of an array that do not have a number in every byte. It
-/// notes the address.
+/// A kernel for GPUs: (expected byte, array) -> number of words with another byte. It stores the
+/// array's address.
 struct Compare(Arc<AtomicU64>);
 
 impl Kernel for Compare {
@@ -219,10 +220,9 @@ fn measure(
     let exchange = if on_gpu { meet_by_cuda(p, bytes)? } else { None };
     let small = p.array_from_fn(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
-    // The moments that this process records: as the sender, of each `device_put`; as the receiver,
-    // of each arrival, with the time to read the array.
+    // The sender adds the time of each `device_put` to `given`, the receiver each arrival to `had`.
     let (mut given, mut had) = (Vec::new(), Vec::new());
-    // The places of all arrays so far, as this process sees them.
+    // The addresses of all arrays so far, in this process.
     let mut places = HashSet::new();
     let mut wakes = vec![(Test::Wake, Wake::new(p)?)];
     if exchange.is_some() {
@@ -279,7 +279,7 @@ fn measure(
         }
         meet(p, pair, &small)?;
         for (test, wake) in &mut wakes {
-            // A bare wake-up gives nothing.
+            // A bare wake-up passes no data on.
             let exchange = exchange.as_ref().filter(|_| *test != Test::Wake);
             let take = |exchange: &Exchange| exchange.take(*test == Test::BareIpcCopy);
             let give = || exchange.map_or(Ok(()), Exchange::give);
@@ -369,7 +369,8 @@ struct Had {
     is_new: bool,
 }
 
-/// Computes the samples: `given` has the send times in nanoseconds.
+/// Computes the samples from the send times `given`, in nanoseconds, and the arrivals `had`. Rounds
+/// in new memory make samples of their own.
 fn evaluate(bytes: usize, given: &[u64], had: &[Had]) -> Vec<Samples> {
     let of = |test: Test, is_new: bool, spans: &[u64]| {
         let mut found = Samples::new(test, bytes);

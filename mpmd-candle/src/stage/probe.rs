@@ -116,9 +116,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let owner = owner.ok_or_else(|| Error::kernel(format!("device {device} has no owner")))?;
         let run = || self.try_out(at, &side, device).map_err(|why| why.to_string());
         // A dry run learns the shapes in the same way as the owner.
-        let planned = if program.is_dry_run() { run() } else { Err(String::new()) };
+        let in_dry_run = if program.is_dry_run() { run() } else { Err(String::new()) };
         let found =
-            program.broadcast_value(owner, planned, || Ok(run()))?.map_err(Error::kernel)?;
+            program.broadcast_value(owner, in_dry_run, || Ok(run()))?.map_err(Error::kernel)?;
         self.check_gradients(at, &found)?;
         let mut probed = self.probed.lock();
         probed.retain(|probed| probed.x != x || probed.side != side);
@@ -176,7 +176,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let mut parts = Named::new();
         for (name, aval) in side {
-            // As the memory plan does: side inputs are divided like the inputs, where that fits.
+            // As the estimate of memory does: side inputs are divided like the inputs, where that
+            // fits.
             let part = part_of(aval, &input, device).unwrap_or_else(|_| aval.clone());
             parts.insert(name.clone(), part);
         }

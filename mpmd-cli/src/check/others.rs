@@ -1,4 +1,4 @@
-//! Plans the other processes of a job and compares their plans with that of process 0.
+//! Runs the other processes of a job as dry runs, and compares these with that of process 0.
 
 use std::fmt;
 use std::panic::resume_unwind;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mpmd_record::dry_run::{Parting, Plan};
+use mpmd_record::dry_run::{DryRun, Parting};
 use mpmd_transport::deadline::after;
 
 /// The maximum number of listed places at which processes differ from process 0.
@@ -18,24 +18,24 @@ pub(crate) struct Others {
     same: Vec<u32>,
     /// The first differences from process 0, each with the processes that part there.
     parted: Vec<(Parting, Vec<u32>)>,
-    /// Processes that were not planned, because the time limit was over.
+    /// Processes without a dry run, because the time limit was over.
     left: Vec<u32>,
     within: Duration,
 }
 
 impl Others {
-    /// Plans every process except 0 by `plan_of`, on a thread per core, and compares each plan with
-    /// `first`, the plan of process 0. Blocks until all have ended. Starts no further plan once the
-    /// time `within` is over.
+    /// Gets the dry run of every process except 0 from `dry_run_of`, on a thread per core. Compares
+    /// each with `first`, the dry run of process 0. Blocks until all have ended. Starts no further
+    /// dry run once the time `within` is over.
     ///
     /// # Errors
     ///
-    /// The error of `plan_of` for the lowest process that failed. After an error no further plan is
-    /// started.
+    /// The error of `dry_run_of` for the lowest process that failed. After an error no further dry
+    /// run is started.
     pub(crate) fn compare(
-        first: &Plan,
+        first: &DryRun,
         within: Duration,
-        plan_of: impl Fn(u32) -> anyhow::Result<Plan> + Sync,
+        dry_run_of: impl Fn(u32) -> anyhow::Result<DryRun> + Sync,
     ) -> anyhow::Result<Self> {
         let count = first.processes;
         // The last process comes early: programs often treat it specially, like the first.
@@ -47,7 +47,7 @@ impl Others {
             let mut done = Vec::new();
             while Instant::now() < deadline && !has_failed.load(Ordering::Relaxed) {
                 let Some(process) = order.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-                let found = plan_of(*process).map(|plan| first.parting(&plan));
+                let found = dry_run_of(*process).map(|dry_run| first.parting(&dry_run));
                 has_failed.fetch_or(found.is_err(), Ordering::Relaxed);
                 done.push((*process, found));
             }
@@ -145,19 +145,19 @@ mod tests {
 
     use super::*;
 
-    /// Returns a plan of 8 processes without operations.
-    fn plan() -> Plan {
-        let mut plan = Plan::default();
-        plan.processes = 8;
-        plan
+    /// Returns a dry run of 8 processes without operations.
+    fn dry_run() -> DryRun {
+        let mut dry_run = DryRun::default();
+        dry_run.processes = 8;
+        dry_run
     }
 
     #[test]
-    fn all_processes_are_planned_once() {
+    fn all_processes_are_run_once() {
         let asked = Mutex::new(Vec::new());
-        let others = Others::compare(&plan(), Duration::from_secs(60), |process| {
+        let others = Others::compare(&dry_run(), Duration::from_secs(60), |process| {
             asked.lock().unwrap().push(process);
-            Ok(plan())
+            Ok(dry_run())
         });
         let mut asked = asked.into_inner().unwrap();
         asked.sort_unstable();
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn single_process_has_nothing_to_compare() {
-        let mut alone = plan();
+        let mut alone = dry_run();
         alone.processes = 1;
         let others = Others::compare(&alone, Duration::from_secs(60), |_| unreachable!()).unwrap();
         assert_eq!((others.to_string(), others.issue_the_same()), (String::new(), true));
@@ -177,17 +177,17 @@ mod tests {
 
     #[test]
     fn processes_without_time_are_named() {
-        let others = Others::compare(&plan(), Duration::ZERO, |_| unreachable!()).unwrap();
+        let others = Others::compare(&dry_run(), Duration::ZERO, |_| unreachable!()).unwrap();
         let left = "issue    not checked: processes 1 to 7; the time limit of 0ns had passed \
             (--peer-timeout)\n";
         assert_eq!(others.to_string(), left);
     }
 
     #[test]
-    fn a_process_without_a_plan_is_an_error() {
+    fn a_process_without_a_dry_run_is_an_error() {
         let failing =
-            |process| if process == 7 { anyhow::bail!("out of paper") } else { Ok(plan()) };
-        let error = Others::compare(&plan(), Duration::from_secs(60), failing).err().unwrap();
+            |process| if process == 7 { anyhow::bail!("out of paper") } else { Ok(dry_run()) };
+        let error = Others::compare(&dry_run(), Duration::from_secs(60), failing).err().unwrap();
         assert_eq!(error.to_string(), "out of paper");
     }
 

@@ -1,4 +1,4 @@
-//! `mpmd check -n N -- program args`: plans a program by a dry run, and reports on the plan.
+//! `mpmd check -n N -- program args`: reports on the dry run of a program.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::Args;
 use mpmd_launch::variables;
-use mpmd_record::dry_run::Plan;
+use mpmd_record::dry_run::DryRun;
 use mpmd_schedule::check::Channel;
 use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -32,7 +32,7 @@ pub(crate) struct ProgramArgs {
     #[arg(long, value_name = "D", requires = "processes")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
-    /// Record at most this many steps; by default until two successive steps are equal, or 16
+    /// Run at most this many steps; by default until two successive steps are equal, or 16
     #[arg(long, value_name = "K", requires = "processes")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
@@ -40,14 +40,15 @@ pub(crate) struct ProgramArgs {
     /// further process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     peer_timeout: Duration,
-    /// Keep the plan of process 0 in this file
+    /// Keep the dry run of process 0 in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
     out: Option<PathBuf>,
 }
 
 impl ProgramArgs {
     /// Runs the program once as each process of the job, as dry runs. Blocks until all have ended,
-    /// and prints a report on the plans that they write. Returns failure if the report has faults.
+    /// and prints a report on the dry runs that they write. Returns failure if the report has
+    /// faults.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -55,7 +56,7 @@ impl ProgramArgs {
         budget: Option<u64>,
         channels: &[Channel],
     ) -> anyhow::Result<ExitCode> {
-        let folder = tempfile::tempdir().context("making a folder for the plans")?;
+        let folder = tempfile::tempdir().context("making a folder for the dry runs")?;
         let (name, args) = program.split_first().context("no program is given")?;
         let Some(program) = find(name) else {
             anyhow::bail!("there is no program {}", name.display())
@@ -63,19 +64,19 @@ impl ProgramArgs {
         let file = match &self.out {
             // Made absolute in case the program runs in another folder.
             Some(out) => std::path::absolute(out)?,
-            None => folder.path().join("plan.json"),
+            None => folder.path().join("dry-run.json"),
         };
-        let planned =
+        let dry_runs =
             DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
-        let plan = planned.plan(0, &file)?;
-        let others = Others::compare(&plan, self.peer_timeout, |process| {
-            let file = folder.path().join(format!("plan-{process}.json"));
-            let plan = planned.plan(process, &file)?;
-            // Removed at once: the plans of all processes may take much space.
-            std::fs::remove_file(&file).context("removing a plan")?;
-            Ok(plan)
+        let dry_run = dry_runs.run(0, &file)?;
+        let others = Others::compare(&dry_run, self.peer_timeout, |process| {
+            let file = folder.path().join(format!("dry-run-{process}.json"));
+            let dry_run = dry_runs.run(process, &file)?;
+            // Removed at once: the dry runs of all processes may take much space.
+            std::fs::remove_file(&file).context("removing the file of a dry run")?;
+            Ok(dry_run)
         })?;
-        let report = Report::new(&plan, &others, budget, channels);
+        let report = Report::new(&dry_run, &others, budget, channels);
         crate::files::say(&report.to_string())?;
         Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
@@ -93,13 +94,13 @@ struct DryRuns<'a> {
 
 impl DryRuns<'_> {
     /// Runs the program as process `process`, and blocks until it ends or `--peer-timeout` is over.
-    /// Then it is killed. Returns the plan that it has written to `file`.
+    /// Then it is killed. Returns the dry run that it has written to `file`.
     ///
     /// # Errors
     ///
-    /// If the program fails, is killed, or writes no plan. The error contains its error output.
-    fn plan(&self, process: u32, file: &Path) -> anyhow::Result<Plan> {
-        // An old file must not pass for the program's plan.
+    /// If the program fails, is killed, or writes no dry run. The error contains its error output.
+    fn run(&self, process: u32, file: &Path) -> anyhow::Result<DryRun> {
+        // An old file must not pass for the program's dry run.
         if file.exists() {
             std::fs::remove_file(file).with_context(|| format!("replacing {}", file.display()))?;
         }
@@ -107,9 +108,9 @@ impl DryRuns<'_> {
         let mut command = Command::new(&self.program);
         command
             .args(self.args)
-            .env(variables::PLAN, file)
-            .env(variables::PLAN_PROCESSES, self.processes.to_string())
-            .env(variables::PLAN_PROCESS, process.to_string())
+            .env(variables::DRY_RUN, file)
+            .env(variables::DRY_RUN_PROCESSES, self.processes.to_string())
+            .env(variables::DRY_RUN_PROCESS, process.to_string())
             // The program and its child processes end with this process.
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .process_group(0)
@@ -120,7 +121,7 @@ impl DryRuns<'_> {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
         }
         if let Some(steps) = self.settings.steps {
-            command.env(variables::PLAN_STEPS, steps.to_string());
+            command.env(variables::DRY_RUN_STEPS, steps.to_string());
         }
         let name = self.name.display();
         let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
@@ -137,14 +138,14 @@ impl DryRuns<'_> {
             }
         };
         let how = match status {
-            Some(status) if status.success() && file.exists() => return Ok(Plan::read(file)?),
+            Some(status) if status.success() && file.exists() => return Ok(DryRun::read(file)?),
             Some(status) if status.success() => {
-                "ended without a plan: is it a program of mpmd that calls Program::from_env and \
-                 finish?"
+                "ended without writing a dry run: is it a program of mpmd that calls \
+                 Program::from_env and finish?"
                     .to_owned()
             }
-            Some(status) => format!("failed while it was planned ({status})"),
-            None => format!("has not ended a plan after {peer_timeout:?}"),
+            Some(status) => format!("failed in its dry run ({status})"),
+            None => format!("has not ended its dry run after {peer_timeout:?}"),
         };
         let said = std::fs::read(&said).unwrap_or_default();
         let said = String::from_utf8_lossy(&said);
@@ -152,7 +153,7 @@ impl DryRuns<'_> {
         match process {
             0 => anyhow::bail!("{name} {how}\n{said}"),
             _ => anyhow::bail!(
-                "{name} {how} as process {process}; as process 0 it was planned. The work of a \
+                "{name} {how} as process {process}; as process 0 its dry run ended. The work of a \
                  single process, such as reading values or writing files, must be skipped if \
                  Program::is_dry_run returns true\n{said}"
             ),

@@ -1,11 +1,11 @@
-//! The report on the plan of a program.
+//! The report on the dry run of a program.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use mpmd_layout::bytes_text;
-use mpmd_record::dry_run::{End, Kind, Link, MemoryPeak, MemoryPlan, Plan, PlannedFlow};
+use mpmd_base::bytes_text;
+use mpmd_record::dry_run::{DryRun, DryRunFlow, DryRunMemory, End, Kind, Link, MemoryPeak};
 use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
 use super::others::Others;
@@ -16,13 +16,13 @@ const MOST_LINKS: usize = 16;
 /// The maximum number of listed source lines at which values are read.
 const MOST_READS: usize = 8;
 
-/// The proofs and sums of the plan of a program, to be printed.
+/// The proofs and sums of the dry run of a program, to be printed.
 pub(crate) struct Report<'a> {
-    plan: &'a Plan,
+    dry_run: &'a DryRun,
     others: &'a Others,
-    planned: PlannedFlow,
+    dry_run_flow: DryRunFlow,
     verdicts: Vec<Result<Proof, Deadlock>>,
-    memory: MemoryPlan,
+    memory: DryRunMemory,
     budget: Option<u64>,
 }
 
@@ -30,16 +30,16 @@ impl<'a> Report<'a> {
     /// Proves that the operations of process 0 end over each channel, and adds up memory. `budget`
     /// is the limit in bytes per device.
     pub(crate) fn new(
-        plan: &'a Plan,
+        dry_run: &'a DryRun,
         others: &'a Others,
         budget: Option<u64>,
         channels: &[Channel],
     ) -> Self {
-        let planned = plan.flow();
+        let dry_run_flow = dry_run.flow();
         let verdicts =
-            channels.iter().map(|channel| check::check(&planned.flow, *channel)).collect();
-        let memory = plan.memory(&planned);
-        Self { plan, others, planned, verdicts, memory, budget }
+            channels.iter().map(|channel| check::check(&dry_run_flow.flow, *channel)).collect();
+        let memory = dry_run.memory(&dry_run_flow);
+        Self { dry_run, others, dry_run_flow, verdicts, memory, budget }
     }
 
     /// True if no process is known to issue other operations than process 0, and these end over
@@ -63,24 +63,24 @@ impl<'a> Report<'a> {
     /// Returns (range of operation numbers, words for it): the last step, which stands for later
     /// steps. Without steps, all operations.
     fn typical(&self) -> (Range<u64>, &'static str) {
-        let last = self.plan.steps.len().checked_sub(1).and_then(|last| self.plan.step(last));
+        let last = self.dry_run.steps.len().checked_sub(1).and_then(|last| self.dry_run.step(last));
         match last {
             Some(step) if !step.is_empty() => (step, "in the last step"),
-            _ => (1..self.plan.operations.len() as u64 + 1, "in all"),
+            _ => (1..self.dry_run.operations.len() as u64 + 1, "in all"),
         }
     }
 
-    fn plan_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plan { processes, devices, operations, steps, end, .. } = self.plan;
+    fn size_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DryRun { processes, devices, operations, steps, end, .. } = self.dry_run;
         let (operations, devices) = (operations.len(), devices.len());
         writeln!(
             f,
-            "plan     {operations} operations of {processes} processes with {devices} devices"
+            "dry run  {operations} operations of {processes} processes with {devices} devices"
         )?;
         let count = steps.len();
         match end {
             End::Steady => {
-                let step = self.plan.step(count - 1).unwrap_or_default();
+                let step = self.dry_run.step(count - 1).unwrap_or_default();
                 let length = step.end - step.start;
                 writeln!(
                     f,
@@ -90,7 +90,7 @@ impl<'a> Report<'a> {
                 )
             }
             End::Steps => {
-                writeln!(f, "steps    {count} recorded, no two in succession equal at the end")
+                writeln!(f, "steps    {count} run, no two in succession equal at the end")
             }
             _ => writeln!(f, "steps    {count}, to the end of the program"),
         }
@@ -100,7 +100,7 @@ impl<'a> Report<'a> {
         let proved: Vec<String> =
             self.verdicts.iter().flatten().map(|proof| proof.channel.to_string()).collect();
         if !proved.is_empty() {
-            let flow = &self.planned.flow;
+            let flow = &self.dry_run_flow.flow;
             let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
             let over = proved.join(", ");
             writeln!(f, "order    ends over {over}: {nodes} nodes, {transfers} transfers")?;
@@ -123,7 +123,7 @@ impl<'a> Report<'a> {
 
     fn memory_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (process, peak) in self.memory.processes.iter().enumerate() {
-            let at = self.plan.describe(peak.operation);
+            let at = self.dry_run.describe(peak.operation);
             write!(f, "memory   process {process}: {} at most", bytes_text(peak.bytes))?;
             if peak.bytes > 0 {
                 write!(f, ", in {at}")?;
@@ -144,7 +144,7 @@ impl<'a> Report<'a> {
         for (device, peak) in self.over_budget() {
             let (bytes, budget) =
                 (bytes_text(peak.bytes), bytes_text(self.budget.unwrap_or_default()));
-            let at = self.plan.describe(peak.operation);
+            let at = self.dry_run.describe(peak.operation);
             writeln!(
                 f,
                 "memory   device {device} takes {bytes}, above the budget of {budget}, in {at}"
@@ -155,7 +155,7 @@ impl<'a> Report<'a> {
 
     fn link_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (operations, when) = self.typical();
-        let links = self.plan.links(operations);
+        let links = self.dry_run.links(operations);
         if links.is_empty() {
             return writeln!(f, "links    nothing goes between processes {when}");
         }
@@ -182,17 +182,17 @@ impl<'a> Report<'a> {
     /// Writes the source lines at which the program reads values. The proof holds only if the
     /// program does not branch on them.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let forms = (1..=self.plan.operations.len() as u64)
-            .filter_map(|operation| self.plan.descriptor_of(operation));
+        let forms = (1..=self.dry_run.operations.len() as u64)
+            .filter_map(|operation| self.dry_run.descriptor_of(operation));
         let agreed = forms.filter(|form| matches!(form.kind, Kind::BroadcastValue { .. })).count();
         if agreed > 0 {
             writeln!(
                 f,
-                "values   {agreed} are broadcast: the plan uses the program's dry-run values"
+                "values   {agreed} are broadcast: the dry run uses the program's values for it"
             )?;
         }
         let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
-        for read in self.plan.reads.iter().filter(|read| read.values) {
+        for read in self.dry_run.reads.iter().filter(|read| read.values) {
             let (first, times) = lines.entry(read.line).or_insert((read.after, 0));
             (*first, *times) = (read.after.min(*first), *times + 1);
         }
@@ -204,7 +204,7 @@ impl<'a> Report<'a> {
         )?;
         let rest = lines.len().saturating_sub(MOST_READS);
         for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
-            let at = self.plan.lines.get(line as usize).map_or("nowhere", String::as_str);
+            let at = self.dry_run.lines.get(line as usize).map_or("nowhere", String::as_str);
             writeln!(f, "           read at {at}, {times} times, first after operation {first}")?;
         }
         match rest {
@@ -216,7 +216,7 @@ impl<'a> Report<'a> {
 
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.plan_lines(f)?;
+        self.size_lines(f)?;
         write!(f, "{}", self.others)?;
         self.proof_lines(f)?;
         self.memory_lines(f)?;
@@ -225,16 +225,20 @@ impl fmt::Display for Report<'_> {
     }
 }
 
-/// Names nodes and transfers of the proof by the operation in the plan: its label, kind and line.
+/// Names nodes and transfers of the proof by the operation in the dry run: its label, kind and
+/// line.
 struct Named<'a>(&'a Report<'a>);
 
 impl Names for Named<'_> {
     fn node(&self, tag: u32) -> String {
-        self.0.planned.describe(self.0.plan, tag)
+        self.0.dry_run_flow.describe(self.0.dry_run, tag)
     }
 
     fn transfer(&self, tag: u32) -> String {
-        let sent = self.0.planned.transfers.get(tag as usize);
-        sent.map_or_else(|| format!("transfer {tag}"), |sent| self.0.plan.describe(sent.operation))
+        let sent = self.0.dry_run_flow.transfers.get(tag as usize);
+        sent.map_or_else(
+            || format!("transfer {tag}"),
+            |sent| self.0.dry_run.describe(sent.operation),
+        )
     }
 }

@@ -35,8 +35,9 @@ pub(crate) struct ScheduleArgs {
     /// FILE.csv, else one for each pass and nothing for moves
     #[arg(long, value_name = "FILE.toml", requires = "subject")]
     costs: Option<PathBuf>,
-    /// Send each result as soon as it is computed, as this framework's runner does; by default
-    /// after all earlier actions of its row have ended, as in torch
+    /// Simulate that each result is sent as soon as it is computed, as this framework's runner
+    /// does. By default a rank sends a result only after all its earlier actions have ended, as in
+    /// torch
     #[arg(long, requires = "subject")]
     at_once: bool,
     /// Print JSON

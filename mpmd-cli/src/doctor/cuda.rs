@@ -3,13 +3,13 @@
 use std::fs;
 
 use mpmd_base::ProcessId;
+use mpmd_base::bytes_text;
 use mpmd_device::cuda::{self, Driver, FirstUses, GpuInfo, NoCuda};
 use mpmd_launch::variables;
-use mpmd_layout::bytes_text;
 use mpmd_layout::topology::{DeviceKind, Topology};
 use serde::Serialize;
 
-use super::findings::{Finding, Verdict, finding};
+use super::verdict::{Finding, Verdict, finding};
 
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";

@@ -8,13 +8,13 @@ use std::time::Duration;
 use std::{fs, io};
 
 use mpmd_core::transports;
-use mpmd_launch::variables;
+use mpmd_launch::{device_kinds, variables};
+use mpmd_layout::topology::DeviceKind;
 use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
 use super::cuda::Cuda;
-use super::findings::wants_cuda;
 use super::memory::Both;
 use super::placement::Placement;
 
@@ -52,6 +52,12 @@ pub(super) struct Facts {
     /// The environment variables `MPMD_*`, `UCX_*` and `CUDA_*`. The job's token is replaced by a
     /// text.
     pub(super) variables: BTreeMap<String, String>,
+}
+
+/// True if the text of a request for devices names the kind `cuda`.
+pub(super) fn wants_cuda(device: Option<&str>) -> bool {
+    let kinds = device.and_then(|text| device_kinds(text).ok()).unwrap_or_default();
+    kinds.contains(&DeviceKind::Cuda)
 }
 
 /// The UCX library, as this program can use it.

@@ -2,37 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use mpmd_base::bytes_text;
 use mpmd_core::transports::{self, Spin};
 use mpmd_launch::{cuda_collectives, device_kinds, spin, variables};
-use mpmd_layout::bytes_text;
-use mpmd_layout::topology::{CudaCollectives, DeviceKind};
-use serde::Serialize;
+use mpmd_layout::topology::CudaCollectives;
 
-use super::facts::{Facts, Interface, Sharing, Ucx};
+use super::facts::{Facts, Interface, Sharing, Ucx, wants_cuda};
 use super::memory::Attempt;
-
-/// One line of the report: a fact and its verdict.
-#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
-pub(super) struct Finding {
-    pub(super) name: &'static str,
-    /// The fact; may have several lines.
-    pub(super) value: String,
-    pub(super) verdict: Verdict,
-    /// The consequences, and how to fix them. May be empty if the verdict is `Ok`.
-    pub(super) advice: String,
-}
-
-/// The judgement of a fact.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Verdict {
-    /// As it should be.
-    Ok,
-    /// Works, but slowly or not everywhere.
-    Note,
-    /// Prevents the use of the requested transport or devices.
-    Problem,
-}
+use super::verdict::{Finding, Verdict, finding};
 
 /// Bytes of locked memory that a first registration with an RDMA device may need: queues, and
 /// buffers of a few MiB.
@@ -92,21 +69,6 @@ impl Facts {
             .map(|text| cuda_collectives(text.trim()));
         way == Some(Ok(CudaCollectives::Nccl))
     }
-}
-
-/// True if the text of a request for devices names the kind `cuda`.
-pub(super) fn wants_cuda(device: Option<&str>) -> bool {
-    let kinds = device.and_then(|text| device_kinds(text).ok()).unwrap_or_default();
-    kinds.contains(&DeviceKind::Cuda)
-}
-
-pub(super) fn finding(
-    name: &'static str,
-    value: impl Into<String>,
-    verdict: Verdict,
-    advice: impl Into<String>,
-) -> Finding {
-    Finding { name, value: value.into(), verdict, advice: advice.into() }
 }
 
 fn transport(facts: &Facts) -> Finding {

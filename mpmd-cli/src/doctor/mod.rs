@@ -9,6 +9,7 @@ mod findings;
 mod memory;
 mod placement;
 mod show;
+mod verdict;
 
 use std::process::ExitCode;
 
@@ -19,7 +20,7 @@ use mpmd_launch::variables;
 
 use crate::{files, run};
 use facts::Facts;
-use findings::Verdict;
+use verdict::Verdict;
 
 pub(crate) use memory::{READ_MEMORY, answer_reader};
 

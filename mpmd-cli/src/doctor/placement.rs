@@ -9,7 +9,7 @@ use mpmd_launch::{Bind, Binding, HostCores};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::findings::{Finding, Verdict, finding};
+use super::verdict::{Finding, Verdict, finding};
 
 /// Number of processes of the job that serves as an example.
 const PROCESSES: usize = 2;

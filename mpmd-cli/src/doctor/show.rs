@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::json;
 
 use super::facts::Facts;
-use super::findings::{Finding, Verdict};
+use super::verdict::{Finding, Verdict};
 
 /// The maximum width of a line, in characters.
 const WIDTH: usize = 100;

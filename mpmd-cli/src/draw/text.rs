@@ -2,7 +2,7 @@
 
 use mpmd_schedule::timeline::Timeline;
 
-use mpmd_layout::bytes_text;
+use mpmd_base::bytes_text;
 
 /// The units that seconds are shown in, as (length in seconds, name).
 const SECONDS: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "\u{b5}s"), (1e-9, "ns")];

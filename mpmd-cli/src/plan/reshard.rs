@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use mpmd_base::DeviceId;
+use mpmd_base::bytes_text;
 use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::bytes_text;
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{Piece, Summary, plan};
 use mpmd_layout::topology::LinkClass;

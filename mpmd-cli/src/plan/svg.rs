@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use mpmd_layout::bytes_text;
+use mpmd_base::bytes_text;
 
 use super::holding::{Grid, Holding};
 use super::reshard::ReshardAnswer;

@@ -58,7 +58,7 @@ fn jobs() -> BTreeMap<String, (u32, Token)> {
     for pid in pids {
         // A process that ends meanwhile, or has variables of its own, is none of a job.
         let Ok(Some(env)) = JobEnv::of_process(pid, Some(user)) else { continue };
-        if env.plan.is_some() || (env.processes == 1 && !env.hosted) {
+        if env.dry_run.is_some() || (env.processes == 1 && !env.hosted) {
             continue;
         }
         let (first, _) = jobs.entry(env.coordinator).or_insert((pid, env.token));

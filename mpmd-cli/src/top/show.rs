@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use mpmd_layout::bytes_text;
+use mpmd_base::bytes_text;
 use mpmd_record::activity::Activity;
 
 use super::{Look, Seen};
@@ -76,7 +76,7 @@ fn doing(text: &mut String, activity: &Activity) {
 fn brief(text: &str) -> String {
     const LONGEST_LIST: usize = 24;
     let mut text = text.to_owned();
-    if let Some(at) = text.find(" of the step recorded at ") {
+    if let Some(at) = text.find(" of the step captured at ") {
         let start = text[..at].rfind(", ").unwrap_or(at);
         let end = text[start..].find(')').map_or(text.len(), |end| start + end);
         text.replace_range(start..end, "");
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn descriptions_of_operations_are_shortened() {
-        let replayed = "1 of 123 of the step recorded at a.rs:1:2 and replayed at a.rs:1:2";
+        let replayed = "1 of 123 of the step captured at a.rs:1:2 and replayed at a.rs:1:2";
         let list = "f32[128] P(None), f32[128,512] P(None, model), and 27 more";
         let long =
             format!("at operation 9 (jit f on [0] of ({list}); stage 0 at b.rs:3:4, {replayed})");

@@ -481,7 +481,7 @@ fn replay_measures_one_process_of_a_large_job() {
     let lines = lines(&said);
     let names: Vec<&str> = lines.iter().filter_map(|line| line["name"].as_str()).collect();
     let expected =
-        ["first step", "step issued", "step recorded", "step replayed", "op issued", "op replayed"];
+        ["first step", "step issued", "step captured", "step replayed", "op issued", "op replayed"];
     assert_eq!(names, expected);
     for (line, repeats) in lines.iter().zip([1, 2, 1, 2, 2, 2]) {
         assert_measured(line, repeats);

@@ -4,8 +4,8 @@
 //! An operation flows through these modules:
 //!
 //! 1. *Issue.* The program thread extends the rolling `hash`, enters the operation in
-//!    `waits/in_flight` and reserves `memory` for the results. A dry run ends here: `recorder` and
-//!    `moves/planned` write the operation down.
+//!    `waits/in_flight` and reserves `memory` for the results. A dry run ends here: `dry_run` and
+//!    `moves/dry_run` write the operation down.
 //! 2. *Move.* `moves` sends and receives the pieces, and puts shards together from them.
 //! 3. *Wait.* The resolver of a shard's `waits/async_buffer` fills it, and the operation ends. The
 //!    program reads its `array` as a host array. Its thread waits in `waits/parker`.
@@ -13,12 +13,12 @@
 //! `job` starts the process's part and ends it. `kept` has what outlives an epoch.
 
 pub(crate) mod array;
+pub(crate) mod dry_run;
 mod hash;
 mod job;
 pub(crate) mod kept;
 mod memory;
 mod moves;
-pub(crate) mod recorder;
 #[cfg(test)]
 mod tests;
 mod waits;
@@ -59,7 +59,7 @@ pub(crate) use waits::parker::Parker;
 pub(crate) use waits::status::{Doing, Status};
 use waits::under_way::UnderWay;
 
-use crate::exec::recorder::Recorder;
+use crate::exec::dry_run::DryRunBuilder;
 use crate::trace::Trace;
 use crate::trace::spans::{self, KernelSpan};
 use mpmd_layout::topology::{DeviceId, Topology};
@@ -97,13 +97,13 @@ pub(crate) struct Runtime {
     pub(crate) communicators: cuda::Communicators,
     holders: Mutex<Holders>,
     under_way: Mutex<UnderWay>,
-    /// The last operation before the step that is being recorded, `u64::MAX` if no step is being
-    /// recorded.
-    pub(crate) recorded_from: AtomicU64,
+    /// The last operation before the step that is being captured, `u64::MAX` if no step is being
+    /// captured.
+    pub(crate) capture_from: AtomicU64,
     /// Number of donations of [watched](array::Placed::watch) arrays.
     pub(crate) watched_donations: AtomicU64,
     /// Set only in a dry run.
-    pub(crate) recorder: Option<Recorder>,
+    pub(crate) dry_run: Option<DryRunBuilder>,
     /// Payload bytes of pieces given to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     /// Messages with pieces given to the transport, indexed by destination process.
@@ -170,9 +170,9 @@ impl Runtime {
         self.devices.iter().position(|local| local.id == device)
     }
 
-    /// True if operation `op` belongs to a step that is being recorded.
-    pub(crate) fn is_recording(&self, op: u64) -> bool {
-        op > self.recorded_from.load(Ordering::Relaxed)
+    /// True if operation `op` belongs to a step that is being captured.
+    pub(crate) fn is_in_capture(&self, op: u64) -> bool {
+        op > self.capture_from.load(Ordering::Relaxed)
     }
 
     /// Records that a device of this process began its part of operation `op` at time `at`. `since`

@@ -57,7 +57,7 @@ impl<O> Signature<O> {
     }
 
     /// Declares that the new object at path `output` takes `bytes` bytes on each device. They count
-    /// against the device's memory limit, and in memory plans, until the object is dropped.
+    /// against the device's memory limit, and in estimates of memory, until the object is dropped.
     #[must_use]
     pub fn object_bytes(mut self, output: impl Into<String>, bytes: u64) -> Self {
         self.object_bytes.push((ObjectPath::Output(output.into()), bytes));

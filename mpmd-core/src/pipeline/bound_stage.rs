@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use super::bundle::Bundle;
+use super::bundle::{Bundle, put_each};
 use super::context::{Extras, Mode};
 use super::erased::{ErasedStage, ProbeOf};
 use super::kernel_set::KernelSet;
-use super::param_sharding::{ParamSharding, put_each};
+use super::param_sharding::ParamSharding;
 use super::prepare::{Freshness, Prepared};
-use super::shapes::StageShapes;
-use super::stage::{Passes, PlacedShape, Stage, StageSignature};
+use super::stage::{Passes, Stage, StageSignature};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
@@ -81,7 +80,7 @@ pub(super) struct BoundStage {
     pub(super) needs_dx: bool,
     /// The object that every pass of the stage has.
     state: Option<MpmdArray>,
-    prepared: Prepared,
+    pub(super) prepared: Prepared,
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
     pub(super) kernels: Vec<KernelSet>,
@@ -199,12 +198,12 @@ impl BoundStage {
     }
 
     /// Returns the stored sharding of each parameter, including those that other stages store.
-    fn stored(&self) -> Vec<Sharding> {
+    pub(super) fn stored(&self) -> Vec<Sharding> {
         self.places.iter().map(|place| place.sharding.clone()).collect()
     }
 
     /// Returns the shardings that kernels compute with, in leaf order.
-    fn compute(&self) -> Vec<Sharding> {
+    pub(super) fn compute(&self) -> Vec<Sharding> {
         self.storage.as_ref().map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
     }
 
@@ -460,50 +459,6 @@ impl BoundStage {
 
     pub(super) fn passes(&self) -> Passes {
         self.stage.passes()
-    }
-
-    /// Returns the shapes of all arrays of the stage for inputs `x` and side inputs `side` of these
-    /// shapes.
-    pub(super) fn shapes(
-        &self,
-        x: &Bundle<ShapedArray>,
-        side: &Bundle<ShapedArray>,
-    ) -> Result<StageShapes> {
-        let params = self.param_shapes();
-        let signature = self.infer(&params, x, side)?;
-        let keeps_inputs = signature.residual.is_none();
-        let residual = signature.residual.unwrap_or_else(Bundle::empty);
-        let (stored, compute) = (self.stored(), self.compute());
-        let all = |to: &[Sharding]| params.leaves.iter().cloned().zip(to.iter().cloned()).collect();
-        let placed = |leaf: &PlacedShape| leaf.counted(&self.mesh);
-        let objects = residual.leaves.iter().filter(|leaf| leaf.aval.is_object());
-        let object = PlacedShape::object_of_bytes;
-        let kept = residual.leaves_with_paths().into_iter();
-        let kept =
-            kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
-        Ok(StageShapes {
-            mesh: self.mesh.clone(),
-            params: all(&stored),
-            own: self.own(),
-            compute: all(&compute),
-            gradients: self.gradients(),
-            frozen: self.frozen.clone(),
-            prepared: self.prepared.bytes().map(|bytes| object(bytes).counted(&self.mesh)),
-            fuses: self.fuses(),
-            keeps_inputs,
-            input: x.leaves.iter().map(|aval| (aval.clone(), self.input.clone())).collect(),
-            output: signature
-                .out
-                .leaves
-                .iter()
-                .map(|aval| (aval.clone(), self.output.clone()))
-                .collect(),
-            kept_residual: kept.map(|(_, leaf)| placed(leaf)).collect(),
-            residual: residual.leaves.iter().map(placed).collect(),
-            unkept_residual: objects.map(placed).collect(),
-            weight_residual: signature.weight_residual.leaves.iter().map(placed).collect(),
-            out: signature.out,
-        })
     }
 
     /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as

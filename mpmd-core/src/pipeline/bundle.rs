@@ -1,6 +1,5 @@
 //! Trees without their types: only the stage knows the type.
 
-use super::param_sharding::put_each;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -148,4 +147,23 @@ fn visit<'a, L>(
             }
         }
     }
+}
+
+/// Transfers each array to the sharding that `to` returns for its index. Arrays that already have
+/// it cost nothing. Only issues the transfers.
+#[track_caller]
+pub(super) fn put_each<'a>(
+    program: &mut Program,
+    mut arrays: Vec<MpmdArray>,
+    to: impl Fn(usize) -> &'a Sharding,
+) -> Result<Vec<MpmdArray>> {
+    let other = |place: &usize| arrays[*place].sharding() != Some(to(*place));
+    let places: Vec<usize> = (0..arrays.len()).filter(other).collect();
+    if places.is_empty() {
+        return Ok(arrays);
+    }
+    let moved = places.iter().map(|place| (&arrays[*place], to(*place)));
+    let moved = program.put_list(&moved.collect::<Vec<_>>())?;
+    places.into_iter().zip(moved).for_each(|(place, array)| arrays[place] = array);
+    Ok(arrays)
 }

@@ -1,9 +1,9 @@
 //! The context of a stage's pass: that of its kernel, and the optional values of the pass.
 
+use std::any::Any;
 use std::ops::{Deref, DerefMut};
 
 use super::bundle::Bundle;
-use super::prepare::WorkingForm;
 use crate::error::{Error, Result};
 use crate::exec::array::object::ObjectRef;
 use crate::kernel::{Context, View, ViewMut};
@@ -24,6 +24,10 @@ pub struct StageContext<'v, 'c> {
     /// Access to the prepared parameters, from the first use to the end of the pass.
     prepared: Option<ObjectRef<'v, WorkingForm>>,
 }
+
+/// The working form of a stage's parameters on one device. `None` until `Stage::prepare` has made
+/// it.
+pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 
 /// The mode of a pass. Each mode has its own compiled forward kernel.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

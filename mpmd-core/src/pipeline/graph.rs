@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Structure, TreeError};
 use mpmd_record::trace::{Label, Role};
+use mpmd_schedule::Schedule;
 
 /// The stages of a pipeline, their links, and the options of its runs.
 pub(super) struct StageGraph {
@@ -179,6 +180,20 @@ impl StageGraph {
             });
         }
         Ok(())
+    }
+
+    /// Returns an error if the schedule has another number of stages than the pipeline.
+    pub(super) fn check_stages(&self, schedule: &Schedule) -> Result<()> {
+        let (name, ranks, expected, stages) =
+            (schedule.name(), schedule.ranks(), schedule.stages(), self.stages.len());
+        if expected == stages {
+            return Ok(());
+        }
+        Err(Error::kernel(format!(
+            "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has \
+             {stages} stages: make a \
+             schedule whose ranks times stages on each rank are {stages}"
+        )))
     }
 
     /// Makes the stage `user` use a parameter of the stage `owner` instead of its own. Both are

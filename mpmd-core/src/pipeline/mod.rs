@@ -22,6 +22,7 @@ mod replay;
 mod run;
 mod shapes;
 mod stage;
+mod stage_shapes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -35,7 +36,7 @@ pub use links::{Output, Outputs};
 pub use microbatch::Microbatch;
 pub use mpmd_schedule::*;
 pub use param_sharding::ParamSharding;
-use replay::Recordings;
+use replay::Captures;
 pub use run::{Gradients, StepOutput};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Loss, Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageSignature};
@@ -52,7 +53,7 @@ use mpmd_record::trace::Label;
 pub struct Pipeline<In, Out> {
     graph: StageGraph,
     replays: bool,
-    recordings: Recordings,
+    captures: Captures,
     /// The schedule that the processes compared last; `None` before the first comparison.
     compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
@@ -75,8 +76,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let stage = BoundStage::new(stage, mesh, params);
         let stage = stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?;
         let graph = StageGraph::new(stage);
-        let recordings = Recordings::default();
-        Ok(Self { graph, replays: true, recordings, compared: None, types: PhantomData })
+        let captures = Captures::default();
+        Ok(Self { graph, replays: true, captures, compared: None, types: PhantomData })
     }
 
     /// Appends a stage that takes the outputs of the last stage.
@@ -167,7 +168,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         Ok(Pipeline {
             graph: self.graph,
             replays: self.replays,
-            recordings: Recordings::default(),
+            captures: Captures::default(),
             compared: None,
             types: PhantomData,
         })
@@ -189,7 +190,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
-        self.recordings.clear();
+        self.captures.clear();
         self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
@@ -204,7 +205,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn state<T>(&mut self, stage: usize, state: &MpmdObject<T>) -> Result<()> {
         let at = Location::caller();
-        self.recordings.clear();
+        self.captures.clear();
         let set = self.graph.change(stage, |stage| stage.set_state(state.array()));
         set.map_err(|why| refused(why, at, "Pipeline::state", None))
     }
@@ -224,7 +225,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn recompute(&mut self, stage: usize, yes: bool) {
         self.graph.stage(stage);
         self.graph.recomputes[stage] = yes;
-        self.recordings.clear();
+        self.captures.clear();
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
@@ -235,27 +236,27 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// order. [`Pipeline::memory`] includes the cost.
     pub fn buffer_gradients(&mut self, yes: bool) {
         self.graph.ascending = yes;
-        self.recordings.clear();
+        self.captures.clear();
     }
 
     /// Turns the replay of training steps and forward passes on or off; on by default. A replaying
     /// process does not spend time on the operations of other processes. Discards earlier
-    /// recordings.
+    /// captures.
     ///
     /// The first run with a schedule, and with given shapes and shardings of parameters and
-    /// microbatches, is [recorded](Program::record). Later ones are
-    /// [replayed](crate::Recorded::replay). Up to 16 recordings of training steps, and as many of
+    /// microbatches, is [captured](Program::capture). Later ones are
+    /// [replayed](crate::Captured::replay). Up to 16 captures of training steps, and as many of
     /// forward passes, are kept, so forms of microbatches may alternate. Another one replaces that
     /// which was not used for longest, first among those that were never replayed. Runs in which a
     /// stage [prepares](Stage::prepare) its parameters are another form than those without. A run
-    /// in which a stage prepares for the first time is not recorded.
+    /// in which a stage prepares for the first time is not captured.
     ///
-    /// Turn it off if nearly every step has another form: then each recording is made in vain, and
+    /// Turn it off if nearly every step has another form: then each capture is made in vain, and
     /// keeps the names of its operations in memory. All processes must pass the same value, or they
     /// diverge.
     pub fn replay(&mut self, yes: bool) {
         self.replays = yes;
-        self.recordings.clear();
+        self.captures.clear();
     }
 
     /// Returns the number of stages.
@@ -284,7 +285,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn store(&mut self, stage: usize, storage: ParamSharding) -> Result<()> {
         let at = Location::caller();
-        self.recordings.clear();
+        self.captures.clear();
         self.graph
             .change(stage, |stage| stage.store(storage))
             .map_err(|why| refused(why, at, "Pipeline::store", None))
@@ -364,7 +365,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
-        let recordings = self.replays.then(|| self.recordings.forwards());
+        let captures = self.replays.then(|| self.captures.forwards());
         issue(
             (&mut self.graph, program),
             Location::caller(),
@@ -372,7 +373,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             |graph, program| {
                 let parts = vec![microbatch.into_parts()];
                 microbatch::check_sides(graph, &parts)?;
-                let outputs = replay::run(recordings, (graph, program), None, parts, run::forward)?;
+                let outputs = replay::run(captures, (graph, program), None, parts, run::forward)?;
                 let none = || Error::kernel("a forward pass without outputs");
                 outputs.into_iter().next().ok_or_else(none)?.into_tree("output")
             },
@@ -397,7 +398,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<Vec<Out>> {
         let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        let recordings = self.replays.then(|| self.recordings.forwards());
+        let captures = self.replays.then(|| self.captures.forwards());
         issue(
             (&mut self.graph, program),
             Location::caller(),
@@ -408,8 +409,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
                 let all = |graph: &mut StageGraph, program: &mut Program, parts| {
                     run::forward_all(graph, program, schedule, parts)
                 };
-                let outputs =
-                    replay::run(recordings, (graph, program), Some(schedule), parts, all)?;
+                let outputs = replay::run(captures, (graph, program), Some(schedule), parts, all)?;
                 outputs.into_iter().map(|output| output.into_tree("output")).collect()
             },
         )
@@ -441,11 +441,14 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         beside: &[MpmdArray],
     ) -> Result<StepMemory> {
         let at = Location::caller();
-        let plan =
-            self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| {
-                bytes
-            });
-        plan.map_err(|why| refused(why, at, "Pipeline::memory", None))
+        let memory = self.step_memory(
+            program,
+            schedule,
+            std::slice::from_ref(microbatch),
+            beside,
+            &mut |bytes| bytes,
+        );
+        memory.map_err(|why| refused(why, at, "Pipeline::memory", None))
     }
 
     /// Like [`Pipeline::memory`], for microbatches of different shapes. Each array counts with the
@@ -463,11 +466,11 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         beside: &[MpmdArray],
     ) -> Result<StepMemory> {
         let at = Location::caller();
-        let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| bytes);
-        plan.map_err(|why| refused(why, at, "Pipeline::memory_of", None))
+        let memory = self.step_memory(program, schedule, microbatches, beside, &mut |bytes| bytes);
+        memory.map_err(|why| refused(why, at, "Pipeline::memory_of", None))
     }
 
-    fn plan(
+    fn step_memory(
         &self,
         program: &Program,
         schedule: &Schedule,
@@ -503,21 +506,22 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         let at = Location::caller();
         let mut classes = BTreeSet::new();
         let microbatches = std::slice::from_ref(microbatch);
-        let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| {
+        let memory = self.step_memory(program, schedule, microbatches, beside, &mut |bytes| {
             classes.insert(bytes);
             bytes
         });
-        plan.map_err(|why| refused(why, at, "Pipeline::map_memory", None))?;
+        memory.map_err(|why| refused(why, at, "Pipeline::map_memory", None))?;
         let params = self.graph.stages.iter().flat_map(|stage| stage.params());
         for array in params.chain(beside.iter().cloned()) {
             array.block_until_ready()?;
         }
         let mut blocks: BTreeMap<DeviceId, Vec<u64>> = BTreeMap::new();
         for class in classes {
-            let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| {
-                if bytes == class { bytes } else { 0 }
-            })?;
-            for (device, memory) in plan.devices() {
+            let memory =
+                self.step_memory(program, schedule, microbatches, beside, &mut |bytes| {
+                    if bytes == class { bytes } else { 0 }
+                })?;
+            for (device, memory) in memory.devices() {
                 let more = memory.at_most.saturating_sub(memory.kept) / class;
                 blocks.entry(device).or_default().extend((0..more).map(|_| class));
             }
@@ -549,7 +553,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     ) -> Result<StepOutput> {
         let mut parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
         let compared = &mut self.compared;
-        let recordings = self.replays.then(|| self.recordings.steps());
+        let captures = self.replays.then(|| self.captures.steps());
         issue(
             (&mut self.graph, program),
             Location::caller(),
@@ -561,7 +565,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
                 let step = |graph: &mut StageGraph, program: &mut Program, parts| {
                     run::train_step(graph, program, schedule, parts)
                 };
-                replay::run(recordings, (graph, program), Some(schedule), parts, step)
+                replay::run(captures, (graph, program), Some(schedule), parts, step)
             },
         )
     }

@@ -1,10 +1,10 @@
 //! The working form of a stage's parameters: an object that
 //! [`Stage::prepare`](super::Stage::prepare) makes, and updates when the parameters have changed.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use super::bundle::Bundle;
+use super::context::WorkingForm;
 use super::erased::ErasedStage;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
@@ -14,10 +14,6 @@ use crate::kernel::{Context, Kernel, Shapes, Signature, Views, ViewsMut};
 use mpmd_device::cuda::source::Source;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
-
-/// The working form of a stage's parameters on one device. `None` until `Stage::prepare` has made
-/// it.
-pub(super) struct WorkingForm(pub(super) Option<Box<dyn Any + Send>>);
 
 /// The kernel that makes the working form, or updates it in place: (parameters, working form) ->
 /// working form. There is an output only if there is no input.

@@ -1,4 +1,4 @@
-//! Records the runs of a pipeline and replays them: [`Pipeline::replay`](super::Pipeline::replay).
+//! Captures the runs of a pipeline and replays them: [`Pipeline::replay`](super::Pipeline::replay).
 
 use super::bundle::Bundle;
 use super::graph::StageGraph;
@@ -7,31 +7,31 @@ use super::prepare::Freshness;
 use super::run::StepOutput;
 use super::stage::Loss;
 use crate::api::program::Program;
-use crate::api::replay::Recorded;
+use crate::api::replay::Captured;
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 
-/// The maximum number of recordings in a list. Another one replaces that which was not used for
+/// The maximum number of captures in a list. Another one replaces that which was not used for
 /// longest, among those that were never replayed if there are such.
 const MOST_KEPT: usize = 16;
 
-/// The recordings of a pipeline.
+/// The captures of a pipeline.
 #[derive(Default)]
-pub(super) struct Recordings {
+pub(super) struct Captures {
     /// Training steps. The one used last is at the end.
     steps: Vec<Kept<StepOutput>>,
     /// Forward passes alone, in the same order.
     forwards: Vec<Kept<Vec<Bundle>>>,
 }
 
-/// A recorded run, with the schedule and the layout of inputs that it is valid for.
+/// A captured run, with the schedule and the layout of inputs that it is valid for.
 pub(super) struct Kept<R: Results> {
     /// `None` for the forward pass of one microbatch without a schedule.
     schedule: Option<Schedule>,
     form: RunShape,
-    recorded: Recorded<Vec<MpmdArray>, Vec<MpmdArray>>,
+    captured: Captured<Vec<MpmdArray>, Vec<MpmdArray>>,
     layout: R::Layout,
     is_replayed: bool,
 }
@@ -67,13 +67,13 @@ struct MicrobatchShape {
     keys: Vec<usize>,
 }
 
-/// All recordings of a pipeline, with the list for runs of one kind.
+/// All captures of a pipeline, with the list for runs of one kind.
 pub(super) struct Chosen<'a, R: Results> {
-    all: &'a mut Recordings,
-    list: fn(&mut Recordings) -> &mut Vec<Kept<R>>,
+    all: &'a mut Captures,
+    list: fn(&mut Captures) -> &mut Vec<Kept<R>>,
 }
 
-impl Recordings {
+impl Captures {
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -87,42 +87,42 @@ impl Recordings {
     }
 }
 
-/// Replays a recording that fits these arguments. If there is none, calls `issue`, records it and
-/// keeps the recording.
+/// Replays a capture that fits these arguments. If there is none, calls `issue`, captures it and
+/// keeps the capture.
 ///
-/// A run is only issued without `recordings`, within a larger recording, and in a dry run. A run
+/// A run is only issued without `captures`, within a larger capture, and in a dry run. A run
 /// that makes an object that stays is only issued too: a replay would make it again. If an input is
 /// refused, the run is issued so that the error names the pass.
 pub(super) fn run<R: Results>(
-    recordings: Option<Chosen<'_, R>>,
+    captures: Option<Chosen<'_, R>>,
     (graph, program): (&mut StageGraph, &mut Program),
     schedule: Option<&Schedule>,
     microbatches: Vec<Parts>,
     issue: impl FnOnce(&mut StageGraph, &mut Program, Vec<Parts>) -> Result<R>,
 ) -> Result<R> {
-    let only_issues = program.recording.is_some() || program.is_dry_run();
-    let Some(recordings) = recordings.filter(|_| !only_issues) else {
+    let only_issues = program.capture.is_some() || program.is_dry_run();
+    let Some(captures) = captures.filter(|_| !only_issues) else {
         return issue(graph, program, microbatches);
     };
     if graph.stages.iter().any(|stage| stage.freshness() == Freshness::Missing) {
-        // Recordings may contain the object that the new one replaces.
-        recordings.all.clear();
+        // Captures may contain the object that the new one replaces.
+        captures.all.clear();
         return issue(graph, program, microbatches);
     }
-    let kept = (recordings.list)(recordings.all);
+    let kept = (captures.list)(captures.all);
     let (form, inputs) = RunShape::take_apart(graph, microbatches);
     let fits = |kept: &Kept<R>| {
         kept.schedule.as_ref() == schedule
             && kept.form == form
-            && kept.recorded.fits(program, &inputs)
+            && kept.captured.fits(program, &inputs)
     };
     if let Some(index) = kept.iter().rposition(fits) {
         // The run that was used last is at the end.
         kept[index..].rotate_left(1);
         let last = kept.len() - 1;
-        let Kept { recorded, layout, is_replayed, .. } = &mut kept[last];
+        let Kept { captured, layout, is_replayed, .. } = &mut kept[last];
         *is_replayed = true;
-        let results = recorded.replay_fitting(program, &inputs)?;
+        let results = captured.replay_fitting(program, &inputs)?;
         graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
         return Ok(R::put_together(layout, results));
     }
@@ -132,7 +132,7 @@ pub(super) fn run<R: Results>(
         return issue(graph, program, microbatches);
     }
     let mut layout = R::Layout::default();
-    let (results, recorded) = program.record(inputs, |program, inputs| {
+    let (results, captured) = program.capture(inputs, |program, inputs| {
         let microbatches = form.put_together(graph, inputs)?;
         let arrays;
         (layout, arrays) = issue(graph, program, microbatches)?.take_apart();
@@ -143,7 +143,7 @@ pub(super) fn run<R: Results>(
         kept.remove(kept.iter().position(|kept| !kept.is_replayed).unwrap_or_default());
     }
     let schedule = schedule.cloned();
-    kept.push(Kept { schedule, form, recorded, layout, is_replayed: false });
+    kept.push(Kept { schedule, form, captured, layout, is_replayed: false });
     Ok(output)
 }
 
@@ -229,7 +229,7 @@ impl Results for StepOutput {
     /// Panics if there are fewer arrays.
     fn put_together(layout: &StepLayout, arrays: Vec<MpmdArray>) -> Self {
         let mut all = arrays.into_iter();
-        let mut next = || all.next().expect("a step gives as many arrays as when it was recorded");
+        let mut next = || all.next().expect("a step gives as many arrays as when it was captured");
         let mut loss = || {
             let sum = next();
             Loss { sum, weight: next() }

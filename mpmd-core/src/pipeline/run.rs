@@ -3,13 +3,12 @@
 use std::fmt::Write as _;
 
 use super::bound_stage::{BoundStage, Forwarded, PassOf};
-use super::bundle::Bundle;
+use super::bundle::{Bundle, put_each};
 use super::context::Mode;
 use super::graph::{StageGraph, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
 use super::microbatch::Parts;
-use super::param_sharding::put_each;
 use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
@@ -142,7 +141,7 @@ pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Sched
 const COMPARED: usize = 64;
 
 /// Makes the processes compare a schedule, unless it is `known`, the one compared last. Checks
-/// first that the schedule trains this pipeline. Does not compare while the program records.
+/// first that the schedule trains this pipeline. Does not compare while the program captures.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     (graph, microbatches): (&StageGraph, usize),
@@ -150,8 +149,8 @@ pub(super) fn compare(
     schedule: &Schedule,
 ) -> Result<()> {
     check_training(graph, schedule, microbatches)?;
-    // A replay could not repeat the comparison, so a recording must not contain it.
-    if known.as_ref() == Some(schedule) || program.recording.is_some() {
+    // A replay could not repeat the comparison, so a capture must not contain it.
+    if known.as_ref() == Some(schedule) || program.capture.is_some() {
         return Ok(());
     }
     // Before anything is issued.
@@ -239,7 +238,7 @@ fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) 
 
 /// Returns an error if the schedule is for another number of stages or microbatches.
 pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
-    check_stages(graph, schedule)?;
+    graph.check_stages(schedule)?;
     let (name, expected) = (schedule.name(), schedule.microbatches());
     if expected == microbatches {
         return Ok(());
@@ -248,20 +247,6 @@ pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize
         "schedule {name} is for {expected} microbatches, and {microbatches} are given: make a \
          schedule for \
          {microbatches}, or give {expected}"
-    )))
-}
-
-/// Returns an error if the schedule has another number of stages than the pipeline.
-pub(super) fn check_stages(graph: &StageGraph, schedule: &Schedule) -> Result<()> {
-    let (name, ranks, expected, stages) =
-        (schedule.name(), schedule.ranks(), schedule.stages(), graph.stages.len());
-    if expected == stages {
-        return Ok(());
-    }
-    Err(Error::kernel(format!(
-        "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has \
-         {stages} stages: make a \
-         schedule whose ranks times stages on each rank are {stages}"
     )))
 }
 

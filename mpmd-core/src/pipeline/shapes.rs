@@ -9,6 +9,7 @@ use mpmd_transport::Pool;
 
 use super::bundle::Bundle;
 use super::graph::StageGraph;
+use super::stage_shapes::{Places, StageShapes};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
@@ -16,7 +17,7 @@ use crate::kernel::Shapes;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::topology::DeviceId;
 use mpmd_layout::tree::Tree;
 use mpmd_schedule::Schedule;
 use mpmd_schedule::StageBytes;
@@ -36,39 +37,6 @@ impl<In> PartialEq for MicrobatchShapes<In> {
     fn eq(&self, other: &Self) -> bool {
         (&self.x, &self.side, self.stays) == (&other.x, &other.side, other.stays)
     }
-}
-
-/// Shapes of arrays, each with its sharding.
-type Places = Vec<(ShapedArray, Sharding)>;
-
-/// Global shapes and shardings of all arrays of a stage.
-pub(super) struct StageShapes {
-    pub(super) mesh: Mesh,
-    /// All parameters in their stored shardings, including those that other stages store.
-    pub(super) params: Places,
-    /// Indices of the parameters that the stage stores itself.
-    pub(super) own: Vec<usize>,
-    /// Parameters in the shardings that kernels compute with.
-    pub(super) compute: Places,
-    /// Gradients as the backward passes write them: `[0]` for frozen parameters.
-    pub(super) gradients: Places,
-    /// For each parameter, true if it is not trained.
-    pub(super) frozen: Vec<bool>,
-    /// An array that takes as many bytes as the working form of the parameters.
-    pub(super) prepared: Option<(ShapedArray, Sharding)>,
-    pub(super) fuses: bool,
-    /// True if the stage keeps its inputs and side inputs until the backward pass.
-    pub(super) keeps_inputs: bool,
-    pub(super) input: Places,
-    pub(super) output: Places,
-    /// The shapes of the outputs, for later stages.
-    pub(super) out: Bundle<ShapedArray>,
-    pub(super) residual: Places,
-    /// Residuals that take no memory in a forward pass that does not keep them.
-    pub(super) unkept_residual: Places,
-    /// Residuals that become weight residuals without a copy.
-    pub(super) kept_residual: Places,
-    pub(super) weight_residual: Places,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
@@ -105,7 +73,7 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    super::run::check_stages(graph, schedule)?;
+    graph.check_stages(schedule)?;
     let mut all: Option<Vec<BTreeMap<DeviceId, OnDevice>>> = None;
     for microbatch in microbatches {
         let found = bytes_of(graph, program, schedule.microbatches(), microbatch, beside, counts)?;

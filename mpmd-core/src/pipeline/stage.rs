@@ -355,7 +355,7 @@ impl PlacedShape {
     }
 
     /// Creates a residual like [`PlacedShape::object`] of `bytes` bytes on each device. They count
-    /// against the device's memory limit, and in memory plans.
+    /// against the device's memory limit, and in estimates of memory.
     pub fn object_of_bytes(bytes: u64) -> Self {
         Self { object_bytes: bytes, ..Self::replicated(ShapedArray::object()) }
     }

@@ -48,17 +48,17 @@ impl Kernel for Sum {
 /// array or `None` on processes without it).
 fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
-    let planning = p.is_dry_run();
+    let is_dry_run = p.is_dry_run();
     let mut x =
         p.array_from_fn(f32s([8]), &stages[0].sharding(spec!["x"]), move |_, mut view| {
-            assert!(!planning, "nothing is made in a plan");
+            assert!(!is_dry_run, "nothing is made in a dry run");
             Ok(view.fill(1.0f32)?)
         })?;
     for stage in stages.iter().cycle().take(12) {
         let sum = p.jit(Sum).on(stage).outputs(stage.sharding(spec!["x"])).build()?;
         x = p.device_put(&x, stage.sharding(spec!["x"]))?;
         x = sum.call(p, (x.clone(), x))?;
-        x.then(move |_| assert!(!planning, "nothing is read in a plan"));
+        x.then(move |_| assert!(!is_dry_run, "nothing is read in a dry run"));
         p.step_end()?;
     }
     let whole = stages[3].replicated();
@@ -91,7 +91,7 @@ fn dry_run_executes_a_whole_program_without_data() {
             assert_eq!(
                 operations + 1,
                 planned,
-                "the plan has the operations of the run, and one more"
+                "the dry run has the operations of the run, and one more"
             );
             assert_eq!(agreed, 8);
             owners += usize::from(values.is_some());

@@ -551,8 +551,8 @@ fn lost_process_is_named_by_the_others() {
 }
 
 #[test]
-fn plan_needs_no_nccl_and_shows_its_groups() {
-    let planned = |way| {
+fn dry_run_needs_no_nccl_and_shows_its_groups() {
+    let operations_with = |way| {
         let builder = Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way);
         let mut p = builder.dry_run(2).unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
@@ -563,10 +563,16 @@ fn plan_needs_no_nccl_and_shows_its_groups() {
         let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build().unwrap();
         let x = p.device_put(&values::<f32>(2000), mesh.sharding(spec!["x"])).unwrap();
         drop(jit.call(&mut p, vec![x]).unwrap());
-        let plan = format!("{:?}", p.plan().unwrap());
+        let operations = format!("{:?}", p.dry_run().unwrap());
         p.finish().unwrap();
-        plan
+        operations
     };
-    assert!(planned(HOST).contains("bytes: 4000") && !planned(HOST).contains("bytes: 144"));
-    assert!(planned(NCCL).contains("bytes: 4000") && planned(NCCL).contains("bytes: 144"));
+    assert!(
+        operations_with(HOST).contains("bytes: 4000")
+            && !operations_with(HOST).contains("bytes: 144")
+    );
+    assert!(
+        operations_with(NCCL).contains("bytes: 4000")
+            && operations_with(NCCL).contains("bytes: 144")
+    );
 }

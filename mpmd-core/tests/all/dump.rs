@@ -36,10 +36,10 @@ fn scaled(processes: usize, folder: &Path, replays: bool) {
         let n = p.device_put(&MpmdArray::scalar(3i32), mesh.replicated())?;
         let step = |p: &mut Program, x: MpmdArray| scale.call(p, (x, n.clone()));
         if replays {
-            let (y, recorded) = p.record(x, step)?;
+            let (y, captured) = p.capture(x, step)?;
             x = y;
             for _ in 0..5 {
-                x = recorded.replay(p, x)?;
+                x = captured.replay(p, x)?;
             }
         } else {
             for _ in 0..6 {

@@ -193,7 +193,7 @@ fn shared_operation_is_replayed() {
         };
         let mut x = small(p)?;
         x[1] = sevens(p, 100_000, &on(0))?;
-        let (mut x, step) = p.record(x, to_and_fro)?;
+        let (mut x, step) = p.capture(x, to_and_fro)?;
         let before = p.operations();
         for _ in 0..3 {
             x = step.replay(p, x)?;
@@ -209,15 +209,15 @@ fn shared_operation_is_replayed() {
 }
 
 #[test]
-fn plan_of_a_dry_run_has_the_leaves_of_a_shared_operation() {
+fn dry_run_has_the_leaves_of_a_shared_operation() {
     let mut p = Program::builder().devices(2).dry_run(2).unwrap();
     let x = small(&mut p).unwrap();
     let y = p.device_put(&x, on(1)).unwrap();
     p.device_put(&y[60..].to_vec(), on(0)).unwrap();
-    let plan = p.plan().unwrap();
+    let dry_run = p.dry_run().unwrap();
     p.finish().unwrap();
-    let puts: Vec<_> = (1..=plan.operations.len() as u64)
-        .filter_map(|operation| plan.descriptor_of(operation))
+    let puts: Vec<_> = (1..=dry_run.operations.len() as u64)
+        .filter_map(|operation| dry_run.descriptor_of(operation))
         .filter(|descriptor| !descriptor.messages.is_empty())
         .collect();
     assert_eq!(puts.len(), 2);
@@ -225,10 +225,10 @@ fn plan_of_a_dry_run_has_the_leaves_of_a_shared_operation() {
     let leaves: Vec<u32> = puts[0].messages.iter().map(|message| message.leaf).collect();
     assert_eq!(leaves, (0..LEAVES as u32).collect::<Vec<_>>());
     assert_eq!((puts[0].results.len(), puts[1].results.len()), (LEAVES, 4));
-    let flow = plan.flow();
+    let flow = dry_run.flow();
     // Leaves that different operations made leave by themselves; those of one move leave together.
     let transfers: Vec<u32> = flow.transfers.iter().map(|transfer| transfer.messages).collect();
     assert_eq!(transfers.iter().sum::<u32>(), LEAVES as u32 + 4);
-    let memory = plan.memory(&flow);
+    let memory = dry_run.memory(&flow);
     assert!(memory.devices[1].in_time.bytes >= 64 * 1024);
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::common::cuda::CUDA;
 use crate::common::watchdog;
-use mpmd_core::plan::Plan;
+use mpmd_core::dry_run::DryRun;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
@@ -180,17 +180,17 @@ fn methods_make_objects_also_in_replayed_steps() {
         let input =
             |p: &mut Program, x: f32| p.device_put(&MpmdArray::scalar(x), stages[0].replicated());
         let x = input(p, 1.0)?;
-        let refused = p.record(x.clone(), |p, x| {
+        let refused = p.capture(x.clone(), |p, x| {
             p.object(&stages[1], |_| Ok(0u8))?;
             Ok(x)
         });
         let refused = refused.unwrap_err().to_string();
-        assert!(refused.contains("not within a step that is recorded"), "{refused}");
-        let ((sum, number), recorded) = p.record(x, step)?;
+        assert!(refused.contains("not within a step that is captured"), "{refused}");
+        let ((sum, number), captured) = p.capture(x, step)?;
         let mut found = vec![(value(&sum), value(&number))];
         for i in 2..=4 {
             let x = input(p, i as f32)?;
-            let (sum, number) = recorded.replay(p, x)?;
+            let (sum, number) = captured.replay(p, x)?;
             found.push((value(&sum), value(&number)));
         }
         Ok(found)
@@ -313,8 +313,8 @@ fn objects_that_report_more_than_declared_fail() {
     assert!(error.contains("reports 1224 bytes, but 1162 are declared"), "{error}");
 }
 
-/// Issues objects with declared bytes and returns the plan.
-fn plan_of(p: &mut Program) -> Plan {
+/// Issues objects with declared bytes and returns the dry run.
+fn dry_run_of(p: &mut Program) -> DryRun {
     let meshes = stages(p).unwrap();
     let object = p.object_of_bytes(&meshes[1], 128, |_| Ok(Bytes(1))).unwrap();
     let grow = bind(p, grow(64, 64), &meshes[1]);
@@ -322,20 +322,20 @@ fn plan_of(p: &mut Program) -> Plan {
         grow.call(p, &object, Empty::new()).unwrap();
     }
     drop(object);
-    p.plan().unwrap()
+    p.dry_run().unwrap()
 }
 
 #[test]
-fn plans_have_the_declared_bytes_until_the_drop() {
+fn dry_runs_have_the_declared_bytes_until_the_drop() {
     let _limit = watchdog(60);
     let mut p = Program::builder().devices(2).dry_run(2).unwrap();
-    let plan = plan_of(&mut p);
-    assert_eq!(plan.operations.len(), 3);
-    let memory = plan.memory(&plan.flow());
+    let dry_run = dry_run_of(&mut p);
+    assert_eq!(dry_run.operations.len(), 3);
+    let memory = dry_run.memory(&dry_run.flow());
     let peaks: Vec<u64> = memory.devices.iter().map(|device| device.in_time.bytes).collect();
     assert_eq!(peaks, [0, 256]);
     assert!(memory.devices.iter().all(|device| device.left == 0));
-    assert_eq!(plan.drops.len(), 3, "the object and its growth");
+    assert_eq!(dry_run.drops.len(), 3, "the object and its growth");
 }
 
 /// Values that can be saved.

@@ -321,7 +321,7 @@ fn steps_of_alternating_forms_are_all_replayed() {
         Ok(issued)
     });
     let issued = results.into_iter().next().unwrap().unwrap();
-    // The very first step makes the objects, so its form is recorded in the second round.
+    // The very first step makes the objects, so its form is captured in the second round.
     assert!(issued[0] < issued[1] && issued[1] == issued[3], "{issued:?}");
 }
 

@@ -1,4 +1,4 @@
-//! Pipelines that record and replay their runs, as they do by default.
+//! Pipelines that capture and replay their runs, as they do by default.
 
 use std::sync::Arc;
 
@@ -149,7 +149,7 @@ fn refused_input_of_a_known_form_names_its_pass() {
 }
 
 #[test]
-fn forward_pass_within_a_recording_is_recorded_with_it() {
+fn forward_pass_within_a_capture_is_captured_with_it() {
     let _limit = watchdog(60);
     let results = Simulation::new(1, 2).run(|p| {
         let mut pipeline = pipeline(p, &[Model::default()])?;
@@ -166,10 +166,10 @@ fn forward_pass_within_a_recording_is_recorded_with_it() {
             Ok(pipeline.forward(p, Microbatch::new(x).side(1, labels))?.sum)
         };
         let first = given(p, 1.0)?;
-        let (_, recorded) = p.record(first, &mut forward)?;
+        let (_, captured) = p.capture(first, &mut forward)?;
         let second = given(p, 3.0)?;
         let issued = forward(p, second.clone())?;
-        let replayed = recorded.replay(p, second)?;
+        let replayed = captured.replay(p, second)?;
         Ok((read(&issued)?, read(&replayed)?))
     });
     let (issued, replayed) = results.into_iter().next().unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Recorded and replayed steps: the same values, memory and failures as issued steps.
+//! Captured and replayed steps: the same values, memory and failures as issued steps.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use crate::common::watchdog;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{Jit, ProcessId, Recorded, Simulation};
+use mpmd_core::{Captured, Jit, ProcessId, Simulation};
 use mpmd_transport::Pool;
 
 const STAGES: usize = 4;
@@ -183,17 +183,17 @@ fn train(p: &mut Program, how: IssueMode) -> Result<Ran> {
     let model = Model::new(p)?;
     let mut sums = model.sums(p)?;
     let mut values = Vec::new();
-    let mut recorded: Option<Recorded<Given, Results>> = None;
+    let mut captured: Option<Captured<Given, Results>> = None;
     for step in 0..4 {
         let given = model.given(p, std::mem::take(&mut sums), step)?;
         let donated = given.0[3].clone();
-        let (new, first, outputs) = match &recorded {
-            Some(recorded) => recorded.replay(p, given)?,
+        let (new, first, outputs) = match &captured {
+            Some(captured) => captured.replay(p, given)?,
             None if how == IssueMode::Issued => model.step(p, given)?,
             None => {
-                let (results, new) = p.record(given, |p, given| model.step(p, given))?;
+                let (results, new) = p.capture(given, |p, given| model.step(p, given))?;
                 assert_eq!(new.operations(), 5 * 18, "{new:?}");
-                recorded = Some(new);
+                captured = Some(new);
                 results
             }
         };
@@ -248,8 +248,8 @@ fn each_process_issues_only_its_own_operations() {
         let model = Model::new(p)?;
         let sums = model.sums(p)?;
         let given = model.given(p, sums, 1)?;
-        let (_, recorded) = p.record(given, |p, given| model.step(p, given))?;
-        Ok((recorded.operations(), recorded.operations_here()))
+        let (_, captured) = p.capture(given, |p, given| model.step(p, given))?;
+        Ok((captured.operations(), captured.operations_here()))
     });
     // Forward and backward, moves in and out in each direction, and relayed ones.
     let expected = [(90, 30), (90, 40), (90, 30), (90, 30)];
@@ -257,21 +257,21 @@ fn each_process_issues_only_its_own_operations() {
     assert_eq!(found, expected);
 }
 
-/// Records a step on four processes. Then replays it once on process 0, while the others run
+/// Captures a step on four processes. Then replays it once on process 0, while the others run
 /// `other`. Returns the text of each process's error; all must have one.
 fn diverge(
-    other: impl Fn(&mut Program, &Model, &Recorded<Given, Results>, Given) -> Result<()> + Sync,
+    other: impl Fn(&mut Program, &Model, &Captured<Given, Results>, Given) -> Result<()> + Sync,
 ) -> Vec<String> {
     let results = Simulation::new(4, STAGES).delays(3, Duration::from_millis(1)).run(|p| {
         let model = Model::new(p)?;
         let sums = model.sums(p)?;
         let given = model.given(p, sums, 0)?;
-        let ((sums, ..), recorded) = p.record(given, |p, given| model.step(p, given))?;
+        let ((sums, ..), captured) = p.capture(given, |p, given| model.step(p, given))?;
         let given = model.given(p, sums, 1)?;
         if p.process() == ProcessId(0) {
-            recorded.replay(p, given).map(drop)?;
+            captured.replay(p, given).map(drop)?;
         } else {
-            other(p, &model, &recorded, given)?;
+            other(p, &model, &captured, given)?;
         }
         p.step_end()
     });
@@ -285,7 +285,7 @@ fn replay_on_one_process_and_issue_on_another_diverge() {
     for error in &errors {
         assert!(error.contains("diverged"), "{errors:?}");
         assert!(
-            error.contains("of the step recorded at") && error.contains("replay.rs"),
+            error.contains("of the step captured at") && error.contains("replay.rs"),
             "{errors:?}"
         );
     }
@@ -300,9 +300,9 @@ fn replays_of_different_steps_diverge() {
         let mut steps = Vec::new();
         for _ in 0..2 {
             let given = model.given(p, sums, 0)?;
-            let (results, recorded) = p.record(given, |p, given| model.step(p, given))?;
+            let (results, captured) = p.capture(given, |p, given| model.step(p, given))?;
             sums = results.0;
-            steps.push(recorded);
+            steps.push(captured);
         }
         let given = model.given(p, sums, 1)?;
         steps[p.process().index()].replay(p, given).map(drop)?;
@@ -317,13 +317,13 @@ fn replays_of_different_steps_diverge() {
 #[test]
 fn replays_on_different_arrays_diverge() {
     let _limit = watchdog(120);
-    let errors = diverge(|p, _, recorded, (sums, mut xs, rate)| {
+    let errors = diverge(|p, _, captured, (sums, mut xs, rate)| {
         xs.swap(1, 2);
-        recorded.replay(p, (sums, xs, rate)).map(drop)
+        captured.replay(p, (sums, xs, rate)).map(drop)
     });
     assert!(errors.iter().all(|error| error.contains("diverged")), "{errors:?}");
-    let errors = diverge(|p, _, recorded, (sums, xs, _)| {
-        recorded.replay(p, (sums, xs, MpmdArray::scalar(77.0f32))).map(drop)
+    let errors = diverge(|p, _, captured, (sums, xs, _)| {
+        captured.replay(p, (sums, xs, MpmdArray::scalar(77.0f32))).map(drop)
     });
     assert!(errors.iter().all(|error| error.contains("diverged")), "{errors:?}");
 }
@@ -331,15 +331,15 @@ fn replays_on_different_arrays_diverge() {
 #[test]
 fn inputs_of_another_shape_on_one_process_are_an_error_on_all() {
     let _limit = watchdog(120);
-    let errors = diverge(|p, _, recorded, (sums, xs, rate)| {
+    let errors = diverge(|p, _, captured, (sums, xs, rate)| {
         if p.process() != ProcessId(2) {
-            return recorded.replay(p, (sums, xs, rate)).map(drop);
+            return captured.replay(p, (sums, xs, rate)).map(drop);
         }
         let rate = MpmdArray::from_slice(&[1], &[1.0f32])?;
-        recorded.replay(p, (sums, xs, rate)).map(drop)
+        captured.replay(p, (sums, xs, rate)).map(drop)
     });
     assert!(
-        errors[2].contains("\"2\": is f32[1] uncommitted, but the step was recorded with f32[]"),
+        errors[2].contains("\"2\": is f32[1] uncommitted, but the step was captured with f32[]"),
         "{errors:?}"
     );
     assert!(errors.iter().all(|error| !error.is_empty()), "{errors:?}");
@@ -362,7 +362,7 @@ fn a_failure_in_a_replay_names_the_operation_and_its_line() {
         let jits = jits.collect::<Result<Vec<_>>>()?;
         let refuse = p.jit(refuse).on(&meshes[0]).outputs(meshes[0].replicated()).build()?;
         let x = p.device_put(&MpmdArray::scalar(1.0f32), meshes[0].replicated())?;
-        let (y, step) = p.record(x, |p, x| {
+        let (y, step) = p.capture(x, |p, x| {
             let x = jits[0].call(p, vec![x])?;
             let x = refuse.call(p, x)?;
             let x = p.device_put(&x, meshes[1].replicated())?;
@@ -396,7 +396,7 @@ fn a_failure_in_a_replay_names_the_operation_and_its_line() {
 #[test]
 fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     let _limit = watchdog(120);
-    // Lost before the first step, in its recording, and in a replay of 90 operations each.
+    // Lost before the first step, in its capture, and in a replay of 90 operations each.
     for op in [130, 170, 210] {
         let results = Simulation::new(4, STAGES)
             .lose(ProcessId(2), op)
@@ -423,23 +423,23 @@ fn text<T>(result: Result<T>) -> String {
 }
 
 #[test]
-fn unrecordable_calls_are_refused_and_take_no_number() {
+fn uncapturable_calls_are_refused_and_take_no_number() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
         let both = p.mesh(&[("x", 2)])?.sharding(spec!["x"]);
         let x = p.device_put(&MpmdArray::from_slice(&[4], &[1.0f32; 4])?, &both)?;
         let outside = p.device_put(&x, on(1))?;
         let given_up = p.device_put(&x, &both)?;
-        let (_, earlier) = p.record(x.clone(), |_, x| Ok(x))?;
+        let (_, earlier) = p.capture(x.clone(), |_, x| Ok(x))?;
         let before = p.operations();
         let mut texts = Vec::new();
         let donate = MoveOptions::default().donate(true);
-        let (_, _) = p.record(x.clone(), |p, x| {
+        let (_, _) = p.capture(x.clone(), |p, x| {
             texts.push(text(p.array_from_fn(f32s([2]), &both, |_, _| Ok(()))));
             texts.push(text(p.broadcast_value(ProcessId(0), 0, || Ok(1))));
             texts.push(text(x.microbatches(p, 0, 2)));
             texts.push(text(p.step_end()));
-            texts.push(text(p.record(x.clone(), |_, x| Ok(x))));
+            texts.push(text(p.capture(x.clone(), |_, x| Ok(x))));
             texts.push(text(earlier.replay(p, x.clone())));
             assert_eq!(p.operations(), before);
             texts.push(text(p.device_put_with(&outside, on(0), donate)));
@@ -461,7 +461,7 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
         })?;
         drop(outside.to_host()?);
         assert_eq!(texts.iter().filter(|text| text.is_empty()).count(), 0);
-        // The recorded step can still be replayed.
+        // The captured step can still be replayed.
         Ok(texts)
     });
     for (found, call) in texts.iter().zip([
@@ -469,11 +469,11 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
         "broadcast_value",
         "microbatches",
         "step_end",
-        "record",
+        "capture",
         "replay",
     ]) {
         assert!(
-            found.contains(&format!("{call}: not within a step that is recorded (at")),
+            found.contains(&format!("{call}: not within a step that is captured (at")),
             "{found}"
         );
     }
@@ -485,11 +485,11 @@ fn unrecordable_calls_are_refused_and_take_no_number() {
 }
 
 #[test]
-fn step_failing_at_issue_records_nothing_and_program_goes_on() {
+fn step_failing_at_issue_captures_nothing_and_program_goes_on() {
     let _limit = watchdog(60);
     let texts = refused(|p| {
         let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
-        let failed = p.record(x.clone(), |p, x| -> Result<MpmdArray> {
+        let failed = p.capture(x.clone(), |p, x| -> Result<MpmdArray> {
             drop(p.device_put(&x, on(1))?);
             Err(Error::kernel("not today"))
         });
@@ -510,12 +510,12 @@ fn changed_inputs_are_refused_and_nothing_is_issued() {
         };
         let (a, b) = (put(p, &[1.0, 2.0], 0)?, put(p, &[3.0, 4.0], 0)?);
         let constant = put(p, &[5.0], 1)?;
-        let (_, step) = p.record((a, vec![b]), |p, (a, b)| {
+        let (_, step) = p.capture((a, vec![b]), |p, (a, b)| {
             let used = p.device_put(&constant, on(0))?;
             Ok((p.device_put_with(&a, on(1), donate)?, p.device_put(&b[0], on(1))?, used))
         })?;
         let x = put(p, &[1.0], 0)?;
-        let (_, twice) = p.record((x.clone(), x), |p, (x, y)| {
+        let (_, twice) = p.capture((x.clone(), x), |p, (x, y)| {
             Ok((p.device_put(&x, on(1))?, p.device_put(&y, on(1))?))
         })?;
         let mut texts = Vec::new();
@@ -548,11 +548,11 @@ fn changed_inputs_are_refused_and_nothing_is_issued() {
     let expected = [
         "\"1/0\": is f32[1] as",
         "\"0\": is f32[2] as",
-        "\"1/0\": is f32[2] uncommitted, but the step was recorded with f32[2] as",
-        "is a tree of 0, but the step was recorded with a tree of 0, 1/0",
-        "\"1/0\" is the same array as \"0\", and was not when the step was recorded, which \
+        "\"1/0\": is f32[2] uncommitted, but the step was captured with f32[2] as",
+        "is a tree of 0, but the step was captured with a tree of 0, 1/0",
+        "\"1/0\" is the same array as \"0\", and was not when the step was captured, which \
          donates one of them",
-        "\"1\" was the same array as \"0\" when the step was recorded, and is another one",
+        "\"1\" was the same array as \"0\" when the step was captured, and is another one",
         "\"0\": was donated to operation",
         "\"an array from outside of the step\": was donated to operation",
         "belongs to another program",
@@ -574,7 +574,7 @@ fn process_without_work_releases_a_donated_source() {
         };
         let x = make(p)?;
         // Process 0 keeps its part, and process 1 has nothing to do.
-        let (y, step) = p.record(x, |p, x| p.device_put_with(&x, on(0), donate))?;
+        let (y, step) = p.capture(x, |p, x| p.device_put_with(&x, on(0), donate))?;
         drop(y);
         let mut live = Vec::new();
         for _ in 0..3 {
@@ -600,7 +600,7 @@ fn an_output_that_the_step_donates_is_refused_everywhere() {
         let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
         // Process 0 gives the output. Process 1 has it and alone takes part in its donation.
         // Process 2 does neither.
-        let ((y, _), step) = p.record(x, |p, x| {
+        let ((y, _), step) = p.capture(x, |p, x| {
             let y = p.device_put(&x, on(1))?;
             let z = p.device_put_with(&y, on(1), donate)?;
             Ok((y, z))
@@ -628,11 +628,11 @@ fn dry_run_replays_all_operations_without_executing() {
     let model = Model::new(&mut p).unwrap();
     let sums = model.sums(&mut p).unwrap();
     let given = model.given(&mut p, sums, 0).unwrap();
-    let ((sums, _, outputs), step) = p.record(given, |p, given| model.step(p, given)).unwrap();
+    let ((sums, _, outputs), step) = p.capture(given, |p, given| model.step(p, given)).unwrap();
     let before = p.operations();
     let given = model.given(&mut p, sums, 1).unwrap();
     let (again, _, others) = step.replay(&mut p, given).unwrap();
-    // It records the operations of all processes, so each of them counts as its own.
+    // It lists the operations of all processes, so each of them counts as its own.
     assert_eq!((p.operations() - before, step.operations_here()), (5 + 90, 90));
     assert_eq!(others.len(), outputs.len());
     assert!(again.iter().chain(&others).all(MpmdArray::is_fully_remote));
@@ -672,7 +672,7 @@ fn parts_and_intermediates_are_replayed() {
                 p.device_put(&MpmdArray::from_slice(&[8, 2], &values)?, &rows)
             };
             let x = put(p, 0)?;
-            let (y, step) = p.record(x, |p, x| turn(p, x, &rows, &to))?;
+            let (y, step) = p.capture(x, |p, x| turn(p, x, &rows, &to))?;
             let mut found = vec![y];
             for first in [100, 50] {
                 let x = put(p, first)?;

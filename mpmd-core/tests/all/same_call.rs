@@ -128,7 +128,7 @@ fn host_values_that_differ_in_a_replay_are_named() {
     let _limit = watchdog(120);
     let texts = in_all_ways(|p| {
         // Process 1 has no part in the step.
-        let (_, step) = p.record(MpmdArray::scalar(0.0f32), |p, x| p.device_put(&x, on(0)))?;
+        let (_, step) = p.capture(MpmdArray::scalar(0.0f32), |p, x| p.device_put(&x, on(0)))?;
         let own = MpmdArray::scalar(p.process().0 as f32);
         step.replay(p, own).map(drop)
     });
@@ -137,7 +137,7 @@ fn host_values_that_differ_in_a_replay_are_named() {
             text.contains("process 1 issued the same call, but the values differ: their hash is"),
             "{text}"
         );
-        assert!(text.contains("of the step recorded at"), "{text}");
+        assert!(text.contains("of the step captured at"), "{text}");
     }
 }
 

@@ -190,7 +190,7 @@ fn replayed_send_completes_when_it_is_taken() {
     let gate = Gate::default();
     let results = simulation(2, 2).run(|p| {
         let x = sevens(p, GRANTED, &on(0))?;
-        let (y, step) = p.record(x.clone(), |p, x| p.device_put(&x, on(1)))?;
+        let (y, step) = p.capture(x.clone(), |p, x| p.device_put(&x, on(1)))?;
         check_complete(&y)?;
         if p.process() == ProcessId(1) {
             gate.pass();

@@ -14,8 +14,8 @@ use cudarc::driver::sys;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::calls;
+use super::context::cuda;
 use super::error::CudaError;
-use super::gpu::cuda;
 use super::stream::{RawStream, Stream};
 use super::{Part, Then};
 use crate::copy::{Loop, Loops};

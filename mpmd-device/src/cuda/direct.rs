@@ -13,9 +13,10 @@ use cudarc::driver::sys;
 use mpmd_transport::memory::{Arena, OwnedBuffer, Pool};
 
 use super::calls::{self, Answer};
+use super::context::cuda;
 use super::error::CudaError;
 use super::found;
-use super::gpu::{Gpu, cuda};
+use super::gpu::Gpu;
 use super::source::Source;
 use super::stream::WAIT_DEFAULT;
 

@@ -1,12 +1,16 @@
 //! Sharing of device memory between the processes of one host, with CUDA IPC.
 //!
-//! A description (`Words`) that travels between processes is a CUDA handle of 64 bytes, the UUID of
-//! the device, and the memory's [`Origin`]. CUDA cannot open a handle in the process that created
-//! it, so this process looks up its own handles in a table ([`Shown`]).
+//! A description ([`Words`]) that travels between processes is a CUDA handle of 64 bytes, the UUID
+//! of the device, and the memory's [`Origin`]. CUDA cannot open a handle in the process that
+//! created it, so this process looks up its own handles in a table ([`Shown`]).
 //!
 //! A driver may keep several allocations in one block. The handle of one of them then opens the
 //! whole block, and the handle of another one is refused (`CUDA_ERROR_ALREADY_MAPPED`). So open
 //! blocks are kept in a table, and found by the origin of their memory ([`Foreign`]).
+//!
+//! [`Words`]: super::ipc_tables::Words
+//! [`Shown`]: super::ipc_tables::Shown
+//! [`Foreign`]: super::ipc_tables::Foreign
 //!
 //! If this process uses the device that holds the memory, the memory is opened in that device's
 //! context and used like local memory. Otherwise it is opened in the context of this process's
@@ -17,38 +21,20 @@
 //! ever, and its driver with it. So memory is lent only after the work on it has ended, as its
 //! owner's host sees it. Drivers have only a limited number of such events, too.
 
-use std::collections::HashMap;
 use std::ffi::c_char;
-use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_base::block::Mutex;
 use mpmd_transport::memory::{DeviceMemory, DeviceSharing};
 
 use super::calls;
+use super::context::{Context, cuda};
 use super::error::CudaError;
-use super::gpu::{Context, Gpu, cuda};
+use super::gpu::Gpu;
+use super::ipc_tables::{HANDLE, Origin, close, parts};
 use super::library::DRIVER;
 use mpmd_launch::variables;
-
-/// Lengths in bytes of a CUDA handle, of a device's UUID and of an [`Origin`].
-const HANDLE: usize = 64;
-const UUID: usize = 16;
-const ORIGIN: usize = 16;
-
-/// An IPC description: a CUDA handle, the UUID of its device, and the origin of the memory.
-pub(super) type Words = [u8; HANDLE + UUID + ORIGIN];
-
-/// The place of memory in its owner's context.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Origin {
-    /// A random number of the owner's context.
-    context: u64,
-    /// The address there.
-    address: u64,
-}
 
 /// Driver functions that sharing needs.
 const SYMBOLS: [&str; 3] = ["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"];
@@ -69,101 +55,6 @@ struct Sharing {
     /// Memory that peers try to open at the start, to find out if sharing works. Kept as long as
     /// this.
     samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, String>>,
-}
-
-/// Memory of a device that was shown to other processes: its (address, length in bytes) by its CUDA
-/// handle. Used when such a handle comes back.
-pub(super) struct Shown {
-    memory: Mutex<HashMap<[u8; HANDLE], (u64, usize)>>,
-    /// The number of this context in the origins of its memory.
-    context: u64,
-}
-
-impl Default for Shown {
-    fn default() -> Self {
-        // Each `RandomState` has keys of its own, which differ between processes.
-        Self { memory: Mutex::default(), context: RandomState::new().hash_one(()) }
-    }
-}
-
-/// Memory of other processes that is open in a context.
-#[derive(Default)]
-pub(super) struct Foreign(Mutex<Vec<Block>>);
-
-impl Foreign {
-    /// Adds a user to the block that holds `bytes` bytes with this origin. Returns the block's
-    /// address and range, and the address of these bytes. `None` if no such block is open.
-    fn join(&self, origin: Origin, bytes: usize) -> Option<(Found, u64)> {
-        let mut blocks = self.0.lock();
-        let mut found =
-            blocks.iter_mut().filter_map(|block| Some((block.find(origin, bytes)?, block)));
-        let (address, block) = found.next()?;
-        block.users += 1;
-        Some((Found { address: block.address, range: block.range }, address))
-    }
-
-    /// Adds a user to the block that the driver has opened at this address. The context must be
-    /// current.
-    fn add(&self, address: u64, origin: Origin) -> (Found, u64) {
-        let mut blocks = self.0.lock();
-        if let Some(block) = blocks.iter_mut().find(|block| block.address == address) {
-            block.users += 1;
-            let found = Found { address, range: block.range };
-            drop(blocks);
-            // The driver counts how often a handle is opened, and a block is closed once.
-            close(address);
-            return (found, address);
-        }
-        let range = range_of(address);
-        blocks.push(Block { address, origin, range, users: 1 });
-        (Found { address, range }, address)
-    }
-
-    /// Removes a user of the block at this address. Returns true if it was the last one, so that
-    /// the block has to be closed.
-    fn leave(&self, address: u64) -> bool {
-        let mut blocks = self.0.lock();
-        let Some(at) = blocks.iter().position(|block| block.address == address) else {
-            return false;
-        };
-        blocks[at].users -= 1;
-        let is_last = blocks[at].users == 0;
-        if is_last {
-            blocks.swap_remove(at);
-        }
-        is_last
-    }
-}
-
-/// The address and the range of an open [`Block`].
-struct Found {
-    address: u64,
-    range: (u64, u64),
-}
-
-/// Memory that the driver has opened: at least the allocation of the handle by which it was opened.
-struct Block {
-    /// The address that the driver returned, and the origin of the handle's memory.
-    address: u64,
-    origin: Origin,
-    /// First address and length in bytes of all that was opened. The length is 0 if the driver does
-    /// not tell.
-    range: (u64, u64),
-    /// The number of [`Opened`] in it.
-    users: usize,
-}
-
-impl Block {
-    /// Returns the address of `bytes` bytes with another origin. `None` if the block does not hold
-    /// them all.
-    fn find(&self, origin: Origin, bytes: usize) -> Option<u64> {
-        let Origin { context, address } = self.origin;
-        let found = self.address.wrapping_add(origin.address.wrapping_sub(address));
-        let (start, length) = self.range;
-        let inside = found.wrapping_sub(start);
-        let holds = inside < length && bytes as u64 <= length - inside;
-        (context == origin.context && holds).then_some(found)
-    }
 }
 
 impl Sharing {
@@ -233,67 +124,13 @@ impl DeviceSharing for Sharing {
     }
 }
 
-/// Returns the description by which other processes open memory of this process, and notes the
-/// memory as shown. `None` if the driver refuses.
-pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
-    let show = || {
-        let _visit = context.visit()?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
-        // SAFETY: the address is that of an allocation, of the context that is bound; there is room
-        // for the handle.
-        unsafe { calls::cuIpcGetMemHandle(&raw mut handle, address) }
-            .result()
-            .map_err(|error| cuda("showing memory of a CUDA device to other processes", error))?;
-        Ok::<_, CudaError>(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
-    };
-    match show() {
-        Ok(handle) => {
-            let shown = context.shown();
-            shown.memory.lock().insert(handle, (address, bytes));
-            let words = [&handle[..], context.uuid(), &shown.context.to_le_bytes()];
-            let words = [words.concat(), address.to_le_bytes().to_vec()].concat();
-            words.try_into().ok()
-        }
-        Err(error) => {
-            tracing::debug!(%error, "memory that is not shared");
-            None
-        }
-    }
-}
-
-/// Removes freed memory from the table of shown memory.
-pub(super) fn forget(context: &Context, words: &Words) {
-    if let Ok((handle, ..)) = parts(words) {
-        context.shown().memory.lock().remove(&handle);
-    }
-}
-
-/// Returns the CUDA handle, the UUID and the origin in a description.
-fn parts(words: &[u8]) -> Result<([u8; HANDLE], &[u8], Origin), CudaError> {
-    let read = || {
-        let (handle, rest) = words.split_first_chunk::<HANDLE>()?;
-        let (uuid, rest) = rest.split_at_checked(UUID)?;
-        let (context, address) = rest.split_first_chunk()?;
-        let context = u64::from_le_bytes(*context);
-        let address = u64::from_le_bytes(address.try_into().ok()?);
-        Some((*handle, uuid, Origin { context, address }))
-    };
-    read().ok_or_else(|| {
-        CudaError::new(
-            "opening a CUDA IPC handle of another process",
-            "",
-            format!("a description of {} bytes is invalid", words.len()),
-        )
-    })
-}
-
 /// Device memory of another process, or of this one if its own description came back.
 struct Opened {
     context: Arc<Context>,
     address: u64,
     bytes: usize,
     is_far: bool,
-    /// The address of the [`Block`] that it is in. `None` if the memory is this process's own, so
+    /// The address of the open block that it is in. `None` if the memory is this process's own, so
     /// there is nothing to close.
     block: Option<u64>,
 }
@@ -336,33 +173,6 @@ impl Opened {
         let has = if length == 0 { u64::MAX } else { length - (address - start) };
         let block = Some(found.address);
         Ok((Self { context: context.clone(), address, bytes, is_far, block }, has))
-    }
-}
-
-/// Returns the first address and the length in bytes of the memory that holds an address. Both are
-/// 0 if the driver does not tell. The context must be current.
-fn range_of(address: u64) -> (u64, u64) {
-    use sys::CUpointer_attribute_enum as Attribute;
-    let ask = |attribute| {
-        let mut value = 0u64;
-        // SAFETY: these attributes are numbers of the size of `value`; the address is that of open
-        // memory.
-        let asked =
-            unsafe { calls::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
-        asked.result().ok().map(|()| value)
-    };
-    let start = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
-    let length = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE);
-    let holds = |(start, length): &(u64, u64)| address.wrapping_sub(*start) < *length;
-    start.zip(length).filter(holds).unwrap_or_default()
-}
-
-/// Closes memory of another process once. The context must be current.
-fn close(address: u64) {
-    // SAFETY: opened in `Opened::open`, closed once for that; work on it is over, as the owner of
-    // memory has made sure before it drops it.
-    if let Err(error) = unsafe { calls::cuIpcCloseMemHandle(address) }.result() {
-        tracing::debug!(%error, "closing memory of another process's CUDA device");
     }
 }
 
@@ -451,24 +261,6 @@ mod tests {
         let told = issued(&gpu, &after, Err(CudaError::new("its input is never made", "", "")));
         let error = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
         assert!(error.to_string().contains("it fell over"), "{error}");
-    }
-
-    #[test]
-    fn parts_of_a_block_are_found_by_their_origins() {
-        let origin = |address| Origin { context: 5, address };
-        let block = Block {
-            address: 0x10_0100,
-            origin: origin(0x100),
-            range: (0x10_0000, 0x800),
-            users: 1,
-        };
-        assert_eq!(block.find(origin(0x100), 0x700), Some(0x10_0100));
-        assert_eq!(block.find(origin(0), 0x800), Some(0x10_0000));
-        for (address, bytes) in [(0, 0x801), (0x800, 1), (0x7FF, 2), (u64::MAX, 1)] {
-            assert_eq!(block.find(origin(address), bytes), None, "{bytes} at {address:#x}");
-        }
-        assert_eq!(block.find(Origin { context: 6, address: 0x100 }, 1), None, "another process");
-        assert_eq!(Block { range: (0, 0), ..block }.find(origin(0x100), 1), None);
     }
 
     type Told = Receiver<Result<(), CudaError>>;

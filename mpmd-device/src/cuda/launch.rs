@@ -12,8 +12,9 @@ use mpmd_transport::memory::DevicePlace;
 
 use super::asked::RawArg;
 use super::calls::{self, DriverError};
+use super::context::cuda;
 use super::error::CudaError;
-use super::gpu::{Gpu, cuda};
+use super::gpu::Gpu;
 use super::library::DRIVER;
 use super::stream::RawStream;
 use crate::cuda::{source::Source, work::Grid};

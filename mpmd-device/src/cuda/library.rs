@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::NoCuda;
+use super::no_cuda::{self, NoCuda};
 
 /// The driver. It is installed for the loader to find. The plain name is also that of the stub with
 /// which programs are linked.
@@ -32,7 +32,7 @@ pub(super) static CUBLAS: Library = Library::new(
     &["cu13", "cublas"],
 );
 pub(super) static NCCL: Library =
-    Library::new(super::driver::NCCL, &["libnccl.so.2", "libnccl.so"], &["nccl"]);
+    Library::new(no_cuda::NCCL, &["libnccl.so.2", "libnccl.so"], &["nccl"]);
 
 /// A library of CUDA, loaded at its first use.
 pub(super) struct Library {

@@ -1,4 +1,4 @@
-//! Allocation of device memory with `cuMemAlloc`.
+//! Allocation of device memory with `cuMemAlloc`, and its descriptions for other processes.
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -7,8 +7,9 @@ use cudarc::driver::sys;
 use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
 
 use super::calls;
-use super::gpu::{Context, cuda};
-use super::ipc::{self, Words};
+use super::context::{Context, cuda};
+use super::error::CudaError;
+use super::ipc_tables::{HANDLE, Words, parts};
 
 /// The bytes of the blocks that drivers of CUDA map. Smaller allocations share a block, and another
 /// process that opens one of them maps all of it.
@@ -71,7 +72,7 @@ impl DeviceMemory for Memory {
     }
 
     fn export(&self) -> Option<&[u8]> {
-        let show = || ipc::export(&self.context, self.address, self.bytes);
+        let show = || export(&self.context, self.address, self.bytes);
         self.words.get_or_init(show).as_ref().map(|words| &words[..])
     }
 }
@@ -79,7 +80,7 @@ impl DeviceMemory for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(Some(words)) = self.words.get() {
-            ipc::forget(&self.context, words);
+            forget(&self.context, words);
         }
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: allocated in `allocate`, freed once. Blocks return to their pool only when work
@@ -87,6 +88,41 @@ impl Drop for Memory {
         if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
             tracing::debug!(%error, "freeing memory of a CUDA device");
         }
+    }
+}
+
+/// Returns the description by which other processes open memory of this process, and notes the
+/// memory as shown. `None` if the driver refuses.
+pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
+    let show = || {
+        let _visit = context.visit()?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
+        // SAFETY: the address is that of an allocation, of the context that is bound; there is room
+        // for the handle.
+        unsafe { calls::cuIpcGetMemHandle(&raw mut handle, address) }
+            .result()
+            .map_err(|error| cuda("showing memory of a CUDA device to other processes", error))?;
+        Ok::<_, CudaError>(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
+    };
+    match show() {
+        Ok(handle) => {
+            let shown = context.shown();
+            shown.memory.lock().insert(handle, (address, bytes));
+            let words = [&handle[..], context.uuid(), &shown.context.to_le_bytes()];
+            let words = [words.concat(), address.to_le_bytes().to_vec()].concat();
+            words.try_into().ok()
+        }
+        Err(error) => {
+            tracing::debug!(%error, "memory that is not shared");
+            None
+        }
+    }
+}
+
+/// Removes freed memory from the table of shown memory.
+pub(super) fn forget(context: &Context, words: &Words) {
+    if let Ok((handle, ..)) = parts(words) {
+        context.shown().memory.lock().remove(&handle);
     }
 }
 

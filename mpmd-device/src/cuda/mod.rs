@@ -69,6 +69,8 @@ mod clock;
 #[cfg(feature = "cuda")]
 mod compile;
 #[cfg(feature = "cuda")]
+mod context;
+#[cfg(feature = "cuda")]
 mod copy;
 #[cfg(feature = "cuda")]
 pub mod direct;
@@ -78,6 +80,8 @@ mod error;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod ipc;
+#[cfg(feature = "cuda")]
+mod ipc_tables;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod launch;
@@ -89,7 +93,7 @@ mod memory;
 mod module;
 #[cfg(feature = "cuda")]
 mod nccl;
-#[cfg(feature = "cuda")]
+mod no_cuda;
 #[cfg(feature = "cuda")]
 mod stream;
 #[cfg(feature = "cuda")]
@@ -111,9 +115,7 @@ pub use absent::{
     new_id, reach_each_other, sharing,
 };
 pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
-pub use driver::{
-    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
-};
+pub use driver::{Attributes, Driver, Gpu as GpuInfo, Uuid, cublas, found, nccl, nvrtc};
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, reach_each_other};
@@ -121,6 +123,7 @@ pub use gpu::{Gpu, reach_each_other};
 pub use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub use nccl::{Communicator, Communicators, new_id};
+pub use no_cuda::{NoCuda, OLDEST, Version};
 #[cfg(feature = "cuda")]
 pub use stream::{RawStream, Stream};
 #[cfg(feature = "cuda")]

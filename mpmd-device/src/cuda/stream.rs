@@ -12,8 +12,8 @@ use mpmd_transport::memory::{Fence, Fences, Landing, Latch};
 
 use super::calls;
 use super::clock::Clock;
+use super::context::{Context, cuda};
 use super::error::CudaError;
-use super::gpu::{Context, cuda};
 use super::stream_turn::StreamTurn;
 use super::{Ended, Then};
 

@@ -8,8 +8,9 @@ use mpmd_transport::memory::{Arena, Pool};
 
 use super::asked::FirstUses;
 use super::compile;
+use super::context::Pinned;
 use super::error::CudaError;
-use super::gpu::{Gpu, Pinned};
+use super::gpu::Gpu;
 use super::kernels::ADD;
 
 /// The bytes that are pinned.

@@ -4,8 +4,10 @@
 //! count under every launcher, and checks the values.
 
 mod address;
+mod device;
 mod launchers;
 mod secret;
+mod spin;
 #[cfg(test)]
 mod tests;
 mod vars;
@@ -18,15 +20,18 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::Token;
 
+pub use device::{cuda_collectives, device_kinds, kinds_by_process};
+pub use spin::spin;
+
 use address::{no_address, split_address};
 use launchers::Said;
 use vars::Vars;
 
-use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as ours};
+use super::{LaunchError, variables as ours};
 use mpmd_base::block::Spin;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
-/// The largest number of processes of a job, which is the limit of a plan. It also keeps a bad
+/// The largest number of processes of a job, which is the limit of a dry run. It also keeps a bad
 /// value from taking all memory.
 const MOST_PROCESSES: usize = 1 << 20;
 
@@ -79,7 +84,7 @@ pub struct JobEnv {
     pub check_replicas: bool,
     /// Settings of a dry run, if this process is one. `process` is then the process that it stands
     /// for, or a number beyond the job.
-    pub plan: Option<PlanEnv>,
+    pub dry_run: Option<DryRunEnv>,
     /// The launcher that set the variables, for messages.
     pub source: &'static str,
 }
@@ -87,10 +92,10 @@ pub struct JobEnv {
 /// The settings of a dry run.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct PlanEnv {
-    /// The output file of the plan.
+pub struct DryRunEnv {
+    /// The output file of the dry run.
     pub file: PathBuf,
-    /// The largest number of steps to record, if set.
+    /// The largest number of steps to run, if set.
     pub steps: Option<u64>,
 }
 
@@ -102,9 +107,9 @@ impl JobEnv {
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
     /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`,
-    /// `MPMD_LINKS` and `MPMD_CHECK` count under every launcher. If `MPMD_PLAN` is set, no launcher
-    /// is asked. The process is then a dry run of a job of `MPMD_PLAN_PROCESSES` processes. It
-    /// stands for process `MPMD_PLAN_PROCESS`, or for a number beyond the job.
+    /// `MPMD_LINKS` and `MPMD_CHECK` count under every launcher. If `MPMD_DRY_RUN` is set, no
+    /// launcher is asked. The process is then a dry run of a job of `MPMD_DRY_RUN_PROCESSES`
+    /// processes. It stands for process `MPMD_DRY_RUN_PROCESS`, or for a number beyond the job.
     ///
     /// # Errors
     ///
@@ -112,12 +117,12 @@ impl JobEnv {
     /// variable that was read, or the invalid one.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         // A variable that is not Unicode counts as unset. But a process with an unreadable
-        // `MPMD_PLAN` must fail, not run the program.
-        if let Some(file) = std::env::var_os(ours::PLAN)
+        // `MPMD_DRY_RUN` must fail, not run the program.
+        if let Some(file) = std::env::var_os(ours::DRY_RUN)
             && file.to_str().is_none_or(|name| name.trim() != name)
         {
             return Err(LaunchError::Variable {
-                variable: ours::PLAN.to_owned(),
+                variable: ours::DRY_RUN.to_owned(),
                 value: file.to_string_lossy().into_owned(),
                 expected: "a file name in Unicode, without blanks at its ends".to_owned(),
             });
@@ -162,8 +167,8 @@ impl JobEnv {
         owners: &[u32],
     ) -> Result<Option<Self>, LaunchError> {
         let vars = Vars::new(look, owners);
-        if let Some(file) = vars.get(ours::PLAN) {
-            return planning(&vars, file).map(Some);
+        if let Some(file) = vars.get(ours::DRY_RUN) {
+            return dry_run(&vars, file).map(Some);
         }
         if let Some(said) = launchers::ask(&vars)? {
             return complete(&vars, said).map(Some);
@@ -186,7 +191,7 @@ impl JobEnv {
     ///
     /// [`LaunchError::Processes`] if no process would be left.
     pub fn with_spares(mut self, spares: usize) -> Result<Self, LaunchError> {
-        if self.spares.is_none() && self.plan.is_none() {
+        if self.spares.is_none() && self.dry_run.is_none() {
             let processes = self.processes.saturating_sub(spares);
             if processes == 0 {
                 return Err(LaunchError::Processes { processes });
@@ -229,17 +234,17 @@ fn user_of(pid: u32) -> std::io::Result<u32> {
 }
 
 /// Returns the environment of a dry run, with the variables that count under every launcher.
-fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
+fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     const SOURCE: &str = "mpmd check";
-    let processes = vars.needed(SOURCE, ours::PLAN_PROCESSES)?;
+    let processes = vars.needed(SOURCE, ours::DRY_RUN_PROCESSES)?;
     if processes == 0 {
         return Err(LaunchError::Processes { processes });
     }
-    let steps = vars.number(ours::PLAN_STEPS)?;
-    let process: Option<u32> = vars.number(ours::PLAN_PROCESS)?;
+    let steps = vars.number(ours::DRY_RUN_STEPS)?;
+    let process: Option<u32> = vars.number(ours::DRY_RUN_PROCESS)?;
     if let Some(beyond) = process.filter(|process| *process as usize >= processes) {
         return Err(LaunchError::Variable {
-            variable: ours::PLAN_PROCESS.to_owned(),
+            variable: ours::DRY_RUN_PROCESS.to_owned(),
             value: beyond.to_string(),
             expected: format!("below the number of processes, {processes}"),
         });
@@ -259,7 +264,7 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv {
         process: ProcessId(process),
-        plan: Some(PlanEnv { file: file.into(), steps }),
+        dry_run: Some(DryRunEnv { file: file.into(), steps }),
         ..env
     })
 }
@@ -272,7 +277,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         return Err(LaunchError::Variable {
             variable: match source {
                 "mpmd" => ours::WORLD_SIZE.to_owned(),
-                "mpmd check" => ours::PLAN_PROCESSES.to_owned(),
+                "mpmd check" => ours::DRY_RUN_PROCESSES.to_owned(),
                 other => format!("the number of processes of {other}"),
             },
             value: processes.to_string(),
@@ -393,7 +398,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         links: vars.get(ours::LINKS).map(PathBuf::from),
         check_uncommitted,
         check_replicas,
-        plan: None,
+        dry_run: None,
         source,
     })
 }

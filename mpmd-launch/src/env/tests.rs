@@ -129,30 +129,35 @@ fn variables_of_every_launcher_are_read() {
 }
 
 #[test]
-fn planning_overrides_launchers() {
-    let planning = job(&[
-        ("MPMD_PLAN", "/tmp/plan.json"),
-        ("MPMD_PLAN_PROCESSES", "4"),
+fn dry_run_overrides_launchers() {
+    let dry_run = job(&[
+        ("MPMD_DRY_RUN", "/tmp/dry_run.json"),
+        ("MPMD_DRY_RUN_PROCESSES", "4"),
         ("MPMD_DEVICES_PER_PROCESS", "2"),
         ("MPMD_RANK", "1"),
         ("RANK", "0"),
     ]);
-    assert_eq!((planning.process, planning.processes), (ProcessId(4), 4));
-    assert_eq!(planning.devices_per_process, Some(2));
-    let plan = PlanEnv { file: "/tmp/plan.json".into(), steps: None };
-    assert_eq!(planning.plan, Some(plan));
-    let steps = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "1"), ("MPMD_PLAN_STEPS", "3")];
-    assert_eq!(job(&steps).plan.unwrap().steps, Some(3));
+    assert_eq!((dry_run.process, dry_run.processes), (ProcessId(4), 4));
+    assert_eq!(dry_run.devices_per_process, Some(2));
+    let expected = DryRunEnv { file: "/tmp/dry_run.json".into(), steps: None };
+    assert_eq!(dry_run.dry_run, Some(expected));
+    let steps =
+        [("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "1"), ("MPMD_DRY_RUN_STEPS", "3")];
+    assert_eq!(job(&steps).dry_run.unwrap().steps, Some(3));
     let numbered = |number: &str| {
-        read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4"), ("MPMD_PLAN_PROCESS", number)])
+        read(&[
+            ("MPMD_DRY_RUN", "p"),
+            ("MPMD_DRY_RUN_PROCESSES", "4"),
+            ("MPMD_DRY_RUN_PROCESS", number),
+        ])
     };
     assert_eq!(numbered("3").unwrap().unwrap().process, ProcessId(3));
     let beyond = numbered("4").unwrap_err().to_string();
     assert!(beyond.contains("below the number of processes, 4"), "{beyond}");
-    let none = read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "0")]);
+    let none = read(&[("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "0")]);
     assert_eq!(none, Err(LaunchError::Processes { processes: 0 }));
-    let half = read(&[("MPMD_PLAN", "p")]).unwrap_err().to_string();
-    assert!(half.contains("mpmd check, but MPMD_PLAN_PROCESSES is not set"), "{half}");
+    let half = read(&[("MPMD_DRY_RUN", "p")]).unwrap_err().to_string();
+    assert!(half.contains("mpmd check, but MPMD_DRY_RUN_PROCESSES is not set"), "{half}");
 }
 
 #[test]
@@ -438,9 +443,9 @@ fn counts_above_the_limits_are_refused() {
             assert_eq!(said, format!("{name}={value} makes no sense: it must be at most 1048576"));
         }
     }
-    let planned =
-        [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
-    assert!(read(&planned).unwrap_err().to_string().contains("at most 1048576"));
+    let dry_run =
+        [("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
+    assert!(read(&dry_run).unwrap_err().to_string().contains("at most 1048576"));
     assert!(refused("MPMD_PATIENCE", "5").contains("MPMD_PEER_TIMEOUT"));
     assert!(refused("MPMD_PEER_TIMEOUT", "NaN").contains("a number of seconds"));
 }
@@ -490,7 +495,7 @@ fn fuzz_environment() {
             ("MPMD_WORLD_SIZE", "3"),
             ("MPMD_COORDINATOR", "localhost:9"),
         ],
-        &[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4"), ("MPMD_PLAN_STEPS", "3")],
+        &[("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "4"), ("MPMD_DRY_RUN_STEPS", "3")],
     ];
     let always = [
         ("MPMD_DEVICE", "cpu,cuda"),
@@ -518,7 +523,7 @@ fn fuzz_environment() {
         };
         match JobEnv::from_vars(&look, &secret::owners()) {
             Ok(Some(env)) => {
-                assert!(env.plan.is_some() || env.process.index() < env.processes);
+                assert!(env.dry_run.is_some() || env.process.index() < env.processes);
                 assert!(env.device_kinds.is_none_or(|kinds| kinds.len() == env.processes));
             }
             Ok(None) => {}

@@ -8,8 +8,8 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
-/// The common part of operations with the same plan: kernels and their devices, results, and
-/// messages between devices.
+/// The common part of operations of the same `PutPlan` or `CallPlan`: kernels and their devices,
+/// results, and messages between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct OpDescriptor {
     /// Description of the operation for messages.

@@ -1,8 +1,8 @@
-//! Conversion of a plan to a [`Flow`], the input of proofs and simulations.
+//! Conversion of a dry run to a [`Flow`], the input of proofs and simulations.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{Array, Kind, Memory, OpDescriptor, Plan, Read, Taken};
+use super::{Array, DryRun, Kind, Memory, OpDescriptor, Read, Taken};
 use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
@@ -13,7 +13,7 @@ use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 /// sent.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
-pub struct PlannedFlow {
+pub struct DryRunFlow {
     /// Nodes, their order on each lane, and the transfers between processes. A tag is an index into
     /// `nodes` or `transfers`.
     pub flow: Flow,
@@ -23,7 +23,7 @@ pub struct PlannedFlow {
     pub transfers: Vec<Sent>,
 }
 
-/// The meaning of a node of a planned flow.
+/// The meaning of a node of a dry run's flow.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Computed {
@@ -51,12 +51,12 @@ pub enum Computed {
     },
     /// The program of a process waits for an array. Takes no time.
     Wait {
-        /// Index of the wait in [`Plan::reads`].
+        /// Index of the wait in [`DryRun::reads`].
         read: usize,
     },
 }
 
-/// The meaning of a transfer of a planned flow: all pieces of one step of an operation from one
+/// The meaning of a transfer of a dry run's flow: all pieces of one step of an operation from one
 /// process to another that are ready at the same time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sent {
@@ -89,8 +89,8 @@ struct Bundle {
 }
 
 struct Builder<'a> {
-    plan: &'a Plan,
-    made: PlannedFlow,
+    dry_run: &'a DryRun,
+    made: DryRunFlow,
     /// Nodes and transfers that make a shard ready, by (array, device id).
     ready: HashMap<(Array, u32), Ready>,
     /// Lane for the program's waits, by process. `copy_engines` has the lane for nodes that combine
@@ -101,8 +101,8 @@ struct Builder<'a> {
     waited: Vec<Option<u32>>,
 }
 
-impl Plan {
-    /// Returns the nodes, their order and their transfers, for all operations of the plan.
+impl DryRun {
+    /// Returns the nodes, their order and their transfers, for all operations of the dry run.
     ///
     /// Nodes are kernel calls and fills of new arrays, on each device. All pieces of an operation
     /// that go from one process to another in one step are one transfer. A kernel with collectives
@@ -110,7 +110,7 @@ impl Plan {
     /// receives the data of the others. If a process forwards data, or combines data from several
     /// sources, the sending has a node that takes no time. A process posts in the order of
     /// operations. Within an operation, the order is the same for all processes.
-    pub fn flow(&self) -> PlannedFlow {
+    pub fn flow(&self) -> DryRunFlow {
         let flow = Flow {
             lanes: self.devices.clone(),
             processes: self.processes,
@@ -118,8 +118,8 @@ impl Plan {
             ..Flow::default()
         };
         let mut builder = Builder {
-            plan: self,
-            made: PlannedFlow { flow, ..PlannedFlow::default() },
+            dry_run: self,
+            made: DryRunFlow { flow, ..DryRunFlow::default() },
             ready: HashMap::new(),
             programs: BTreeMap::new(),
             copy_engines: BTreeMap::new(),
@@ -139,9 +139,9 @@ impl Plan {
 
 impl Builder<'_> {
     fn operation(&mut self, operation: u64) {
-        let plan = self.plan;
-        let Some(descriptor) = plan.descriptor_of(operation) else { return };
-        let takes = &plan.operations[operation as usize - 1].takes;
+        let dry_run = self.dry_run;
+        let Some(descriptor) = dry_run.descriptor_of(operation) else { return };
+        let takes = &dry_run.operations[operation as usize - 1].takes;
         match &descriptor.kind {
             Kind::Call { .. } | Kind::ArrayFromFn => self.run(operation, descriptor, takes),
             Kind::Put => self.put(operation, descriptor, takes),
@@ -152,7 +152,7 @@ impl Builder<'_> {
     }
 
     fn process_of(&self, device: u32) -> u32 {
-        self.plan.devices[device as usize]
+        self.dry_run.devices[device as usize]
     }
 
     /// Returns the nodes and transfers that must be complete before an operation's inputs are ready
@@ -290,7 +290,7 @@ impl Builder<'_> {
     fn agree(&mut self, operation: u64, from: u32, bytes: u64) {
         let what = Computed::BroadcastValue { operation };
         let given = self.program_node(from, Ready::default(), what);
-        for to in (0..self.plan.processes).filter(|to| *to != from) {
+        for to in (0..self.dry_run.processes).filter(|to| *to != from) {
             let after = Ready { nodes: BTreeSet::from([given]), transfers: BTreeSet::new() };
             let transfer = self.transfer(operation, from, to, Bundle { bytes, messages: 1, after });
             let taken = Ready { nodes: BTreeSet::new(), transfers: BTreeSet::from([transfer]) };
@@ -298,10 +298,10 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds a read of the plan, with index `place`: on each process with a part of the array, a
+    /// Adds a read of the dry run, with index `place`: on each process with a part of the array, a
     /// node at which the program waits.
     fn wait(&mut self, place: usize, read: &Read) {
-        let descriptor = self.plan.descriptor_of(read.array.operation);
+        let descriptor = self.dry_run.descriptor_of(read.array.operation);
         let shards =
             descriptor.and_then(|descriptor| descriptor.results.get(read.array.result as usize));
         let mut parts: BTreeMap<u32, Ready> = BTreeMap::new();
@@ -326,7 +326,7 @@ impl Builder<'_> {
     /// process's program.
     fn node(&mut self, lane: u32, process: u32, mut ready: Ready, what: Computed) -> u32 {
         ready.nodes.extend(self.waited[process as usize]);
-        let PlannedFlow { flow, nodes, .. } = &mut self.made;
+        let DryRunFlow { flow, nodes, .. } = &mut self.made;
         let number = flow.nodes.len() as u32;
         let needs = (flow.needs.len() as u32, ready.nodes.len() as u32);
         let takes = (flow.takes.len() as u32, ready.transfers.len() as u32);
@@ -350,7 +350,7 @@ impl Builder<'_> {
                 self.node(lane, from, after, Computed::Join { operation })
             }
         };
-        let PlannedFlow { flow, transfers, .. } = &mut self.made;
+        let DryRunFlow { flow, transfers, .. } = &mut self.made;
         let number = flow.transfers.len() as u32;
         flow.transfers.push(Transfer { from, to, after, bytes, tag: number });
         transfers.push(Sent { operation, messages });
@@ -386,20 +386,20 @@ impl Computed {
     }
 }
 
-impl PlannedFlow {
+impl DryRunFlow {
     /// Describes a node for messages.
-    pub fn describe(&self, plan: &Plan, node: u32) -> String {
-        let at = |line: u32| plan.lines.get(line as usize).map_or("nowhere", String::as_str);
+    pub fn describe(&self, dry_run: &DryRun, node: u32) -> String {
+        let at = |line: u32| dry_run.lines.get(line as usize).map_or("nowhere", String::as_str);
         match self.nodes.get(node as usize) {
-            Some(Computed::Run { operation }) => plan.describe(*operation),
+            Some(Computed::Run { operation }) => dry_run.describe(*operation),
             Some(Computed::Arrive { operation }) => {
-                format!("the collectives of {}", plan.describe(*operation))
+                format!("the collectives of {}", dry_run.describe(*operation))
             }
             Some(Computed::Join { operation }) => {
-                format!("the data to send in {}", plan.describe(*operation))
+                format!("the data to send in {}", dry_run.describe(*operation))
             }
-            Some(Computed::BroadcastValue { operation }) => plan.describe(*operation),
-            Some(Computed::Wait { read }) => match plan.reads.get(*read) {
+            Some(Computed::BroadcastValue { operation }) => dry_run.describe(*operation),
+            Some(Computed::Wait { read }) => match dry_run.reads.get(*read) {
                 Some(read) => format!("the program waits at {} for {}", at(read.line), read.array),
                 None => "the program waits".to_owned(),
             },
@@ -426,8 +426,8 @@ mod tests {
 
     #[test]
     fn call_depends_on_the_transfer_to_its_device() {
-        let planned = small().flow();
-        let PlannedFlow { flow, nodes, transfers } = &planned;
+        let dry_run_flow = small().flow();
+        let DryRunFlow { flow, nodes, transfers } = &dry_run_flow;
         assert_eq!((&flow.lanes[..2], flow.processes), (&[0, 1][..], 2));
         let run = |operation| Computed::Run { operation };
         assert_eq!(nodes[..3], [run(1), run(3), run(5)]);
@@ -441,19 +441,25 @@ mod tests {
         assert_eq!(nodes[3], Computed::Wait { read: 0 });
         assert_eq!((flow.lanes.len(), before(flow, 3).0), (3, &[0][..]));
         assert_eq!(
-            planned.describe(&small(), 3),
+            dry_run_flow.describe(&small(), 3),
             "the program waits at train.rs:1:2 for result 0 of operation 1"
         );
     }
 
     #[test]
     fn forwarded_data_waits_for_its_arrival() {
-        let mut plan = small();
-        plan.processes = 3;
-        plan.devices = vec![0, 1, 2];
-        plan.descriptors[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
-        plan.descriptors[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2, leaf: 0 });
-        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        let mut dry_run = small();
+        dry_run.processes = 3;
+        dry_run.devices = vec![0, 1, 2];
+        dry_run.descriptors[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
+        dry_run.descriptors[1].messages.push(Message {
+            from: 1,
+            to: 2,
+            bytes: 64,
+            step: 2,
+            leaf: 0,
+        });
+        let DryRunFlow { flow, nodes, .. } = dry_run.flow();
         let [first, second] = [flow.transfers[0], flow.transfers[1]];
         assert_eq!((first.from, first.to, second.from, second.to), (0, 1, 1, 2));
         assert_eq!(nodes[second.after as usize], Computed::Join { operation: 2 });
@@ -462,12 +468,12 @@ mod tests {
 
     #[test]
     fn collectives_wait_for_all_participants() {
-        let mut plan = small();
-        plan.descriptors[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
+        let mut dry_run = small();
+        dry_run.descriptors[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
         let [to, back] =
             [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1, leaf: 0 });
-        plan.descriptors[2].messages = vec![to, back];
-        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        dry_run.descriptors[2].messages = vec![to, back];
+        let DryRunFlow { flow, nodes, .. } = dry_run.flow();
         let find = |what: Computed| -> Vec<usize> {
             (0..nodes.len()).filter(|node| nodes[*node] == what).collect()
         };
@@ -488,27 +494,27 @@ mod tests {
 
     #[test]
     fn operations_after_agree_wait_for_the_value() {
-        let mut plan = small();
+        let mut dry_run = small();
         let kind = Kind::BroadcastValue { from: 1, bytes: 1 };
-        plan.descriptors.push(OpDescriptor {
+        dry_run.descriptors.push(OpDescriptor {
             what: "broadcast_value".into(),
             kind,
             results: Vec::new(),
             messages: Vec::new(),
         });
-        plan.operations.insert(
+        dry_run.operations.insert(
             0,
-            Operation { descriptor: 3, takes: Vec::new(), ..plan.operations[0].clone() },
+            Operation { descriptor: 3, takes: Vec::new(), ..dry_run.operations[0].clone() },
         );
-        for operation in &mut plan.operations {
+        for operation in &mut dry_run.operations {
             operation
                 .takes
                 .iter_mut()
                 .filter_map(|taken| taken.array.as_mut())
                 .for_each(|a| a.operation += 1);
         }
-        (plan.reads, plan.drops) = (Vec::new(), Vec::new());
-        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        (dry_run.reads, dry_run.drops) = (Vec::new(), Vec::new());
+        let DryRunFlow { flow, nodes, .. } = dry_run.flow();
         assert_eq!(nodes[..2], [Computed::BroadcastValue { operation: 1 }; 2]);
         assert_eq!(before(&flow, 1), (&[][..], &[0][..]));
         assert_eq!(nodes[2], Computed::Run { operation: 2 });

@@ -1,16 +1,16 @@
-//! The memory use of a plan on each device: in the order of issue, and in simulated time.
+//! The memory use of a dry run on each device: in the order of issue, and in simulated time.
 
 use std::collections::HashMap;
 
 use mpmd_transport::Pool;
 
-use super::flow::{Computed, PlannedFlow};
-use super::{Array, Kind, Memory, Plan};
+use super::flow::{Computed, DryRunFlow};
+use super::{Array, DryRun, Kind, Memory};
 
-/// The memory use of a plan's devices.
+/// The memory use of a dry run's devices.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct MemoryPlan {
+pub struct DryRunMemory {
     /// Memory use of each device, by device id.
     pub devices: Vec<DeviceMemory>,
     /// By process: peak of the sum over its devices, in simulated time.
@@ -30,7 +30,7 @@ pub struct DeviceMemory {
     /// The peak of used memory in simulated time. Devices compute at their own pace, and all
     /// kernels take equally long. The result of a move takes memory as soon as its source is ready.
     pub in_time: MemoryPeak,
-    /// Bytes in use on the device when the plan ends.
+    /// Bytes in use on the device when the dry run ends.
     pub left: u64,
 }
 
@@ -61,19 +61,19 @@ struct Block {
     let_go_after: u64,
 }
 
-impl Plan {
+impl DryRun {
     /// Returns the peak memory use of each device, in bytes as pools round them. The shards of an
     /// array count from the start of the operation that makes them. They count until the last
     /// handle is dropped and the last reader has ended.
     ///
-    /// `planned` must be this plan's [`flow`](Self::flow).
+    /// `dry_run_flow` must be this dry run's [`flow`](Self::flow).
     ///
     /// Every process that receives an array counts it itself. With zero-copy transfers in shared
     /// memory, its owner holds it instead until the receiver has finished. Not included are buffers
     /// for packing and forwarding, and memory that kernels keep.
-    pub fn memory(&self, planned: &PlannedFlow) -> MemoryPlan {
-        let times = Times::of(planned);
-        let mut blocks = Blocks { plan: self, blocks: Vec::new(), of: HashMap::new() };
+    pub fn memory(&self, dry_run_flow: &DryRunFlow) -> DryRunMemory {
+        let times = Times::of(dry_run_flow);
+        let mut blocks = Blocks { dry_run: self, blocks: Vec::new(), of: HashMap::new() };
         let mut drops = self.drops.iter().peekable();
         for operation in 1..=self.operations.len() as u64 {
             while let Some(dropped) = drops.next_if(|dropped| dropped.after < operation) {
@@ -99,8 +99,8 @@ struct Times {
 }
 
 impl Times {
-    fn of(planned: &PlannedFlow) -> Self {
-        let PlannedFlow { flow, nodes, transfers } = planned;
+    fn of(dry_run_flow: &DryRunFlow) -> Self {
+        let DryRunFlow { flow, nodes, transfers } = dry_run_flow;
         let mut ends: Vec<u64> = Vec::with_capacity(flow.nodes.len());
         let mut free = vec![0; flow.lanes.len()];
         let mut times = Self { runs: HashMap::new(), sends: HashMap::new(), comes: HashMap::new() };
@@ -133,7 +133,7 @@ impl Times {
 }
 
 struct Blocks<'a> {
-    plan: &'a Plan,
+    dry_run: &'a DryRun,
     blocks: Vec<Block>,
     /// Index into `blocks` of the memory of a live array's shard, by (array, device id). Arrays in
     /// host memory have none.
@@ -142,16 +142,16 @@ struct Blocks<'a> {
 
 impl Blocks<'_> {
     fn operation(&mut self, operation: u64, times: &Times) {
-        let plan = self.plan;
-        let Some(descriptor) = plan.descriptor_of(operation) else { return };
-        let takes = &plan.operations[operation as usize - 1].takes;
+        let dry_run = self.dry_run;
+        let Some(descriptor) = dry_run.descriptor_of(operation) else { return };
+        let takes = &dry_run.operations[operation as usize - 1].takes;
         let is_put = matches!(descriptor.kind, Kind::Put);
         for (result, shards) in descriptor.results.iter().enumerate() {
             let array = Array { operation, result: result as u32 };
             for shard in shards {
                 let block = match shard.memory {
                     Memory::Own => {
-                        let process = plan.devices[shard.device as usize];
+                        let process = dry_run.devices[shard.device as usize];
                         let run =
                             times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
                         let come = times.comes.get(&(operation, process)).copied();
@@ -184,9 +184,9 @@ impl Blocks<'_> {
         }
         for taken in takes {
             let Some(array) = taken.array else { continue };
-            for device in 0..plan.devices.len() as u32 {
+            for device in 0..dry_run.devices.len() as u32 {
                 let Some(block) = self.of.get(&(array, device)).copied() else { continue };
-                let process = plan.devices[device as usize];
+                let process = dry_run.devices[device as usize];
                 let until = match is_put {
                     true => times.sends.get(&(operation, process)).copied(),
                     false => times.runs.get(&(operation, device)).map(|(_, end)| *end),
@@ -206,8 +206,8 @@ impl Blocks<'_> {
     fn known_at(&self, takes: &[super::Taken], process: u32) -> u64 {
         let arrays = takes.iter().filter_map(|taken| taken.array);
         let devices = |array| {
-            (0..self.plan.devices.len() as u32)
-                .filter(move |device| self.plan.devices[*device as usize] == process)
+            (0..self.dry_run.devices.len() as u32)
+                .filter(move |device| self.dry_run.devices[*device as usize] == process)
                 .filter_map(move |device| self.of.get(&(array, device)))
         };
         arrays.flat_map(devices).map(|block| self.blocks[*block].start).max().unwrap_or_default()
@@ -216,9 +216,9 @@ impl Blocks<'_> {
     /// Returns the index of an array's block on a device, or else on another device of its process.
     /// `None` if there is none.
     fn block_near(&self, array: Array, device: u32) -> Option<usize> {
-        let process = self.plan.devices[device as usize];
-        let others = (0..self.plan.devices.len() as u32)
-            .filter(|other| self.plan.devices[*other as usize] == process);
+        let process = self.dry_run.devices[device as usize];
+        let others = (0..self.dry_run.devices.len() as u32)
+            .filter(|other| self.dry_run.devices[*other as usize] == process);
         std::iter::once(device)
             .chain(others)
             .find_map(|device| self.of.get(&(array, device)).copied())
@@ -227,7 +227,7 @@ impl Blocks<'_> {
     /// Removes an array from its blocks, after its last handle was dropped or by donation. `after`
     /// is the last operation that was issued before.
     fn let_go(&mut self, array: Array, after: u64) {
-        for device in 0..self.plan.devices.len() as u32 {
+        for device in 0..self.dry_run.devices.len() as u32 {
             let Some(block) = self.of.remove(&(array, device)) else { continue };
             let block = &mut self.blocks[block];
             block.arrays -= 1;
@@ -235,16 +235,16 @@ impl Blocks<'_> {
         }
     }
 
-    fn sums(&self) -> MemoryPlan {
-        let Self { plan, blocks, .. } = self;
-        let (count, processes) = (plan.devices.len(), plan.processes as usize);
+    fn sums(&self) -> DryRunMemory {
+        let Self { dry_run, blocks, .. } = self;
+        let (count, processes) = (dry_run.devices.len(), dry_run.processes as usize);
         // (position, true for an allocation and false for a release, block).
         let mut in_order: Vec<(u64, bool, &Block)> = Vec::new();
         let mut in_time: Vec<(u64, bool, &Block)> = Vec::new();
         let mut devices: Vec<DeviceMemory> = (0..count)
             .map(|device| DeviceMemory {
                 device: device as u32,
-                process: plan.devices[device],
+                process: dry_run.devices[device],
                 ..DeviceMemory::default()
             })
             .collect();
@@ -265,14 +265,14 @@ impl Blocks<'_> {
         in_order.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
         in_time.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
         let by_device = |block: &Block| block.device as usize;
-        let by_process = |block: &Block| plan.devices[block.device as usize] as usize;
+        let by_process = |block: &Block| dry_run.devices[block.device as usize] as usize;
         for (device, peak) in peaks(&in_order, count, by_device).into_iter().enumerate() {
             devices[device].in_order = peak;
         }
         for (device, peak) in peaks(&in_time, count, by_device).into_iter().enumerate() {
             devices[device].in_time = peak;
         }
-        MemoryPlan { devices, processes: peaks(&in_time, processes, by_process) }
+        DryRunMemory { devices, processes: peaks(&in_time, processes, by_process) }
     }
 }
 
@@ -307,8 +307,8 @@ mod tests {
 
     #[test]
     fn arrays_count_until_dropped_and_read() {
-        let plan = small();
-        let memory = plan.memory(&plan.flow());
+        let dry_run = small();
+        let memory = dry_run.memory(&dry_run.flow());
         let one = Pool::rounded(64);
         let of = |device: usize| {
             let DeviceMemory { in_order, in_time, left, .. } = memory.devices[device];
@@ -325,30 +325,31 @@ mod tests {
 
     #[test]
     fn donated_memory_counts_once() {
-        let mut plan = small();
-        plan.drops.clear();
+        let mut dry_run = small();
+        dry_run.drops.clear();
         let one = Pool::rounded(64);
-        let peak = |plan: &Plan| plan.memory(&plan.flow()).devices[1].in_order.bytes / one;
-        assert_eq!(peak(&plan), 4);
+        let peak =
+            |dry_run: &DryRun| dry_run.memory(&dry_run.flow()).devices[1].in_order.bytes / one;
+        assert_eq!(peak(&dry_run), 4);
         // The kernel writes its input in place.
-        plan.descriptors[2].results[0][0].memory = Memory::Of(0);
+        dry_run.descriptors[2].results[0][0].memory = Memory::Of(0);
         for call in [2, 4] {
-            plan.operations[call].takes[0].donated = true;
+            dry_run.operations[call].takes[0].donated = true;
         }
-        assert_eq!(peak(&plan), 2);
+        assert_eq!(peak(&dry_run), 2);
         let last = Array { operation: 3, result: 0 };
-        plan.drops.push(Dropped { array: last, after: 3 });
-        assert_eq!(peak(&plan), 1, "a block ends with the array that reuses it");
+        dry_run.drops.push(Dropped { array: last, after: 3 });
+        assert_eq!(peak(&dry_run), 1, "a block ends with the array that reuses it");
     }
 
     #[test]
     fn memory_shared_by_two_devices_counts_once() {
-        let mut plan = small();
-        plan.devices = vec![0, 0];
-        plan.descriptors[1].results[0][0].memory = Memory::Of(0);
-        plan.descriptors[1].messages =
+        let mut dry_run = small();
+        dry_run.devices = vec![0, 0];
+        dry_run.descriptors[1].results[0][0].memory = Memory::Of(0);
+        dry_run.descriptors[1].messages =
             vec![Message { from: 0, to: 1, bytes: 64, step: 1, leaf: 0 }];
-        let memory = plan.memory(&plan.flow());
+        let memory = dry_run.memory(&dry_run.flow());
         assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
         assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "its kernel's result");
     }

@@ -1,12 +1,12 @@
-//! A [`Plan`]: the operations of all processes of a job, as a dry run issues them.
+//! A [`DryRun`]: the operations of all processes of a job, as a dry run issues them.
 //!
-//! A dry run (`Builder::dry_run`) runs the whole program and records
-//! its operations here. A plan contains each operation's effect on each device, messages between
-//! devices, input arrays, dropped handles, reads of values, and ends of steps. It is the only
-//! description of a program. [`Plan::flow`] is the input of proofs and simulations,
-//! [`Plan::memory`] computes the memory use, and [`Plan::links`] the traffic between processes.
+//! A dry run (`Builder::dry_run`) runs the whole program and lists its operations here: the effect
+//! of each operation on each device, messages between devices, input arrays, dropped handles, reads
+//! of values, and ends of steps. It is the only description of a program. [`DryRun::flow`] is the
+//! input of proofs and simulations, [`DryRun::memory`] computes the memory use, and
+//! [`DryRun::links`] the traffic between processes.
 //!
-//! All functions here are pure functions of the plan.
+//! All functions here are pure functions of the dry run.
 
 mod descriptor;
 mod flow;
@@ -20,8 +20,8 @@ use std::ops::Range;
 use std::path::Path;
 
 pub use descriptor::{Kind, Memory, Message, OpDescriptor, Shard};
-pub use flow::{Computed, PlannedFlow, Sent};
-pub use memory::{DeviceMemory, MemoryPeak, MemoryPlan};
+pub use flow::{Computed, DryRunFlow, Sent};
+pub use memory::{DeviceMemory, DryRunMemory, MemoryPeak};
 pub use parting::Parting;
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,7 @@ pub const VERSION: u32 = 1;
 /// Operations are numbered from 1 in the order in which every process issues them.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct Plan {
+pub struct DryRun {
     /// The format version, [`VERSION`].
     pub version: u32,
     /// The number of processes.
@@ -64,21 +64,21 @@ pub struct Plan {
     pub reads: Vec<Read>,
     /// Ends of the program's steps, in order.
     pub steps: Vec<StepEnd>,
-    /// The reason why the plan ends.
+    /// The reason why the dry run ends.
     pub end: End,
 }
 
-/// The reason why a plan ends.
+/// The reason why a dry run ends.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum End {
-    /// The program was still running when the plan was requested.
+    /// The program was still running when the dry run was requested.
     #[default]
     Open,
     /// The last two steps are equal.
     Steady,
-    /// The requested number of steps is recorded.
+    /// The requested number of steps has been run.
     Steps,
     /// The program finished.
     Finished,
@@ -87,9 +87,9 @@ pub enum End {
 /// One operation.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Operation {
-    /// Index of the operation's description in [`Plan::descriptors`].
+    /// Index of the operation's description in [`DryRun::descriptors`].
     pub descriptor: u32,
-    /// Index of the line that issued the operation in [`Plan::lines`].
+    /// Index of the line that issued the operation in [`DryRun::lines`].
     pub line: u32,
     /// The operation's part in a pipeline, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -133,7 +133,7 @@ pub struct Read {
     pub array: Array,
     /// Number of the last operation that was issued before the wait.
     pub after: u64,
-    /// Index of the line that waited in [`Plan::lines`].
+    /// Index of the line that waited in [`DryRun::lines`].
     pub line: u32,
     /// True if the program reads the values, false if it only waits.
     pub values: bool,
@@ -144,9 +144,9 @@ pub struct Read {
 pub struct StepEnd {
     /// Number of the last operation that was issued before the step's end.
     pub operation: u64,
-    /// The number of entries of [`Plan::drops`] before the step's end.
+    /// The number of entries of [`DryRun::drops`] before the step's end.
     pub drops: u64,
-    /// The number of entries of [`Plan::reads`] before the step's end.
+    /// The number of entries of [`DryRun::reads`] before the step's end.
     pub reads: u64,
 }
 
@@ -159,54 +159,54 @@ pub struct Link {
     pub bytes: u64,
 }
 
-/// An error of reading or writing a plan.
+/// An error of reading or writing a dry run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum PlanError {
+pub enum DryRunError {
     /// The file cannot be read or written.
-    #[error("the plan {path}: {why}")]
+    #[error("the dry run in {path}: {why}")]
     File {
         /// Path of the file.
         path: String,
         /// The system's error.
         why: std::io::Error,
     },
-    /// The file is not a plan.
-    #[error("{path} is no plan: {why}")]
+    /// The file is not a dry run.
+    #[error("{path} has no dry run: {why}")]
     Form {
         /// Path of the file.
         path: String,
-        /// The reason why the file is not a plan.
+        /// The reason why the file is not a dry run.
         why: String,
     },
 }
 
-impl Plan {
-    /// Creates a plan without operations. `devices` is the process of each device.
+impl DryRun {
+    /// Creates a dry run without operations. `devices` is the process of each device.
     #[doc(hidden)]
     pub fn new(processes: u32, devices: Vec<u32>) -> Self {
         Self { version: VERSION, processes, devices, ..Self::default() }
     }
 
-    /// Reads a plan from a file.
+    /// Reads a dry run from a file.
     ///
     /// # Errors
     ///
     /// If the file cannot be read, is of another version, or is inconsistent.
-    pub fn read(path: &Path) -> Result<Self, PlanError> {
+    pub fn read(path: &Path) -> Result<Self, DryRunError> {
         let bytes = std::fs::read(path)
-            .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
+            .map_err(|why| DryRunError::File { path: path.display().to_string(), why })?;
         Self::from_json(&bytes)
-            .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
+            .map_err(|why| DryRunError::Form { path: path.display().to_string(), why })
     }
 
-    /// Writes the plan to a file. On an error the file is left as it was.
+    /// Writes the dry run to a file. On an error the file is left as it was.
     ///
     /// # Errors
     ///
     /// If the file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<(), PlanError> {
-        let wrong = |why| PlanError::File { path: path.display().to_string(), why };
+    pub fn write(&self, path: &Path) -> Result<(), DryRunError> {
+        let wrong = |why| DryRunError::File { path: path.display().to_string(), why };
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}.part", std::process::id()));
@@ -218,9 +218,9 @@ impl Plan {
     }
 
     fn from_json(bytes: &[u8]) -> Result<Self, String> {
-        let plan: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        plan.check()?;
-        Ok(plan)
+        let dry_run: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        dry_run.check()?;
+        Ok(dry_run)
     }
 
     /// Returns an error unless the version is right, all indices are valid, and every array is made
@@ -300,7 +300,7 @@ impl Plan {
             .ok_or_else(|| format!("there is no line {line}"))
     }
 
-    /// Returns the description of operation number `operation`, or `None` if the plan lacks it.
+    /// Returns the description of operation number `operation`, or `None` if the dry run lacks it.
     pub fn descriptor_of(&self, operation: u64) -> Option<&OpDescriptor> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
         self.descriptors.get(self.operations.get(index)?.descriptor as usize)
@@ -370,9 +370,9 @@ impl fmt::Display for Array {
 pub(crate) mod tests {
     use super::*;
 
-    /// A plan that makes one array of 64 bytes on device 0. Then twice: it puts the array to device
-    /// 1 of another process, runs a kernel there, and drops both results.
-    pub(crate) fn small() -> Plan {
+    /// A dry run that makes one array of 64 bytes on device 0. Then twice: it puts the array to
+    /// device 1 of another process, runs a kernel there, and drops both results.
+    pub(crate) fn small() -> DryRun {
         let own = |device| Shard { device, bytes: 64, memory: Memory::Own };
         let make = OpDescriptor {
             what: "array_from_fn".into(),
@@ -396,7 +396,7 @@ pub(crate) mod tests {
         let take =
             |operation| vec![Taken { array: Some(Array { operation, result: 0 }), donated: false }];
         let operation = |descriptor, takes| Operation { descriptor, line: 0, label: None, takes };
-        Plan {
+        DryRun {
             lines: vec!["train.rs:1:2".into()],
             descriptors: vec![make, put, call],
             operations: vec![
@@ -413,46 +413,50 @@ pub(crate) mod tests {
             steps: [(1, 0), (3, 2), (5, 4)]
                 .map(|(operation, drops)| StepEnd { operation, drops, reads: 0 })
                 .to_vec(),
-            ..Plan::new(2, vec![0, 1])
+            ..DryRun::new(2, vec![0, 1])
         }
     }
 
     #[test]
-    fn plan_survives_a_write_and_a_read() {
-        let folder = std::env::temp_dir().join(format!("mpmd-plan-{}.json", std::process::id()));
+    fn dry_run_survives_a_write_and_a_read() {
+        let folder = std::env::temp_dir().join(format!("mpmd-dry-run-{}.json", std::process::id()));
         small().write(&folder).unwrap();
-        assert_eq!(Plan::read(&folder).unwrap(), small());
+        assert_eq!(DryRun::read(&folder).unwrap(), small());
         std::fs::remove_file(&folder).unwrap();
-        assert!(matches!(Plan::read(&folder), Err(PlanError::File { .. })));
+        assert!(matches!(DryRun::read(&folder), Err(DryRunError::File { .. })));
     }
 
     #[test]
-    fn invalid_plans_are_refused_with_the_reason() {
-        let wrong = |change: fn(&mut Plan)| {
-            let mut plan = small();
-            change(&mut plan);
-            Plan::from_json(&serde_json::to_vec(&plan).unwrap()).unwrap_err()
+    fn invalid_dry_runs_are_refused_with_the_reason() {
+        let wrong = |change: fn(&mut DryRun)| {
+            let mut dry_run = small();
+            change(&mut dry_run);
+            DryRun::from_json(&serde_json::to_vec(&dry_run).unwrap()).unwrap_err()
         };
-        assert_eq!(wrong(|plan| plan.version = 7), "it has version 7, and this is for 1");
-        assert_eq!(wrong(|plan| plan.devices.truncate(1)), "there is no device 1 among 1");
-        assert_eq!(wrong(|plan| plan.processes = 1), "there is no process 1 among 1");
-        assert_eq!(wrong(|plan| plan.descriptors.truncate(2)), "operation 3 has no descriptor");
-        let late = wrong(|plan| plan.operations[1].takes = plan.operations[4].takes.clone());
+        assert_eq!(wrong(|dry_run| dry_run.version = 7), "it has version 7, and this is for 1");
+        assert_eq!(wrong(|dry_run| dry_run.devices.truncate(1)), "there is no device 1 among 1");
+        assert_eq!(wrong(|dry_run| dry_run.processes = 1), "there is no process 1 among 1");
+        assert_eq!(
+            wrong(|dry_run| dry_run.descriptors.truncate(2)),
+            "operation 3 has no descriptor"
+        );
+        let late =
+            wrong(|dry_run| dry_run.operations[1].takes = dry_run.operations[4].takes.clone());
         assert_eq!(late, "result 0 of operation 4 is not made before it is used");
-        assert_eq!(wrong(|plan| plan.lines.clear()), "there is no line 0");
-        assert_eq!(wrong(|plan| plan.steps[2].operation = 9), "its steps are not in order");
-        assert_eq!(wrong(|plan| plan.hashes = vec![1]), "it has 1 hashes for 5 operations");
-        assert!(Plan::from_json(b"{}").is_err());
+        assert_eq!(wrong(|dry_run| dry_run.lines.clear()), "there is no line 0");
+        assert_eq!(wrong(|dry_run| dry_run.steps[2].operation = 9), "its steps are not in order");
+        assert_eq!(wrong(|dry_run| dry_run.hashes = vec![1]), "it has 1 hashes for 5 operations");
+        assert!(DryRun::from_json(b"{}").is_err());
     }
 
     #[test]
     fn links_count_messages_between_processes() {
-        let plan = small();
+        let dry_run = small();
         let twice = BTreeMap::from([((0, 1), Link { messages: 2, bytes: 128 })]);
-        assert_eq!(plan.links(1..6), twice);
-        assert_eq!(plan.links(plan.step(1).unwrap())[&(0, 1)].bytes, 64);
-        assert_eq!(plan.step(2), Some(4..6));
-        assert_eq!(plan.step(3), None);
-        assert_eq!(plan.describe(2), "operation 2 (put) at train.rs:1:2");
+        assert_eq!(dry_run.links(1..6), twice);
+        assert_eq!(dry_run.links(dry_run.step(1).unwrap())[&(0, 1)].bytes, 64);
+        assert_eq!(dry_run.step(2), Some(4..6));
+        assert_eq!(dry_run.step(3), None);
+        assert_eq!(dry_run.describe(2), "operation 2 (put) at train.rs:1:2");
     }
 }

@@ -1,30 +1,30 @@
-//! Comparison of the plans of two processes: the first operation at which they diverge.
+//! Comparison of the dry runs of two processes: the first operation at which they diverge.
 
 use std::collections::HashMap;
 
-use super::{Array, End, Kind, OpDescriptor, Plan, Taken};
+use super::{Array, DryRun, End, Kind, OpDescriptor, Taken};
 
-/// The first operation at which two plans of one job diverge.
+/// The first operation at which two dry runs of one job diverge.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub struct Parting {
     /// The number of the operation.
     pub operation: u64,
-    /// Descriptions of the operation, with its line, in the first and in the second plan. For a
-    /// plan without this operation, a text that says so.
+    /// Descriptions of the operation, with its line, in the first and in the second dry run. For a
+    /// dry run without this operation, a text that says so.
     pub issued: [String; 2],
     /// The difference between the two operations, if their descriptions do not show it.
     pub why: Option<String>,
 }
 
-impl Plan {
-    /// Returns the first operation at which this plan and `other` diverge, or `None` if all
-    /// operations are equal. Both are plans of one job, recorded as different processes of it.
+impl DryRun {
+    /// Returns the first operation at which this dry run and `other` diverge, or `None` if all
+    /// operations are equal. Both are dry runs of one job, run as different processes of it.
     ///
     /// Compares the same properties as the processes of a job. These are the operation's effect,
     /// its input arrays, its host values, and the number of steps that ended before it. Lines and
-    /// labels may differ. A plan that ends [steady](End::Steady) repeats its last step forever, so
-    /// it also matches a longer plan.
+    /// labels may differ. A dry run that ends [steady](End::Steady) repeats its last step forever,
+    /// so it also matches a longer dry run.
     pub fn parting(&self, other: &Self) -> Option<Parting> {
         let mut descriptors: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
@@ -42,7 +42,7 @@ impl Plan {
                 });
             let same_hash = match (self.hashes.get(index), other.hashes.get(index)) {
                 (Some(one), Some(two)) => one == two,
-                // A plan of an earlier version has no hashes.
+                // A dry run of an earlier version has no hashes.
                 _ => true,
             };
             if !same_form || one.takes != two.takes || !same_hash {
@@ -58,19 +58,19 @@ impl Plan {
             true => (self.departs_after(other)?, 0),
             false => (other.departs_after(self)?, 1),
         };
-        let ended = |plan: &Self| match plan.end {
+        let ended = |dry_run: &Self| match dry_run.end {
             End::Finished => format!("nothing: it finishes after operation {both}"),
             End::Steady => "the next operation of a step that is like the one before it".to_owned(),
-            End::Steps | End::Open => format!("the end of step {}", plan.steps.len()),
+            End::Steps | End::Open => format!("the end of step {}", dry_run.steps.len()),
         };
         let mut issued = [ended(self), ended(other)];
         issued[longer] = [self, other][longer].describe(operation);
         Some(Parting { operation, issued, why: None })
     }
 
-    /// Returns the first operation of this plan that `shorter` lacks, or `None` if there is none.
-    /// The plans must be equal up to the end of `shorter`. If `shorter` is steady, repetitions of
-    /// its last step count as part of it.
+    /// Returns the first operation of this dry run that `shorter` lacks, or `None` if there is
+    /// none. The dry runs must be equal up to the end of `shorter`. If `shorter` is steady,
+    /// repetitions of its last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
         let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {
@@ -99,7 +99,7 @@ impl Plan {
             return format!("input {place} is {}, and {}", names(&one[place]), names(&two[place]));
         }
         let ended =
-            |plan: &Self| plan.steps.iter().filter(|step| step.operation < operation).count();
+            |dry_run: &Self| dry_run.steps.iter().filter(|step| step.operation < operation).count();
         match (ended(self), ended(other)) {
             (one, two) if one != two => format!("steps that end before it: {one}, and {two}"),
             _ => "in host values that it takes, or in settings of its kernel".to_owned(),
@@ -123,13 +123,13 @@ impl OpDescriptor {
 #[cfg(test)]
 mod tests {
     use super::super::tests::small;
-    use super::super::{End, Plan};
+    use super::super::{DryRun, End};
 
-    fn hashed() -> Plan {
-        Plan { hashes: vec![1, 2, 3, 4, 5], end: End::Finished, ..small() }
+    fn hashed() -> DryRun {
+        DryRun { hashes: vec![1, 2, 3, 4, 5], end: End::Finished, ..small() }
     }
 
-    fn parted(change: impl Fn(&mut Plan)) -> (u64, [String; 2], Option<String>) {
+    fn parted(change: impl Fn(&mut DryRun)) -> (u64, [String; 2], Option<String>) {
         let mut other = hashed();
         change(&mut other);
         let found = hashed().parting(&other).unwrap();
@@ -149,12 +149,12 @@ mod tests {
         other.descriptors.insert(0, other.descriptors[2].clone());
         other.operations.iter_mut().for_each(|operation| operation.descriptor += 1);
         assert_eq!(hashed().parting(&other), None);
-        assert_eq!(hashed().parting(&Plan { hashes: Vec::new(), ..hashed() }), None);
+        assert_eq!(hashed().parting(&DryRun { hashes: Vec::new(), ..hashed() }), None);
     }
 
     #[test]
     fn differing_operations_are_both_described() {
-        let (operation, issued, why) = parted(|plan| plan.operations[3].descriptor = 2);
+        let (operation, issued, why) = parted(|dry_run| dry_run.operations[3].descriptor = 2);
         assert_eq!((operation, why), (4, None));
         let shown = ["operation 4 (put) at train.rs:1:2", "operation 4 (jit k) at train.rs:1:2"];
         assert_eq!(issued, shown);
@@ -162,30 +162,30 @@ mod tests {
 
     #[test]
     fn inputs_steps_and_values_are_compared() {
-        let why = |change: fn(&mut Plan)| parted(change).2.unwrap();
+        let why = |change: fn(&mut DryRun)| parted(change).2.unwrap();
         assert_eq!(
-            why(|plan| plan.operations[4].takes[0].array = None),
+            why(|dry_run| dry_run.operations[4].takes[0].array = None),
             "input 0 is result 0 of operation 4, and host values"
         );
         assert_eq!(
-            why(|plan| plan.hashes[1] = 9),
+            why(|dry_run| dry_run.hashes[1] = 9),
             "in host values that it takes, or in settings of its kernel"
         );
-        let ended = |plan: &mut Plan| {
-            plan.hashes[1] = 9;
-            plan.steps.remove(0);
+        let ended = |dry_run: &mut DryRun| {
+            dry_run.hashes[1] = 9;
+            dry_run.steps.remove(0);
         };
         assert_eq!(why(ended), "steps that end before it: 1, and 0");
     }
 
     #[test]
-    fn shorter_plan_differs_unless_steady() {
+    fn shorter_dry_run_differs_unless_steady() {
         let shorter = |end: End| {
-            let mut plan = hashed();
-            (plan.end, plan.operations, plan.hashes) =
-                (end, plan.operations[..3].to_vec(), plan.hashes[..3].to_vec());
-            plan.steps.truncate(2);
-            plan
+            let mut dry_run = hashed();
+            (dry_run.end, dry_run.operations, dry_run.hashes) =
+                (end, dry_run.operations[..3].to_vec(), dry_run.hashes[..3].to_vec());
+            dry_run.steps.truncate(2);
+            dry_run
         };
         assert_eq!(
             hashed().parting(&shorter(End::Steady)),

@@ -1,16 +1,16 @@
-//! Detection of a steady plan: the last two steps are equal.
+//! Detection of a steady dry run: the last two steps are equal.
 
-use super::{Array, Dropped, Operation, Plan, Read, StepEnd};
+use super::{Array, Dropped, DryRun, Operation, Read, StepEnd};
 
-/// The part of a plan between two ends of steps.
-struct RecordedStep<'a> {
+/// The part of a dry run between two ends of steps.
+struct IssuedStep<'a> {
     before: u64,
     operations: &'a [Operation],
     drops: &'a [Dropped],
     reads: &'a [Read],
 }
 
-impl Plan {
+impl DryRun {
     /// True if the last two complete steps are equal, relative to their starts. They have the same
     /// operations and labels on the same arrays, drop the same handles and wait for the same
     /// arrays. An array that was made before both steps must be the same one. Source lines may
@@ -24,10 +24,10 @@ impl Plan {
         }
     }
 
-    fn step_at(&self, place: usize) -> Option<RecordedStep<'_>> {
+    fn step_at(&self, place: usize) -> Option<IssuedStep<'_>> {
         let end = self.steps.get(place)?;
         let start = place.checked_sub(1).map_or(StepEnd::default(), |before| self.steps[before]);
-        Some(RecordedStep {
+        Some(IssuedStep {
             before: start.operation,
             operations: self.operations.get(start.operation as usize..end.operation as usize)?,
             drops: self.drops.get(start.drops as usize..end.drops as usize)?,
@@ -36,7 +36,7 @@ impl Plan {
     }
 }
 
-impl RecordedStep<'_> {
+impl IssuedStep<'_> {
     fn is_like(&self, other: &Self) -> bool {
         // `other` is the later step, so the difference is not negative.
         let shift = other.before - self.before;
@@ -53,7 +53,7 @@ impl RecordedStep<'_> {
 }
 
 impl Operation {
-    /// True if `later`, which comes `shift` operations later in the same plan, repeats this
+    /// True if `later`, which comes `shift` operations later in the same dry run, repeats this
     /// operation.
     pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
         let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
@@ -84,8 +84,8 @@ mod tests {
 
     #[test]
     fn equal_steps_on_their_own_arrays_are_steady() {
-        let plan = small();
-        assert!(plan.is_steady());
+        let dry_run = small();
+        assert!(dry_run.is_steady());
         let mut first_two = small();
         first_two.steps.truncate(2);
         assert!(!first_two.is_steady());

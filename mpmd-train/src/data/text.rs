@@ -155,7 +155,7 @@ impl Text {
     ///
     /// # Errors
     ///
-    /// If this call is within a recorded step.
+    /// If this call is within a captured step.
     pub fn compare(&self, p: &mut Program) -> Result<()> {
         let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
         p.assert_same(format!("a text of {bytes} bytes in {files} files, with hash {hash:016x}"))

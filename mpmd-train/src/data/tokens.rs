@@ -27,7 +27,7 @@ pub trait TokenSource: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// If the tokens cannot be read, or the call is within a recorded step.
+    /// If the tokens cannot be read, or the call is within a captured step.
     fn compare(&self, p: &mut Program) -> Result<()>;
 }
 

@@ -25,7 +25,7 @@ use crate::stop::StopFlag;
 const PENDING: usize = 2;
 
 /// Number of steps in a dry run: enough to see that all steps are equal.
-const PLANNED_STEPS: u64 = 8;
+const DRY_RUN_STEPS: u64 = 8;
 
 /// Options of [`Trainer::run`].
 #[must_use = "options do nothing until `Trainer::run` takes them"]
@@ -181,7 +181,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         data.compare(p)?;
         let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
-            steps = steps.min(self.steps() + PLANNED_STEPS);
+            steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {
             let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
             self.status.stop = StopFlag::install().map_err(refused)?;

@@ -215,15 +215,15 @@ impl Execution<'_> {
     }
 }
 
-/// Records a step that moves an array to a sharding and back, and replays it.
+/// Captures a step that moves an array to a sharding and back, and replays it.
 fn replayed(p: &mut Program, x: MpmdArray, through: &Sharding, times: usize) -> Result<MpmdArray> {
     let back = bound(&x).1;
-    let (mut x, recorded) = p.record(x, |p, x: MpmdArray| -> Result<MpmdArray> {
+    let (mut x, captured) = p.capture(x, |p, x: MpmdArray| -> Result<MpmdArray> {
         let there = p.device_put(&x, through)?;
         p.device_put(&there, &back)
     })?;
     for _ in 0..times {
-        x = recorded.replay(p, x)?;
+        x = captured.replay(p, x)?;
     }
     Ok(x)
 }

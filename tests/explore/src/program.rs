@@ -36,7 +36,7 @@ pub(crate) enum Step {
     Add { left: usize, right: usize },
     /// Divides the rows of an array.
     Microbatches { source: usize, m: usize },
-    /// Records a step that moves an array and back, and replays it.
+    /// Captures a step that moves an array and back, and replays it.
     Replay { source: usize, through: Sharding, times: usize },
     /// Makes an object on a device.
     Object { device: DeviceId },

@@ -54,11 +54,11 @@ pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
             x = step(p, x, &mut say)?;
             p.step_end()?;
         }
-        let (mut y, recorded) = p.record(x, |p, x| step(p, x, &mut say))?;
+        let (mut y, captured) = p.capture(x, |p, x| step(p, x, &mut say))?;
         p.step_end()?;
         for _ in STEPS / 2 + 1..STEPS {
             let before = p.operations();
-            y = recorded.replay(p, y)?;
+            y = captured.replay(p, y)?;
             for (place, whose) in
                 (before + 1..=p.operations()).zip(["front", "both", "back", "both"].iter().cycle())
             {

@@ -1,9 +1,9 @@
-//! `mpmd check -n N -- program`: plans the program in a dry run that always ends, and judges it by
-//! its plan.
+//! `mpmd check -n N -- program`: runs the program in a dry run, which always ends, and judges it by
+//! that.
 
 use std::process::{Command, Output};
 
-use mpmd_record::dry_run::{End, Plan};
+use mpmd_record::dry_run::{DryRun, End};
 use mpmd_tests::{bare_command, package_program};
 
 fn check(args: &[&str]) -> Output {
@@ -22,7 +22,7 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn endless_program_is_proved_by_two_equal_steps() {
     let folder = tempfile::tempdir().expect("a folder for the test");
-    let out = folder.path().join("plan.json");
+    let out = folder.path().join("dry_run.json");
     let file = out.to_str().expect("its name is plain");
     let done = check(&[&["-n", "4", "--out", file][..], &named("looping")].concat());
     let (said, errors) = (text(&done.stdout), text(&done.stderr));
@@ -34,12 +34,12 @@ fn endless_program_is_proved_by_two_equal_steps() {
     let bytes = 2 * 128 * 256 * 4 + 4 * 8 * 4;
     let link = format!("3 to 0: {:.1} KiB in 3 messages", f64::from(bytes) / 1024.0);
     assert!(said.contains(&link), "{link}: {said}");
-    let plan = Plan::read(&out).expect("it was kept");
-    assert_eq!((plan.end, plan.processes, plan.devices.len()), (End::Steady, 4, 4));
+    let dry_run = DryRun::read(&out).expect("it was kept");
+    assert_eq!((dry_run.end, dry_run.processes, dry_run.devices.len()), (End::Steady, 4, 4));
     assert!(
-        plan.lines.iter().any(|line| line.starts_with("tests/src/programs/looping.rs:")),
+        dry_run.lines.iter().any(|line| line.starts_with("tests/src/programs/looping.rs:")),
         "{:?}",
-        plan.lines
+        dry_run.lines
     );
 }
 
@@ -49,7 +49,7 @@ fn memory_above_budget_and_unequal_steps_are_reported() {
         check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
     let said = text(&done.stdout);
     assert_eq!(done.status.code(), Some(1), "{said}{}", text(&done.stderr));
-    assert!(said.contains("1 recorded, no two in succession equal"), "{said}");
+    assert!(said.contains("1 run, no two in succession equal"), "{said}");
     assert!(said.contains("above the budget of 64.0 KiB, in operation "), "{said}");
     assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
 }
@@ -103,8 +103,8 @@ fn same_operations_by_other_code_pass() {
 fn a_process_that_fails_its_dry_run_is_named() {
     let (code, said, errors) = diverging("unguarded-read", "3");
     assert_eq!(code, Some(2), "{said}{errors}");
-    assert!(errors.contains("failed while it was planned (exit status: "), "{errors}");
-    assert!(errors.contains(" as process 3; as process 0 it was planned"), "{errors}");
+    assert!(errors.contains("failed in its dry run (exit status: "), "{errors}");
+    assert!(errors.contains(" as process 3; as process 0 its dry run ended"), "{errors}");
     assert!(errors.contains("the last stage's values are not here"), "{errors}");
 }
 
@@ -124,11 +124,11 @@ fn a_checked_training_writes_no_file() {
 #[test]
 fn failed_dry_run_shows_the_programs_error() {
     for (args, expected) in [
-        (&["-n", "2", "--", "true"][..], "true ended without a plan"),
+        (&["-n", "2", "--", "true"][..], "true ended without writing a dry run"),
         (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),
         (
             &["-n", "2", "--peer-timeout", "0.2", "--", "sleep", "20"],
-            "sleep has not ended a plan after 200ms",
+            "sleep has not ended its dry run after 200ms",
         ),
         (
             &["-n", "2", "--", env!("CARGO_BIN_EXE_named"), "nobody"],

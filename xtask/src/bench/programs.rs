@@ -1,5 +1,5 @@
-//! The programs of both sides. Those of another commit are built in a work tree of git, which is
-//! removed when they are built.
+//! Builds the programs that a comparison measures: those of the working tree, and those of the
+//! commit to compare with. The latter are built in a temporary work tree of git.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,12 +21,12 @@ const GIT: Duration = Duration::from_secs(120);
 /// Time limit for a build of everything.
 const BUILD: Duration = Duration::from_secs(3600);
 
-/// The programs of one side by name. A name that the commit does not have is missing.
+/// The executables of one commit by name. Programs that the commit does not have are left out.
 pub(super) type Programs = BTreeMap<String, PathBuf>;
 
-/// The place where programs are built.
+/// Builds programs with cargo, and keeps those of other commits for later comparisons.
 pub(super) struct Builder<'a> {
-    /// The workspace.
+    /// The folder of the workspace.
     pub(super) root: &'a Path,
     /// The folder for the work tree, its build, and the programs of other commits.
     pub(super) folder: PathBuf,
@@ -59,12 +59,12 @@ impl Builder<'_> {
         self.build(self.root, names, None)
     }
 
-    /// Builds programs of another commit, or returns those that an earlier call has built with the
-    /// same compiler.
+    /// Returns the programs `names` of another commit. Builds them, unless an earlier call has
+    /// built them with the same compiler and flags.
     pub(super) fn of(&self, commit: &str, names: &[&str]) -> anyhow::Result<Programs> {
         let kept = self.folder.join(commit);
         let known = kept.join("built");
-        // The compiler, then the names that were looked for.
+        // The first line is the compiler, each further line a name that was asked for.
         let compiler = self.compiler();
         let said = fs::read_to_string(&known).unwrap_or_default();
         let mut lines = said.lines();
@@ -87,8 +87,8 @@ impl Builder<'_> {
         Ok(found.filter(|(_, program)| program.is_file()).collect())
     }
 
-    /// Builds the programs that the workspace in `source` has. Their names keep their packages, so
-    /// that a program is the same whichever others are built.
+    /// Builds those of the programs `names` that the workspace in `source` has. Each is built by a
+    /// command of its own with `--package`, so its features do not depend on the other names.
     fn build(
         &self,
         source: &Path,
@@ -133,8 +133,8 @@ impl Builder<'_> {
     }
 }
 
-/// Runs git to its end, also if this program is interrupted: a work tree is added or removed as a
-/// whole. A terminal's Ctrl-C does not reach it.
+/// Runs git in a process group of its own, so a terminal's Ctrl-C does not interrupt it. Otherwise
+/// half a work tree could be left behind.
 fn run_git(root: &Path, arguments: &[&str]) -> anyhow::Result<Said> {
     let mut command = Command::new("git");
     command.process_group(0).current_dir(root).args(arguments);
@@ -175,8 +175,8 @@ struct WorkTree<'a> {
 }
 
 impl<'a> WorkTree<'a> {
-    /// Checks out a commit. The folder is the same for all commits, so that cargo keeps one build
-    /// of the dependencies.
+    /// Checks out a commit into a folder that is the same for all commits, so cargo can reuse the
+    /// build of the dependencies.
     fn add(builder: &Builder<'a>, commit: &str) -> anyhow::Result<Self> {
         let folder = builder.folder.join("source");
         let tree = Self { root: builder.root, folder };
@@ -189,8 +189,8 @@ impl<'a> WorkTree<'a> {
     }
 
     fn remove(&self) {
-        // No part of it may be there; then there is nothing to do. Git forgets the work tree first,
-        // also if its folder is gone or a killed git has locked it.
+        // `--force` twice also removes a work tree that a killed git has locked. The command fails
+        // if git knows no such work tree, which is fine.
         if let Some(path) = self.folder.to_str() {
             let _ = run_git(self.root, &["worktree", "remove", "--force", "--force", path]);
         }

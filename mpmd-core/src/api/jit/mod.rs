@@ -5,9 +5,9 @@
 //! with the same shapes and shardings.
 
 mod call;
+mod dry_run;
 mod on_cuda;
 mod plan;
-mod planned;
 mod replicas;
 mod unchanged;
 mod warm;
@@ -311,7 +311,7 @@ impl<K: Kernel> Jit<K> {
         let plan = &bound.plan;
         plan.check_donations(leaves)?;
         let inputs = bound.unchanged.lock().check(plan, &program.runtime, leaves, same)?;
-        if program.recording.is_some() {
+        if program.capture.is_some() {
             plan.check_given_up(program, leaves)?;
         }
         Ok(issue(program, bound, leaves, prepared, Numbering::New { inputs }, at))
@@ -376,8 +376,8 @@ fn issue<K: Kernel>(
         },
     );
     plan.donate(leaves, op, at);
-    if let Some(recorder) = &program.runtime.recorder {
-        plan.note_growth(recorder, leaves, op);
+    if let Some(dry_run) = &program.runtime.dry_run {
+        plan.note_growth(dry_run, leaves, op);
     }
     if let Some(guard) = guard {
         prepare(prepared, program, bound, leaves, op, guard, at);

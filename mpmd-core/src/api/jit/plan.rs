@@ -18,7 +18,7 @@ use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, 
 use crate::kernel::{
     Collective, DeviceBindings, Kernel, MeshPosition, ObjectPath, Shapes, ShardInfo,
 };
-use crate::{api::program::Program, exec::recorder::KnownDescriptor};
+use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
@@ -235,7 +235,7 @@ impl CallPlan {
         twice.then(|| self.donated.iter().find_map(|i| Some((*i, twin(leaves, *i)?)))).flatten()
     }
 
-    /// While a step is recorded, returns an error if the call donates an array that the step
+    /// While a step is captured, returns an error if the call donates an array that the step
     /// neither made nor has as an input.
     pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
         let donated =
@@ -263,7 +263,7 @@ impl CallPlan {
         op: u64,
         at: &'static Location<'static>,
     ) -> NewArrays {
-        if self.seats.is_empty() && self.runtime.recorder.is_none() {
+        if self.seats.is_empty() && self.runtime.dry_run.is_none() {
             return Placed::remote_arrays(&self.made, Origin { op, leaf: 0, at });
         }
         let all = self.outputs.iter().enumerate().map(|(i, output)| {

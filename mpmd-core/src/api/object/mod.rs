@@ -2,8 +2,8 @@
 //!
 //! An object is made by a kernel without inputs, and its methods are kernels that take it as one
 //! more input. So objects need no operations of their own: calls are numbered, hashed, traced,
-//! planned and replayed as `jit` calls are. Only the values differ: the buffer of an object leads
-//! to a cell ([`exec/array/object.rs`](crate::exec::array::object)).
+//! listed by dry runs and replayed as `jit` calls are. Only the values differ: the buffer of an
+//! object leads to a cell ([`exec/array/object.rs`](crate::exec::array::object)).
 
 mod closure;
 mod method;
@@ -61,7 +61,7 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If a step is being recorded. An error or a panic of `make` fails each call with the object
+    /// If a step is being captured. An error or a panic of `make` fails each call with the object
     /// instead.
     #[track_caller]
     pub fn object<T: Send + 'static>(
@@ -74,8 +74,8 @@ impl Program {
 
     /// Makes an object as [`Program::object`] does. Its value takes `bytes` bytes on each device.
     ///
-    /// The bytes count against the memory limit of the device, and in memory plans, until the
-    /// object is dropped. A call fails if the value then [reports](ObjectBytes) more bytes than
+    /// The bytes count against the memory limit of the device, and in estimates of memory, until
+    /// the object is dropped. A call fails if the value then [reports](ObjectBytes) more bytes than
     /// were declared for it in all.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl Program {
         (bytes, measure): (u64, Option<Measure>),
         at: &'static Location<'static>,
     ) -> Result<MpmdObject<T>> {
-        self.refuse_recording(at, "object")?;
+        self.refuse_in_capture(at, "object")?;
         let name = format!("object {} at {}:{}", short_name::<T>(), at.file(), at.line());
         let kernel = Maker { make, bytes, measure, name };
         let maker = self.jit(kernel).on(mesh).outputs(mesh.replicated()).build()?;

@@ -31,11 +31,11 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If this call is within a recorded step.
+    /// If this call is within a captured step.
     #[track_caller]
     pub fn assert_same(&mut self, text: impl Into<String>) -> Result<()> {
         let at = self.caller(Location::caller());
-        self.refuse_recording(at, "assert_same")?;
+        self.refuse_in_capture(at, "assert_same")?;
         let text = text.into();
         // Cut into short pieces, so that the shown piece contains the difference.
         let mut rest = text.as_str();

@@ -40,7 +40,7 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If the job has no process `from`, or the call is within a recorded step. If `f` fails or
+    /// If the job has no process `from`, or the call is within a captured step. If `f` fails or
     /// panics, on every process. If `from` is gone, or the encoded value is larger than 1 MiB.
     #[track_caller]
     pub fn broadcast_value<T: Serialize + DeserializeOwned>(
@@ -50,7 +50,7 @@ impl Program {
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let at = Location::caller();
-        self.refuse_recording(at, "broadcast_value")?;
+        self.refuse_in_capture(at, "broadcast_value")?;
         if from.index() >= self.processes() {
             let problem = format!("there is no process {from} among {}", self.processes());
             return Err(IssueProblem::Mesh(problem).at(at, "broadcast_value"));

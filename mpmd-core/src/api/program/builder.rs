@@ -14,7 +14,7 @@ use super::membership::Membership;
 use super::version::Checks;
 use super::{Program, connect};
 use crate::error::{Error, Result};
-use crate::exec::recorder::{Order, Recorder};
+use crate::exec::dry_run::{DryRunBuilder, Order};
 use crate::exec::{Dump, Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::variables;
@@ -263,26 +263,26 @@ impl Builder {
     }
 
     /// Starts a dry run of a job of `processes`. This process owns no devices, connects to no peer,
-    /// and runs without waiting: every array is fully remote. The program records the operations of
-    /// all processes ([`Program::plan`]).
+    /// and runs without waiting: every array is fully remote. The program lists the operations of
+    /// all processes ([`Program::dry_run`]).
     ///
     /// # Errors
     ///
     /// If the devices cannot be spread evenly.
     pub fn dry_run(self, processes: usize) -> Result<Program> {
         let topology = self.topology(processes, None)?;
-        self.spectate(beyond(&topology), topology, None)
+        self.start_dry_run(beyond(&topology), topology, None)
     }
 
     /// Starts a dry run of a job with these devices. [`Program::process`] returns `process`. With
-    /// `order`, the step end that completes the plan writes it to a file and exits this process.
-    pub(super) fn spectate(
+    /// `order`, the step end that completes the dry run writes it to a file and exits this process.
+    pub(super) fn start_dry_run(
         self,
         process: ProcessId,
         topology: Topology,
         order: Option<Order>,
     ) -> Result<Program> {
-        let recorder = Recorder::new(process, &topology, order);
+        let dry_run = DryRunBuilder::new(process, &topology, order);
         // The runtime's own number is beyond the job, so that it owns no devices.
         let nobody = beyond(&topology);
         let runtime = Runtime::start(
@@ -290,7 +290,7 @@ impl Builder {
             topology,
             self.config(Trace::default(), Vec::new()),
             None,
-            Some(recorder),
+            Some(dry_run),
         )
         .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
@@ -517,7 +517,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn program_alone_or_planning_has_no_transport() {
+    fn program_alone_or_dry_run_has_no_transport() {
         assert_eq!(Builder::default().alone().unwrap().transport(), "none");
         assert_eq!(Builder::default().dry_run(3).unwrap().transport(), "none");
     }
@@ -560,8 +560,8 @@ mod tests {
     #[test]
     fn cuda_devices_need_a_driver_only_on_their_owner() {
         let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
-        let planned = program().dry_run(2).unwrap();
-        assert!(planned.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
+        let dry_run = program().dry_run(2).unwrap();
+        assert!(dry_run.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
         match (program().alone(), cuda::found()) {
             (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.cuda, [0]),
             (Err(Error::Cuda(error)), Err(why)) => assert_eq!(error, why),

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
+use mpmd_launch::{DryRunEnv, JobEnv, LaunchError};
 use mpmd_transport::rendezvous::{Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig};
 
 use super::builder::{DEFAULT_PEER_TIMEOUT, has_cuda};
@@ -13,7 +13,8 @@ use super::membership::Returning;
 use super::transports::{self, Opened};
 use super::{Builder, Program, costs, version};
 use crate::error::{Error, Result};
-use crate::exec::recorder::{MOST_STEPS, Order};
+use crate::exec::array::dump::parse_dump;
+use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
 
 /// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
@@ -50,7 +51,7 @@ impl Job {
             (identity, server) = (Some(returning.identity), returning.server);
         }
         match &self.env {
-            Some(env) if env.plan.is_none() && (env.processes > 1 || env.hosted) => {
+            Some(env) if env.dry_run.is_none() && (env.processes > 1 || env.hosted) => {
                 join(self.builder.clone(), env, identity, server, true)
             }
             env => {
@@ -81,7 +82,7 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
     if let (None, Ok(text)) = (&builder.dump, std::env::var(mpmd_launch::variables::DUMP))
         && !text.is_empty()
     {
-        let (op, folder) = mpmd_launch::dump(&text)?;
+        let (op, folder) = parse_dump(&text)?;
         builder = builder.dump(op, folder);
     }
     Ok(builder)
@@ -112,8 +113,8 @@ fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
     if env.check_replicas {
         builder.check_replicas.get_or_insert(true);
     }
-    if let Some(plan) = &env.plan {
-        return spectate(builder, env, plan);
+    if let Some(asked) = &env.dry_run {
+        return dry_run(builder, env, asked);
     }
     if env.processes == 1 && !env.hosted {
         let topology = builder.topology(1, env.devices_per_process)?;
@@ -125,17 +126,17 @@ fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
     }
 }
 
-/// Starts a dry run that records the operations of all processes of the job, and assumes that all
-/// are on one host. The step end that completes the plan writes it and exits the process.
-fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
+/// Starts a dry run that lists the operations of all processes of the job, and assumes that all
+/// are on one host. The step end that completes the dry run writes it and exits the process.
+fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program> {
     let mut topology = builder.topology(env.processes, env.devices_per_process)?;
     if let Some(file) = &env.links
         && builder.links.is_none()
     {
         topology = topology.with_links(costs::of(file)?);
     }
-    let order = Order { file: plan.file.clone(), most_steps: plan.steps.unwrap_or(MOST_STEPS) };
-    builder.spectate(env.process, topology, Some(order))
+    let order = Order { file: asked.file.clone(), most_steps: asked.steps.unwrap_or(MOST_STEPS) };
+    builder.start_dry_run(env.process, topology, Some(order))
 }
 
 /// Joins the builder's epoch of a job. `identity` is that of a process that returns, and `server`

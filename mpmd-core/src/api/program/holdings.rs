@@ -3,7 +3,7 @@
 use std::fmt;
 
 use mpmd_base::ProcessId;
-use mpmd_layout::bytes_text;
+use mpmd_base::bytes_text;
 
 use super::Program;
 

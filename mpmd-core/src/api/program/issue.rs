@@ -1,5 +1,5 @@
 //! Issuing of operations. [`Program::issue_op`] is the only way: every operation gets a number and
-//! a hash, and is recorded, traced and counted there.
+//! a hash, and is listed, traced and counted there.
 
 use std::fmt;
 use std::panic::Location;
@@ -12,7 +12,7 @@ use mpmd_transport::deadline::after;
 use super::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::recorder::KnownDescriptor;
+use crate::exec::dry_run::KnownDescriptor;
 use crate::exec::{Counts, Doing, OpGuard, Rolling, Runtime};
 use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
@@ -34,10 +34,10 @@ pub(crate) struct NewOp<'a> {
     pub(crate) source: Option<u64>,
     /// Returns the descriptor. Called only in a dry run.
     pub(crate) descriptor: &'a dyn Fn() -> OpDescriptor,
-    /// Cache of the descriptor's index in the plan, so that `descriptor` is called once.
+    /// Cache of the descriptor's index in the dry run, so that `descriptor` is called once.
     pub(crate) known: Option<&'a KnownDescriptor>,
     /// Returns the object that issues the operation again in a replay. Called while a step is
-    /// recorded. `None` if this process has no part in the operation.
+    /// captured. `None` if this process has no part in the operation.
     pub(crate) again: &'a dyn Fn() -> Option<Arc<dyn Again>>,
     /// Number and hash of the operation, if a replay issues it.
     pub(crate) replayed: Option<Replayed<'a>>,
@@ -130,13 +130,13 @@ impl Program {
             }
         }
         let op = self.count;
-        if let Some(recording) = &mut self.recording {
-            recording.note(op, self.label, &new);
+        if let Some(capture) = &mut self.capture {
+            capture.note(op, self.label, &new);
         }
-        if let Some(recorder) = &self.runtime.recorder {
+        if let Some(dry_run) = &self.runtime.dry_run {
             let takes = takes.iter().enumerate().map(|(i, array)| (*array, donates(i)));
             let about = (self.label, at, self.hash.word());
-            recorder.operation(about, takes, new.known, new.descriptor);
+            dry_run.operation(about, takes, new.known, new.descriptor);
         }
         let guard = match new.part {
             Part::Work(bytes) => Some(self.runtime.in_flight.begin(op, self.hash_at_last, bytes)),
@@ -175,7 +175,7 @@ impl Program {
         if let Some(hook) = &self.on_issue {
             hook(self.count, &self.runtime);
         }
-        self.runtime.record(OpRecord {
+        self.runtime.issue(OpRecord {
             op: self.count,
             hash: self.hash_at_last,
             what,
@@ -197,7 +197,7 @@ impl Program {
         }
         self.count = op;
         self.hash_at_last = span.hash_at(op);
-        self.runtime.record_span(op, span);
+        self.runtime.issue_span(op, span);
     }
 
     /// Returns the rolling hash at the operation that was issued last. Peers compare this value.

@@ -59,7 +59,7 @@ impl Membership {
     }
 
     /// If a trace is written, compares this process's clock with the rendezvous service's and
-    /// records the offset. Blocks for the service's answers. An error is only logged.
+    /// notes the offset. Blocks for the service's answers. An error is only logged.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
         if !trace.is_on() {
             return;

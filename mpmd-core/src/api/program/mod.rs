@@ -8,8 +8,10 @@ mod assert_same;
 mod broadcast_value;
 mod builder;
 mod candidate;
+mod capture;
 mod connect;
 mod costs;
+mod dry_run;
 mod epochs;
 mod holdings;
 mod issue;
@@ -18,8 +20,6 @@ mod membership;
 mod metrics;
 mod neighbours;
 mod plan_cache;
-mod record;
-mod recording;
 mod simulate;
 pub mod transports;
 mod values;
@@ -40,6 +40,7 @@ use mpmd_transport::Pool;
 
 pub use builder::Builder;
 pub(crate) use candidate::Start;
+pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
 pub(crate) use connect::Job;
 pub(crate) use epochs::EpochEnd;
 pub use holdings::{Holdings, MemoryUse};
@@ -50,13 +51,12 @@ pub(crate) use membership::Returning;
 pub use metrics::Metrics;
 pub use plan_cache::PlanCacheMetrics;
 pub(crate) use plan_cache::{PlanCache, PutKey};
-pub(crate) use recording::{ArrayOrigin, Donation, Input, Noted, Recording};
 pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 
 use crate::error::{Error, Result};
+use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::kept::Kept;
-use crate::exec::recorder::Recorder;
 use crate::exec::{Rolling, Runtime};
 use crate::trace::spans::StepSpan;
 use crate::warning::warn_user;
@@ -82,8 +82,8 @@ use mpmd_record::trace::{Label, What};
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) put_plans: PlanCache,
-    /// The step that is being recorded, if any.
-    pub(crate) recording: Option<Box<Recording>>,
+    /// The step that is being captured, if any.
+    pub(crate) capture: Option<Box<Capture>>,
     label: Option<Label>,
     /// The source line that operations get instead of their caller's, if it is set.
     at: Option<&'static Location<'static>>,
@@ -95,7 +95,7 @@ pub struct Program {
     steps: u64,
     /// The span of the step in the program's log.
     step_span: StepSpan,
-    planning: bool,
+    is_dry_run: bool,
     ended: bool,
     /// Called with the number of each operation when it is issued. Only a simulation sets it.
     on_issue: Option<IssueHook>,
@@ -153,14 +153,14 @@ impl Program {
 
     fn new(
         runtime: Arc<Runtime>,
-        planning: bool,
+        is_dry_run: bool,
         membership: Option<Membership>,
         plans: usize,
     ) -> Self {
         Self {
             runtime,
             put_plans: PlanCache::new(plans),
-            recording: None,
+            capture: None,
             label: None,
             at: None,
             count: 0,
@@ -168,7 +168,7 @@ impl Program {
             hash_at_last: 0,
             steps: 0,
             step_span: StepSpan::default(),
-            planning,
+            is_dry_run,
             ended: false,
             on_issue: None,
             kept: None,
@@ -180,7 +180,7 @@ impl Program {
     /// Returns the number of this process. In a [dry run](Self::is_dry_run) this is the process
     /// that the program stands for, or a number beyond those of the job.
     pub fn process(&self) -> ProcessId {
-        self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
+        self.runtime.dry_run.as_ref().map_or(self.runtime.me, DryRunBuilder::process)
     }
 
     /// Returns the number of processes in the job.
@@ -198,12 +198,12 @@ impl Program {
         &self.runtime.topology
     }
 
-    /// True in a dry run: this process only records the operations of all processes. It owns no
+    /// True in a dry run: this process only lists the operations of all processes. It owns no
     /// devices, and runs neither kernels nor closures. Use this to guard output and files. The
     /// number of [the process](Self::process) is not enough, since `mpmd check` runs the program
     /// under each number of the job.
     pub fn is_dry_run(&self) -> bool {
-        self.planning
+        self.is_dry_run
     }
 
     /// Sets the label of the operations that are issued from now on: their part in a pipeline.
@@ -278,23 +278,23 @@ impl Program {
         pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
     }
 
-    /// Ends a step, for plans and traces. At this point the processes compare the operations that
-    /// they issued.
+    /// Ends a step, for dry runs and traces. At this point the processes compare the operations
+    /// that they issued.
     ///
-    /// Does not block. A process that was started to write its plan
-    /// ([`variables::PLAN`](mpmd_launch::variables::PLAN)) exits here with code 0 when the plan
-    /// is complete. It is complete when the last two steps are equal, or the requested number of
-    /// steps is recorded.
+    /// Does not block. A process that was started to write its dry run
+    /// ([`variables::DRY_RUN`](mpmd_launch::variables::DRY_RUN)) exits here with code 0 when the
+    /// dry run is complete. It is complete when the last two steps are equal, or the requested
+    /// number of steps is over.
     ///
     /// # Errors
     ///
-    /// If the plan cannot be written. If this call is within a recorded step. If the job is known
-    /// to have failed: an operation of this process failed, a process is gone, or the programs
-    /// diverged. Unlike errors of other calls this one depends on timing, so processes may see it
-    /// in different steps.
+    /// If the dry run cannot be written. If this call is within a captured step. If the job is
+    /// known to have failed: an operation of this process failed, a process is gone, or the
+    /// programs diverged. Unlike errors of other calls this one depends on timing, so processes may
+    /// see it in different steps.
     #[track_caller]
     pub fn step_end(&mut self) -> Result<()> {
-        self.refuse_recording(Location::caller(), "step_end")?;
+        self.refuse_in_capture(Location::caller(), "step_end")?;
         self.steps += 1;
         let step = self.steps;
         self.step_span.end();
@@ -303,7 +303,7 @@ impl Program {
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.status.step_ends(step);
         self.runtime.with_router(|router| router.step_end(step));
-        self.record_step()?;
+        self.end_dry_step()?;
         self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
@@ -318,9 +318,9 @@ impl Program {
     pub fn finish(mut self) -> Result<()> {
         let at = Location::caller();
         self.ended = true;
-        if self.planning {
+        if self.is_dry_run {
             // A dry run is in no job: there are no operations to wait for and no peers to notify.
-            return self.record_end();
+            return self.finish_dry_run();
         }
         let result = self.wait_for_end(at);
         self.leave_at_end(result)
@@ -417,7 +417,7 @@ impl Drop for Program {
         }
         // A dry run has no work to wait for. A process alone that has issued nothing has none
         // either.
-        let is_missed = !self.planning && (self.count > 0 || self.processes() > 1);
+        let is_missed = !self.is_dry_run && (self.count > 0 || self.processes() > 1);
         if is_missed {
             self.runtime.wait_briefly(WORK_OF_UNFINISHED);
         }

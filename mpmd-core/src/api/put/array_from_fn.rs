@@ -35,7 +35,7 @@ impl Program {
         fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
         let at = Location::caller();
-        self.refuse_recording(at, "array_from_fn")?;
+        self.refuse_in_capture(at, "array_from_fn")?;
         let wrong =
             |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "array_from_fn");
         sharding.check_devices(&self.runtime.topology).map_err(wrong)?;

@@ -64,7 +64,7 @@ impl fmt::Display for JoinedWhat {
     }
 }
 
-/// Returns the descriptor of a move for a recorded plan: that of its only leaf, or those of all
+/// Returns the descriptor of a move for a dry run: that of its only leaf, or those of all
 /// leaves joined.
 pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescriptor {
     let mut leaves = plans.iter().map(|plan| plan.descriptor(may_alias));

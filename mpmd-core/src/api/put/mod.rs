@@ -272,7 +272,7 @@ fn source_of(array: &MpmdArray) -> Source<'_> {
     }
 }
 
-/// A recorded move, which a replay issues again on other arrays.
+/// A captured move, which a replay issues again on other arrays.
 struct PutAgain {
     plans: Vec<Arc<PutPlan>>,
     options: MoveOptions,

@@ -92,7 +92,7 @@ impl Program {
         let Some(kept) = self.kept.clone().filter(|_| self.processes() > 1) else {
             return Ok(());
         };
-        self.refuse_recording(at, "commit")?;
+        self.refuse_in_capture(at, "commit")?;
         if !kept.lock().reach(step) {
             return Ok(());
         }

@@ -1,30 +1,30 @@
-//! Recording of a step and its replay. A replay issues only the operations in which this process
+//! Capture of a step and its replay. A replay issues only the operations in which this process
 //! takes part.
 //!
 //! Without replay every process issues all operations of the job, so in a large job issuing takes
-//! each process a long time. A recorded step keeps the operations of this process. All operations
+//! each process a long time. A captured step keeps the operations of this process. All operations
 //! keep their numbers: a replay skips those of other processes. The rolling hash of each operation
 //! is derived from that of the step.
 //!
-//! `Program::record` runs the step as it is. Meanwhile each `jit` call and `device_put` in which
-//! this process takes part notes the sources of its arrays (`recording.rs`): an input of the step,
+//! `Program::capture` runs the step as it is. Meanwhile each `jit` call and `device_put` in which
+//! this process takes part notes the sources of its arrays (`capture.rs`): an input of the step,
 //! an array from outside, or an operation of the step. The result is a list of this process's own
 //! operations, with a place for each array for as long as it is needed (`step.rs`).
 //!
-//! `Recorded::replay` checks the inputs, walks through the list, and takes the numbers of all
+//! `Captured::replay` checks the inputs, walks through the list, and takes the numbers of all
 //! operations of the step. The hashes of other processes' operations are not known then, so all
 //! hashes follow from the whole (`span.rs`). The operations before the replay, the hash at which
-//! the step was recorded, its length and its inputs are mixed once. Each operation's hash adds its
+//! the step was captured, its length and its inputs are mixed once. Each operation's hash adds its
 //! place in the step.
 //!
 //! To the router a replay is a *span*: the history keeps one entry for it. A process that sends,
 //! asks or counts inside the span finds the hash of that very operation. A process that issues the
 //! same operations one by one has other hashes, so it counts as diverged.
 //!
-//! A dry run issues all operations of a recorded step again, so plans and checks see every
-//! operation. `Pipeline::replay` records and replays training steps.
+//! A dry run issues all operations of a captured step again, so checks see every operation.
+//! `Pipeline::replay` captures and replays training steps.
 
-mod recording;
+mod capture;
 mod span;
 mod step;
 
@@ -36,23 +36,23 @@ use std::sync::atomic::Ordering;
 
 use step::ReplayStep;
 
-use crate::api::program::{Program, Recording};
+use crate::api::program::{Capture, Program};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::tree::{Structure, Tree};
 
-/// A step that was [recorded](Program::record), with inputs `T` and results `U`.
+/// A step that was [captured](Program::capture), with inputs `T` and results `U`.
 ///
 /// It keeps the arrays from outside that the step uses, but no array that the step made.
-pub struct Recorded<T, U> {
+pub struct Captured<T, U> {
     step: ReplayStep,
     results: Structure,
     types: PhantomData<fn(T) -> U>,
 }
 
 impl Program {
-    /// Runs a step once, and records it so that it can be [replayed](Recorded::replay).
+    /// Runs a step once, and captures it so that it can be [replayed](Captured::replay).
     ///
     /// `step` issues `jit` calls and `device_put`s on its inputs and on other arrays that it holds.
     /// The other arrays and host values made inside are *constants*: every replay uses the same.
@@ -63,7 +63,7 @@ impl Program {
     /// `step` these calls are refused: reads of arrays that the step makes,
     /// [`broadcast_value`](Program::broadcast_value), [`array_from_fn`](Program::array_from_fn),
     /// [`microbatches`](MpmdArray::microbatches), [`step_end`](Program::step_end), and nested
-    /// recording.
+    /// capture.
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -71,7 +71,7 @@ impl Program {
     /// let results = mpmd_core::simulate(2, 2, 7, |p| {
     ///     let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
     ///     let x = p.device_put(&MpmdArray::scalar(1.0f32), &stages[0].replicated())?;
-    ///     let (y, step) = p.record(x, |p, x| p.device_put(&x, &stages[1].replicated()))?;
+    ///     let (y, step) = p.capture(x, |p, x| p.device_put(&x, &stages[1].replicated()))?;
     ///     drop(y);
     ///     let x = p.device_put(&MpmdArray::scalar(2.0f32), &stages[0].replicated())?;
     ///     let y = step.replay(p, x)?;
@@ -83,45 +83,45 @@ impl Program {
     /// # Errors
     ///
     /// If an input was donated or is of another program. If the step issues an operation that
-    /// cannot be recorded, or donates an array from outside that is not an input. Errors of `step`
+    /// cannot be captured, or donates an array from outside that is not an input. Errors of `step`
     /// are returned as they are. Operations that it issued before an error stay issued.
     #[track_caller]
-    pub fn record<T, U>(
+    pub fn capture<T, U>(
         &mut self,
         x: T,
         step: impl FnOnce(&mut Self, T) -> Result<U>,
-    ) -> Result<(U, Recorded<T, U>)>
+    ) -> Result<(U, Captured<T, U>)>
     where
         T: Tree<Leaf = MpmdArray>,
         U: Tree<Leaf = MpmdArray>,
     {
         let at = self.caller(Location::caller());
-        self.refuse_recording(at, "record")?;
-        let wrong = |problem: IssueProblem| problem.at(at, "record");
+        self.refuse_in_capture(at, "capture")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "capture");
         for (path, leaf) in x.leaves_with_paths() {
             leaf.check_usable(&path).and_then(|()| self.check_own(&path, leaf)).map_err(wrong)?;
         }
         let structure = x.structure();
         let leaves = x.into_leaves().into_iter().map(by_itself).collect::<Result<Vec<_>>>()?;
-        let recording = Recording::new(self.operations(), structure.clone(), &leaves, at);
+        let capture = Capture::new(self.operations(), structure.clone(), &leaves, at);
         let x =
             T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
-        self.runtime.recorded_from.store(self.operations(), Ordering::Relaxed);
-        self.recording = Some(Box::new(recording));
-        // Catches a panic to end the recording, so that the program stays usable for a caller that
+        self.runtime.capture_from.store(self.operations(), Ordering::Relaxed);
+        self.capture = Some(Box::new(capture));
+        // Catches a panic to end the capture, so that the program stays usable for a caller that
         // catches it.
         let result = catch_unwind(AssertUnwindSafe(|| step(self, x)));
-        self.runtime.recorded_from.store(u64::MAX, Ordering::Relaxed);
-        let recording = self.recording.take();
+        self.runtime.capture_from.store(u64::MAX, Ordering::Relaxed);
+        let capture = self.capture.take();
         let y = result.unwrap_or_else(|panic| resume_unwind(panic))?;
-        let Some(recording) = recording else {
-            return Err(wrong(IssueProblem::Recording(
+        let Some(capture) = capture else {
+            return Err(wrong(IssueProblem::Capture(
                 "the step has replaced its program by another one".into(),
             )));
         };
         let results = y.structure();
-        let step = recording.finish(&self.runtime, &y.leaves(), self.operations(), self.rolling());
-        Ok((y, Recorded { step, results, types: PhantomData }))
+        let step = capture.finish(&self.runtime, &y.leaves(), self.operations(), self.rolling());
+        Ok((y, Captured { step, results, types: PhantomData }))
     }
 
     /// Returns an error if the array belongs to another program.
@@ -139,8 +139,8 @@ impl Program {
     }
 }
 
-impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
-    /// Issues the recorded operations again, on other inputs. This process issues the operations in
+impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
+    /// Issues the captured operations again, on other inputs. This process issues the operations in
     /// which it takes part and skips the others.
     ///
     /// If one process replays, all must replay. The rolling hash of a replay differs from that of
@@ -150,25 +150,25 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
     ///
     /// # Errors
     ///
-    /// If an input has another shape, dtype or sharding than at recording. If an input was donated
-    /// or is of another program. If two inputs were the same array at recording and are not now. If
+    /// If an input has another shape, dtype or sharding than at capture. If an input was donated
+    /// or is of another program. If two inputs were the same array at capture and are not now. If
     /// two inputs are now the same array, were not, and the step donates one of them. If an array
     /// from outside that the step uses was donated since. The error is the same on every process,
     /// and nothing is issued.
     #[track_caller]
     pub fn replay(&self, program: &mut Program, x: T) -> Result<U> {
         let at = program.caller(Location::caller());
-        program.refuse_recording(at, "replay")?;
+        program.refuse_in_capture(at, "replay")?;
         self.step.check(program, &x).map_err(|problem| problem.at(at, "replay"))?;
         self.replay_fitting(program, &x)
     }
 
-    /// True if [`Recorded::replay`] accepts these inputs now. Issues nothing.
+    /// True if [`Captured::replay`] accepts these inputs now. Issues nothing.
     pub(crate) fn fits(&self, program: &Program, x: &T) -> bool {
         self.step.check(program, x).is_ok()
     }
 
-    /// Replays the step on inputs that fit, while nothing is recorded.
+    /// Replays the step on inputs that fit, while nothing is captured.
     #[track_caller]
     pub(crate) fn replay_fitting(&self, program: &mut Program, x: &T) -> Result<U> {
         let at = program.caller(Location::caller());
@@ -189,9 +189,9 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
     }
 }
 
-impl<T, U> fmt::Debug for Recorded<T, U> {
+impl<T, U> fmt::Debug for Captured<T, U> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Recorded({})", self.step)
+        write!(f, "Captured({})", self.step)
     }
 }
 

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use crate::exec::{Rolling, Span, Values};
 use mpmd_record::trace::Label;
 
-/// Descriptions of the operations of a recorded step.
+/// Descriptions of the operations of a captured step.
 pub(super) struct Names {
     pub(super) operations: u64,
-    /// The line that recorded the step.
+    /// The line that captured the step.
     pub(super) at: &'static Location<'static>,
     /// Operations in which this process takes part, sorted by their place in the step. Places start
     /// at 1.
@@ -57,10 +57,10 @@ impl Span for Replaying {
     }
 
     fn describe(&self, op: u64) -> String {
-        let Names { operations, at: recorded, here } = &*self.names;
+        let Names { operations, at: captured, here } = &*self.names;
         let (place, at) = (op.saturating_sub(self.before), self.at);
         let of = format!(
-            "{place} of {operations} of the step recorded at {recorded} and replayed at {at}"
+            "{place} of {operations} of the step captured at {captured} and replayed at {at}"
         );
         match here.binary_search_by_key(&place, |name| name.place) {
             Ok(found) => {

@@ -1,4 +1,4 @@
-//! A recorded step: this process's operations and the arrays that they need.
+//! A captured step: this process's operations and the arrays that they need.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -15,7 +15,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Structure, Tree};
 use mpmd_record::trace::Label;
 
-/// This process's part of a recorded step.
+/// This process's part of a captured step.
 pub(super) struct ReplayStep {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
@@ -31,7 +31,7 @@ pub(super) struct ReplayStep {
     /// The number of storage places for arrays that the step makes.
     pub(super) values: usize,
     pub(super) outcomes: Vec<Outcome>,
-    /// The rolling hash at the end of the recording.
+    /// The rolling hash at the end of the capture.
     pub(super) hash: Rolling,
     pub(super) names: Arc<Names>,
 }
@@ -92,7 +92,7 @@ pub(super) enum Outcome {
     /// made.
     Here { source: Source, donated: Option<Donation> },
     /// An array that other processes made, so that it is fully remote here. `origin` is from the
-    /// recording, which began after operation `before`.
+    /// capture, which began after operation `before`.
     Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
 }
 
@@ -112,11 +112,11 @@ impl ReplayStep {
         x: &impl Tree<Leaf = MpmdArray>,
     ) -> Result<(), IssueProblem> {
         if !Arc::ptr_eq(&self.runtime, &program.runtime) {
-            return Err(IssueProblem::Foreign { path: "the recorded step".to_owned() });
+            return Err(IssueProblem::Foreign { path: "the captured step".to_owned() });
         }
         if !x.has_structure(&self.structure) {
             let (expected, found) = (leaves_of(&self.structure), leaves_of(&x.structure()));
-            return Err(IssueProblem::Recorded { path: String::new(), expected, found });
+            return Err(IssueProblem::Captured { path: String::new(), expected, found });
         }
         let x = x.leaves();
         let mut firsts: OriginMap<usize> =
@@ -127,7 +127,7 @@ impl ReplayStep {
             if input.aval != *leaf.aval() || input.sharding.as_ref() != leaf.sharding() {
                 let expected = describe(&input.aval, input.sharding.as_ref());
                 let found = describe(leaf.aval(), leaf.sharding());
-                return Err(IssueProblem::Recorded { path: input.path.clone(), expected, found });
+                return Err(IssueProblem::Captured { path: input.path.clone(), expected, found });
             }
             let Repr::Placed(placed) = &leaf.repr else { continue };
             let first = *firsts.entry(placed.origin()).or_insert(place);
@@ -149,14 +149,14 @@ impl ReplayStep {
         {
             let problem = "an input that the step donates is an array from outside that the step \
                 uses as well";
-            return Err(IssueProblem::Recording(problem.to_owned()));
+            return Err(IssueProblem::Capture(problem.to_owned()));
         }
         Ok(())
     }
 
     /// Checks that inputs which are one array now may be one. `first` is the first input with the
     /// same array as input `place`. If input `place` was one array with some input at the
-    /// recording, that input must be `first`. If the two were different arrays then, the step must
+    /// capture, that input must be `first`. If the two were different arrays then, the step must
     /// donate neither of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let (input, twin) = (&self.inputs[place], &self.inputs[first]);
@@ -165,14 +165,14 @@ impl ReplayStep {
             return Ok(());
         }
         if known != place {
-            return Err(IssueProblem::Recording(format!(
-                "{:?} was the same array as {:?} when the step was recorded, and is another one",
+            return Err(IssueProblem::Capture(format!(
+                "{:?} was the same array as {:?} when the step was captured, and is another one",
                 input.path, self.inputs[known].path
             )));
         }
         if input.donated.or(twin.donated).is_some() {
-            return Err(IssueProblem::Recording(format!(
-                "{:?} is the same array as {:?}, and was not when the step was recorded, which \
+            return Err(IssueProblem::Capture(format!(
+                "{:?} is the same array as {:?}, and was not when the step was captured, which \
                  donates one of them",
                 input.path, twin.path
             )));
@@ -238,8 +238,8 @@ impl ReplayStep {
                 donate(&array, *donated, before);
                 Some(array)
             }
-            Outcome::Remote { made, origin, before: recorded, donated } => {
-                let origin = Origin { op: origin.op - recorded + before, ..*origin };
+            Outcome::Remote { made, origin, before: captured, donated } => {
+                let origin = Origin { op: origin.op - captured + before, ..*origin };
                 let array = Placed::array(made.clone(), Shards::Several(Vec::new()), origin);
                 donate(&array, *donated, before);
                 Some(array)
@@ -251,8 +251,8 @@ impl ReplayStep {
     /// Returns (rolling hash at the start of a replay, hash of the host values among its inputs).
     /// The rolling hash includes the step and its inputs, which must be equal on all processes.
     fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
-        let recorded = self.hash.value();
-        let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
+        let captured = self.hash.value();
+        let step = [0x4e97a, captured as u64, (captured >> 64) as u64, self.operations()];
         let inputs = x.iter().map(|leaf| leaf.word());
         let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
         call.mix_values(program.hash_values(x.iter().copied()))
@@ -262,7 +262,7 @@ impl ReplayStep {
 impl fmt::Display for ReplayStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (all, here) = (self.operations(), self.operations_here());
-        write!(f, "{here} of {all} operations here, recorded at {}", self.names.at)
+        write!(f, "{here} of {all} operations here, captured at {}", self.names.at)
     }
 }
 

@@ -34,7 +34,7 @@ impl MpmdArray {
         m: usize,
     ) -> Result<Vec<MpmdArray>> {
         let at = Location::caller();
-        program.refuse_recording(at, "microbatches")?;
+        program.refuse_in_capture(at, "microbatches")?;
         let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
         self.check_usable("").map_err(wrong)?;
         let split = |why: String| wrong(IssueProblem::Split(why));

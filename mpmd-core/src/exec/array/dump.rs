@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 
+use mpmd_launch::{LaunchError, variables};
 use mpmd_transport::SharedBuffer;
 use safetensors::tensor::{Dtype, SafeTensors, View, serialize_to_file};
 
@@ -18,6 +19,9 @@ use crate::files::read_regular;
 use crate::warning::warn_user;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::topology::DeviceId;
+
+/// The folder of a dump that names none.
+const FOLDER: &str = "dump";
 
 /// The operation to dump, and the folder for its files.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -172,4 +176,37 @@ pub fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
         DType::F64 => Dtype::F64,
         _ => return None,
     })
+}
+
+/// Returns (number of the operation, folder) for a value of
+/// [`variables::DUMP`](mpmd_launch::variables::DUMP), `OP` or `OP:FOLDER`.
+///
+/// # Errors
+///
+/// [`LaunchError::Variable`] for another text. Operations are counted from 1.
+pub fn parse_dump(text: &str) -> Result<(u64, PathBuf), LaunchError> {
+    let (op, folder) = text.split_once(':').unwrap_or((text, FOLDER));
+    match op.parse() {
+        Ok(op @ 1..) if !folder.is_empty() => Ok((op, folder.into())),
+        _ => Err(LaunchError::Variable {
+            variable: variables::DUMP.into(),
+            value: text.into(),
+            expected: "the number of an operation, from 1, or number:folder".into(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dump_is_a_number_and_perhaps_a_folder() {
+        assert_eq!(parse_dump("12"), Ok((12, "dump".into())));
+        assert_eq!(parse_dump("7:/tmp/a:b"), Ok((7, "/tmp/a:b".into())));
+        for wrong in ["", "0", "x", "-1", "3:", ":/tmp"] {
+            let error = parse_dump(wrong).unwrap_err().to_string();
+            assert!(error.contains("the number of an operation"), "{error}");
+        }
+    }
 }

@@ -14,7 +14,7 @@ use crate::exec::memory::WORTH_NAMING;
 pub(crate) struct Handle {
     all: Arc<Results>,
     index: u32,
-    /// True if the array's own last handle has something to do: in a dry run it is recorded; the
+    /// True if the array's own last handle has something to do: a dry run notes its end; the
     /// shards of one of several arrays are freed.
     counted: bool,
 }
@@ -108,8 +108,8 @@ impl Placed {
     fn handles(arrays: Arrays) -> NewArrays {
         let all = Arc::new(Results { arrays: OnceLock::from(arrays), remote: None });
         let arrays = all.arrays();
-        let recorded = arrays.first().is_some_and(|first| first.made.runtime.recorder.is_some());
-        let counted = arrays.first().is_some_and(|first| first.is_counted(arrays.len(), recorded));
+        let noted = arrays.first().is_some_and(|first| first.made.runtime.dry_run.is_some());
+        let counted = arrays.first().is_some_and(|first| first.is_counted(arrays.len(), noted));
         let large = arrays.iter().any(Self::is_large);
         NewArrays { next: 0..arrays.len() as u32, counted, large, all }
     }
@@ -130,8 +130,8 @@ impl Placed {
 
     /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
     /// a single array are freed with the allocation.
-    fn is_counted(&self, arrays: usize, recorded: bool) -> bool {
-        arrays > 1 && !self.shards.is_empty() || recorded
+    fn is_counted(&self, arrays: usize, noted: bool) -> bool {
+        arrays > 1 && !self.shards.is_empty() || noted
     }
 }
 
@@ -190,11 +190,11 @@ impl Handle {
         self.all.arrays.get().is_some() && Placed::is_donated(self)
     }
 
-    /// Frees the array's shards with its last handle, and records that in a dry run.
+    /// Frees the array's shards with its last handle, and notes that in a dry run.
     #[cold]
     fn end(&self) {
-        if let Some(recorder) = &self.made.runtime.recorder {
-            recorder.dropped(self.origin());
+        if let Some(dry_run) = &self.made.runtime.dry_run {
+            dry_run.dropped(self.origin());
         }
         self.shards.iter().for_each(|shard| shard.slot.leave());
     }
@@ -240,7 +240,7 @@ impl WeakHandle {
         let all = self.all.upgrade()?;
         let arrays = all.arrays();
         let array = &arrays[self.index as usize];
-        let counted = array.is_counted(arrays.len(), array.made.runtime.recorder.is_some());
+        let counted = array.is_counted(arrays.len(), array.made.runtime.dry_run.is_some());
         if counted {
             let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
             array.handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;

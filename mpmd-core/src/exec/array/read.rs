@@ -155,25 +155,25 @@ impl MpmdArray {
         }
     }
 
-    /// In a dry run, records that the program waits for the array at line `at`. `values` is true if
+    /// In a dry run, notes that the program waits for the array at line `at`. `values` is true if
     /// it reads values.
     fn note_read(&self, values: bool, at: &'static Location<'static>) {
         if let Repr::Placed(placed) = &self.repr
-            && let Some(recorder) = &placed.made.runtime.recorder
+            && let Some(dry_run) = &placed.made.runtime.dry_run
         {
-            recorder.read(placed.origin(), values, at);
+            dry_run.read(placed.origin(), values, at);
         }
     }
 
     /// Returns an error if the array has partial sums. Also if the step that makes it is being
-    /// recorded, since a replay reads no values. The result is the same on every process.
+    /// captured, since a replay reads no values. The result is the same on every process.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
-            Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => {
+            Repr::Placed(placed) if placed.made.runtime.is_in_capture(placed.origin.op) => {
                 Err(Error::Read {
                     at,
                     why: format!(
-                        "the values of {} are read in the recorded step that makes it; a \
+                        "the values of {} are read in the captured step that makes it; a \
                          replay reads no values: read them after the step",
                         placed.describe()
                     ),

@@ -22,11 +22,11 @@ use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::Arena;
 use mpmd_transport::{Pool, Transport};
 
+use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::job::worker::{self, Crew, Worker};
 use crate::exec::moves::chunks::Chunks;
 use crate::exec::moves::driver;
 use crate::exec::moves::mailbox::Mailbox;
-use crate::exec::recorder::Recorder;
 use crate::exec::{InFlight, LocalDevice, Parker, Runtime, RuntimeConfig, Status};
 use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
@@ -52,7 +52,7 @@ impl Runtime {
         topology: Topology,
         config: RuntimeConfig,
         transport: Option<Arc<dyn Transport>>,
-        recorder: Option<Recorder>,
+        dry_run: Option<DryRunBuilder>,
     ) -> std::io::Result<Arc<Self>> {
         // Before the first buffer is allocated: zero-copy transfers need memory from the
         // transport's arena.
@@ -110,9 +110,9 @@ impl Runtime {
             communicators: cuda::Communicators::default(),
             holders: Mutex::default(),
             under_way: Mutex::default(),
-            recorded_from: AtomicU64::new(u64::MAX),
+            capture_from: AtomicU64::new(u64::MAX),
             watched_donations: AtomicU64::new(0),
-            recorder,
+            dry_run,
             trouble: Mutex::default(),
             changed: Condvar::new(),
             stopped: Arc::default(),

@@ -106,12 +106,12 @@ impl Runtime {
     }
 
     /// Tells the router of an operation that this process issues.
-    pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
+    pub(crate) fn issue(self: &Arc<Self>, record: OpRecord) {
         self.with_router(|router| router.issue(record, || self.now()));
     }
 
     /// Tells the router of all operations of a replayed step up to `op`, which this process issues.
-    pub(crate) fn record_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
+    pub(crate) fn issue_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 

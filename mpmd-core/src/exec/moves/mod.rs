@@ -10,9 +10,9 @@
 pub(super) mod assembly;
 pub(super) mod chunks;
 pub(super) mod driver;
+pub(super) mod dry_run;
 pub(super) mod exchange;
 pub(super) mod mailbox;
-pub(super) mod planned;
 pub(super) mod put;
 pub(super) mod reach;
 pub(super) mod receive;

@@ -249,7 +249,7 @@ impl Scene {
 
     fn issue(&self, rng: &mut Rng, issued: &mut Issued) {
         let op = self.runtime.router.lock().count() + 1;
-        self.runtime.record(record(op));
+        self.runtime.issue(record(op));
         if rng.u8(..4) > 0 {
             let at = rng.usize(..self.moves.len());
             issued.moved.push((at, self.moves[at].issue(&self.runtime, op)));
@@ -485,7 +485,7 @@ fn unexpected_lengths_take_no_memory() {
     ];
     for (bytes, payload) in long.into_iter().chain(other) {
         scene.begin();
-        runtime.record(record(1));
+        runtime.issue(record(1));
         let (resolver, slot) = AsyncBuffer::new();
         let waiter = Waiter::Bytes { resolver, from: LIAR, op: 1, piece: 0 };
         let now = runtime.now();

@@ -8,7 +8,8 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
 use super::super::calls::{self, DriverError};
 use super::super::library;
-use super::{Attributes, Driver, Gpu, NoCuda, OLDEST, Uuid, Version};
+use super::super::no_cuda::{NoCuda, OLDEST, Version};
+use super::{Attributes, Driver, Gpu, Uuid};
 
 /// Room for a device's name, in bytes.
 const NAME_BYTES: usize = 256;

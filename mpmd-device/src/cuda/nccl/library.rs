@@ -3,10 +3,10 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use super::super::NoCuda;
 use super::super::calls::functions;
 use super::super::error::CudaError;
 use super::super::library::NCCL;
+use super::super::no_cuda::NoCuda;
 use crate::collective::Reduce;
 use mpmd_layout::aval::DType;
 

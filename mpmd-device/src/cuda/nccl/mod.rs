@@ -28,8 +28,9 @@ use library::{
     Config, IN_PROGRESS, RawCommunicator, SUCCESS, UniqueId, check, data_type, operation, ready,
 };
 
+use super::context::Context;
 use super::error::CudaError;
-use super::gpu::{Context, Gpu};
+use super::gpu::Gpu;
 use super::stream::RawStream;
 use super::{CommunicatorId, Joint, NotJoined};
 use crate::collective::CollectiveKind;

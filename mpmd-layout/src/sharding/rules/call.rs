@@ -1,8 +1,8 @@
 //! Parses tactics: ops joined by `|`, each a name or a call with literal arguments.
 
-use super::error::ErrorKind;
+use super::error::{ArgumentError, ErrorKind, ParseError};
 use super::literal::Literal;
-use super::reader::{ParseError, Reader, after_value, is_constant};
+use super::reader::{Reader, after_value, is_constant};
 
 /// One op of a tactic as it is written: `fsdp(axis="data", min_size_to_shard_mb=1)`.
 ///
@@ -22,12 +22,6 @@ pub struct Call {
     keywords: Vec<(String, Literal)>,
     text: String,
 }
-
-/// The error of an op that is called with wrong arguments. The message continues the op's name:
-/// "has no argument `dim`".
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{0}")]
-pub struct ArgumentError(pub String);
 
 impl Call {
     /// Parses the text of a tactic and returns its ops, in order.

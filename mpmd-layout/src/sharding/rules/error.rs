@@ -1,9 +1,7 @@
-//! The errors of strategies, alone and applied to leaves.
+//! The errors of tactics and of strategies, alone and applied to leaves.
 
-use super::ops::OpError;
-use super::reader::ParseError;
 use crate::aval::ShapedArray;
-use crate::sharding::Spec;
+use crate::sharding::{Spec, SpecEntry};
 use crate::topology::Mesh;
 
 /// The reason that a strategy gives no shardings. Always the caller's fault, and the same on every
@@ -178,6 +176,99 @@ pub struct OpFailed {
     pub reason: OpError,
 }
 
+/// The reason that an op refuses a leaf.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpError {
+    /// The dimension is divided already.
+    #[error("dimension {dim} is divided over {by} already")]
+    AlreadySharded {
+        /// The dimension, from 0.
+        dim: usize,
+        /// The axes that divide the dimension.
+        by: SpecEntry,
+    },
+    /// The leaf should be whole but is divided.
+    #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
+    NotWhole,
+    /// The leaf has no such dimension.
+    #[error(
+        "dimension {dim} is out of range: its absolute value must be below {ndim}, the number of \
+         dimensions"
+    )]
+    DimOutOfRange {
+        /// The requested dimension; negative from the end.
+        dim: i64,
+        /// Number of dimensions of the leaf.
+        ndim: usize,
+    },
+    /// The mesh has no such axis.
+    #[error("there is no axis `{axis}` in the mesh {mesh}")]
+    UnknownAxis {
+        /// The unknown axis.
+        axis: String,
+        /// The mesh.
+        mesh: Mesh,
+    },
+    /// An earlier op of the tactic keeps the leaf whole along the axis.
+    #[error("it divides over axis `{axis}`, but `{by}` keeps the leaf whole along it")]
+    KeptWhole {
+        /// The axis.
+        axis: String,
+        /// The earlier op, as written.
+        by: String,
+    },
+    /// An earlier op of the tactic divides the leaf over the axis.
+    #[error("it keeps the leaf whole along axis `{axis}`, but `{by}` divides over it")]
+    DividedBefore {
+        /// The axis.
+        axis: String,
+        /// The earlier op, as written.
+        by: String,
+    },
+    /// Two dimensions of the leaf have the same logical name.
+    #[error("logical name `{name}` comes twice in {}", names_text(names))]
+    DuplicateLogicalName {
+        /// The name.
+        name: String,
+        /// The logical names of all dimensions.
+        names: Vec<Option<String>>,
+    },
+    /// The leaf has more or fewer logical names than dimensions.
+    #[error("its logical names are {}, but it has {ndim} dimensions", names_text(names))]
+    LogicalNames {
+        /// The logical names.
+        names: Vec<Option<String>>,
+        /// Number of dimensions of the leaf.
+        ndim: usize,
+    },
+    /// An op of a user refuses the leaf, with this message.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// A tactic that cannot be read.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("tactic {text:?}, column {column}: expected {expected}, found {found}")]
+#[non_exhaustive]
+pub struct ParseError {
+    /// The whole tactic.
+    pub text: String,
+    /// The place of the error, in characters from 1.
+    pub column: usize,
+    /// The text or kind of text that is allowed at that column.
+    pub expected: String,
+    /// The text found at that column, or "the end".
+    pub found: String,
+    pub(super) kind: ErrorKind,
+}
+
+/// The error of an op that is called with wrong arguments. The message continues the op's name:
+/// "has no argument `dim`".
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{0}")]
+pub struct ArgumentError(pub String);
+
 /// The class of an error, named like the Python exception of the original.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
@@ -235,6 +326,24 @@ impl ErrorKind {
     }
 }
 
+impl OpError {
+    /// Returns the class of the error, named like a Python exception.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::UnknownAxis { .. } => ErrorKind::Key,
+            _ => ErrorKind::Value,
+        }
+    }
+}
+
+impl ParseError {
+    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
+    /// [`Call::parse_tactic`](super::Call::parse_tactic).
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
 fn largest_text(largest: &[(String, u64)], leaves: usize) -> String {
     let listed: Vec<String> =
         largest.iter().map(|(leaf, bytes)| format!("`{leaf}` {bytes}")).collect();
@@ -243,4 +352,9 @@ fn largest_text(largest: &[(String, u64)], leaves: usize) -> String {
         more => format!(" and {more} more leaves"),
     };
     format!("{}{more}", listed.join(", "))
+}
+
+fn names_text(names: &[Option<String>]) -> String {
+    let names: Vec<&str> = names.iter().map(|name| name.as_deref().unwrap_or("None")).collect();
+    format!("({})", names.join(", "))
 }

@@ -4,9 +4,9 @@ use std::fmt;
 
 use super::error::RulesError;
 use crate::aval::ShapedArray;
-use crate::bytes_text;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
+use mpmd_base::bytes_text;
 
 /// Limit of the width of a table's column, in characters. A longer name widens only its own row.
 const WIDEST: usize = 200;

@@ -1,7 +1,7 @@
 //! The values that can be written in a tactic, and their parser.
 
-use super::error::ErrorKind;
-use super::reader::{ParseError, Reader, starts_identifier};
+use super::error::{ErrorKind, ParseError};
+use super::reader::{Reader, starts_identifier};
 
 /// The deepest nesting of brackets that is allowed. Each level is a recursive call of the reader,
 /// and the text may be untrusted.

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use fancy_regex::Regex;
 
-use super::error::RulesError;
-use super::ops::OpError;
-use super::strategy::whole_name;
+use super::error::{OpError, RulesError};
+use super::pattern::whole_name;
 use crate::sharding::SpecEntry;
 
 /// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.

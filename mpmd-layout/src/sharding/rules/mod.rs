@@ -60,18 +60,18 @@ mod inferred;
 mod literal;
 mod logical;
 mod ops;
+mod pattern;
 mod reader;
 mod strategy;
 #[cfg(test)]
 mod tests;
 
-pub use call::{ArgumentError, Call};
-pub use error::{ErrorKind, OpFailed, RulesError};
+pub use call::Call;
+pub use error::{ArgumentError, ErrorKind, OpError, OpFailed, ParseError, RulesError};
 pub use inferred::{Inferred, InferredLeaf};
 pub use literal::Literal;
 pub use logical::LogicalAxes;
-pub use ops::{Op, OpError, Placement};
-pub use reader::ParseError;
+pub use ops::{Op, Placement};
 pub use strategy::{Registry, Strategy};
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! The built-in ops of tactics, and the types that users write their own ops with.
 
-use super::call::{ArgumentError, Call};
-use super::error::ErrorKind;
+use super::call::Call;
+use super::error::{ArgumentError, OpError};
 use super::literal::Literal;
 use super::logical::LogicalAxes;
 use crate::aval::ShapedArray;
@@ -55,87 +55,6 @@ pub(super) struct State {
     /// (axis, op as written) for each axis that must not divide any dimension.
     pub(super) kept_whole: Vec<(String, String)>,
     pub(super) notes: Vec<String>,
-}
-
-/// The reason that an op refuses a leaf.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OpError {
-    /// The dimension is divided already.
-    #[error("dimension {dim} is divided over {by} already")]
-    AlreadySharded {
-        /// The dimension, from 0.
-        dim: usize,
-        /// The axes that divide the dimension.
-        by: SpecEntry,
-    },
-    /// The leaf should be whole but is divided.
-    #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
-    NotWhole,
-    /// The leaf has no such dimension.
-    #[error(
-        "dimension {dim} is out of range: its absolute value must be below {ndim}, the number of \
-         dimensions"
-    )]
-    DimOutOfRange {
-        /// The requested dimension; negative from the end.
-        dim: i64,
-        /// Number of dimensions of the leaf.
-        ndim: usize,
-    },
-    /// The mesh has no such axis.
-    #[error("there is no axis `{axis}` in the mesh {mesh}")]
-    UnknownAxis {
-        /// The unknown axis.
-        axis: String,
-        /// The mesh.
-        mesh: Mesh,
-    },
-    /// An earlier op of the tactic keeps the leaf whole along the axis.
-    #[error("it divides over axis `{axis}`, but `{by}` keeps the leaf whole along it")]
-    KeptWhole {
-        /// The axis.
-        axis: String,
-        /// The earlier op, as written.
-        by: String,
-    },
-    /// An earlier op of the tactic divides the leaf over the axis.
-    #[error("it keeps the leaf whole along axis `{axis}`, but `{by}` divides over it")]
-    DividedBefore {
-        /// The axis.
-        axis: String,
-        /// The earlier op, as written.
-        by: String,
-    },
-    /// Two dimensions of the leaf have the same logical name.
-    #[error("logical name `{name}` comes twice in {}", names_text(names))]
-    DuplicateLogicalName {
-        /// The name.
-        name: String,
-        /// The logical names of all dimensions.
-        names: Vec<Option<String>>,
-    },
-    /// The leaf has more or fewer logical names than dimensions.
-    #[error("its logical names are {}, but it has {ndim} dimensions", names_text(names))]
-    LogicalNames {
-        /// The logical names.
-        names: Vec<Option<String>>,
-        /// Number of dimensions of the leaf.
-        ndim: usize,
-    },
-    /// An op of a user refuses the leaf, with this message.
-    #[error("{0}")]
-    Refused(String),
-}
-
-impl OpError {
-    /// Returns the class of the error, named like a Python exception.
-    pub fn kind(&self) -> ErrorKind {
-        match self {
-            Self::UnknownAxis { .. } => ErrorKind::Key,
-            _ => ErrorKind::Value,
-        }
-    }
 }
 
 impl Placement<'_> {
@@ -367,11 +286,6 @@ fn axes_argument(axes: Option<&Literal>, name: &str) -> Result<Vec<String>, Argu
     let needed =
         || ArgumentError(format!("needs the name of an axis, or a list of names, as `{name}`"));
     axes.and_then(Literal::axes).ok_or_else(needed)
-}
-
-fn names_text(names: &[Option<String>]) -> String {
-    let names: Vec<&str> = names.iter().map(|name| name.as_deref().unwrap_or("None")).collect();
-    format!("({})", names.join(", "))
 }
 
 #[cfg(test)]

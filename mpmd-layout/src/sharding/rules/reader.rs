@@ -1,36 +1,12 @@
 //! Reads the text of a tactic, character by character.
 
-use super::error::ErrorKind;
-
-/// A tactic that cannot be read.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("tactic {text:?}, column {column}: expected {expected}, found {found}")]
-#[non_exhaustive]
-pub struct ParseError {
-    /// The whole tactic.
-    pub text: String,
-    /// The place of the error, in characters from 1.
-    pub column: usize,
-    /// The text or kind of text that is allowed at that column.
-    pub expected: String,
-    /// The text found at that column, or "the end".
-    pub found: String,
-    kind: ErrorKind,
-}
+use super::error::{ErrorKind, ParseError};
 
 /// A position in a tactic, with functions that read on from it.
 pub(super) struct Reader<'a> {
     pub(super) text: &'a str,
     /// The position in bytes from 0, always between two characters.
     pub(super) at: usize,
-}
-
-impl ParseError {
-    /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
-    /// [`Call::parse_tactic`](super::Call::parse_tactic).
-    pub fn kind(&self) -> ErrorKind {
-        self.kind
-    }
 }
 
 impl<'a> Reader<'a> {

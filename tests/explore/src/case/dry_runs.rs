@@ -1,21 +1,21 @@
-//! A dry run of a random program plans what its processes then send.
+//! The bytes in the dry run of a random program are those that its processes then send.
 
 use std::time::Duration;
 
 use mpmd_base::block::{now, since, thread};
 use mpmd_core::Program;
+use mpmd_core::dry_run::DryRun;
 use mpmd_core::pipeline::flow::Flow;
-use mpmd_core::plan::Plan;
 
 use super::*;
 
-/// Waits up to 20 seconds until this process has sent the planned bytes to each process. Returns
+/// Waits up to 20 seconds until this process has sent the expected bytes to each process. Returns
 /// the bytes sent so far, by receiver.
-fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
+fn sent(p: &Program, expected: &[u64]) -> Vec<u64> {
     let begin = now();
     loop {
         let sent = p.metrics().bytes_sent;
-        if sent == planned || since(begin) > Duration::from_secs(20) {
+        if sent == expected || since(begin) > Duration::from_secs(20) {
             return sent;
         }
         thread::sleep(Duration::from_millis(1));
@@ -51,35 +51,36 @@ fn seeds_of_60_programs_send_the_bytes_of_their_dry_run() {
             execute(p, &case.steps, &case.removed, &Wrongs::default(), &Arc::default())
         };
         let builder = Program::builder().devices(case.devices).hosts(&case.hosts);
-        let mut dry_run = builder.dry_run(processes).unwrap();
-        assert!(issue(&mut dry_run).unwrap().is_empty(), "it owns nothing");
-        let plan = dry_run.plan().unwrap();
-        let operations = dry_run.operations();
-        assert_eq!(plan.operations.len() as u64, operations);
-        let mut planned = vec![vec![0; processes]; processes];
-        for ((from, to), link) in plan.links(1..operations + 1) {
-            planned[from as usize][to as usize] = link.bytes;
+        let mut p = builder.dry_run(processes).unwrap();
+        assert!(issue(&mut p).unwrap().is_empty(), "it owns nothing");
+        let dry_run = p.dry_run().unwrap();
+        let operations = p.operations();
+        assert_eq!(dry_run.operations.len() as u64, operations);
+        let mut expected = vec![vec![0; processes]; processes];
+        for ((from, to), link) in dry_run.links(1..operations + 1) {
+            expected[from as usize][to as usize] = link.bytes;
             crossed += link.messages;
         }
         let (results, _) = case.simulation().run_reported(|p| {
             issue(p)?;
-            Ok((p.operations(), sent(p, &planned[p.process().index()])))
+            Ok((p.operations(), sent(p, &expected[p.process().index()])))
         });
         for (process, result) in results.into_iter().enumerate() {
             let (issued, sent) = result.unwrap();
             assert_eq!(issued, operations, "seed {seed}");
-            assert_eq!(sent, planned[process], "seed {seed}, process {process}\n{case}");
+            assert_eq!(sent, expected[process], "seed {seed}, process {process}\n{case}");
         }
         // The transfers of the flow have the same bytes between processes. Both sides post every
         // transfer.
-        let flow = plan.flow().flow;
+        let flow = dry_run.flow().flow;
         let mut moved = vec![vec![0; processes]; processes];
         flow.transfers.iter().for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);
-        assert_eq!(moved, planned);
+        assert_eq!(moved, expected);
         assert_eq!(flow.posts.iter().map(Vec::len).sum::<usize>(), 2 * flow.transfers.len());
         assert_before(&flow, seed);
-        let again: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
-        assert_eq!(again, plan);
+        let again: DryRun =
+            serde_json::from_str(&serde_json::to_string(&dry_run).unwrap()).unwrap();
+        assert_eq!(again, dry_run);
     }
     assert!(crossed > 1000, "only {crossed} messages");
 }

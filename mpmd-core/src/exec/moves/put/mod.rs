@@ -22,8 +22,8 @@ use start::Start;
 
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{LocalShard, Made};
+use crate::exec::dry_run::KnownDescriptor;
 use crate::exec::moves::assembly::Sum;
-use crate::exec::recorder::KnownDescriptor;
 use crate::exec::{AsyncBuffer, OpGuard, Runtime};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{self, ReshardError};

@@ -1,4 +1,4 @@
-//! The record of a step's operations while it is recorded.
+//! The capture of a step: the operations that the program issues, and the sources of their arrays.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,8 +15,8 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Structure;
 use mpmd_record::trace::Label;
 
-/// A step that is being recorded.
-pub(crate) struct Recording {
+/// A step that is being captured.
+pub(crate) struct Capture {
     /// The number of operations issued before the step.
     pub(crate) before: u64,
     pub(crate) at: &'static Location<'static>,
@@ -41,7 +41,7 @@ pub(crate) struct Recording {
 /// line).
 pub(crate) type Donation = (u64, &'static Location<'static>);
 
-/// An input's properties at recording.
+/// An input's properties at capture.
 pub(crate) struct Input {
     pub(crate) path: String,
     pub(crate) aval: ShapedArray,
@@ -61,7 +61,7 @@ pub(crate) struct Noted {
     pub(crate) inputs: Vec<ArrayOrigin>,
 }
 
-/// The origin of an array that an operation takes while the step is recorded. The numbers are
+/// The origin of an array that an operation takes while the step is captured. The numbers are
 /// indices into `inputs`, `constants` and `others`.
 #[derive(Clone, Copy)]
 pub(crate) enum ArrayOrigin {
@@ -72,7 +72,7 @@ pub(crate) enum ArrayOrigin {
     Made(u64, u32),
 }
 
-impl Recording {
+impl Capture {
     pub(crate) fn new(
         before: u64,
         structure: Structure,
@@ -118,14 +118,14 @@ impl Recording {
         if origin.0 > self.before || self.placed.contains_key(&origin) {
             return Ok(());
         }
-        let problem = "is donated by a step that is recorded, but is neither made by it nor an \
+        let problem = "is donated by a step that is captured, but is neither made by it nor an \
             input of it: a replay \
                        would find it gone; make it an input";
-        Err(IssueProblem::Recording(format!("{}{} {problem}", leaf(path), placed.describe())))
+        Err(IssueProblem::Capture(format!("{}{} {problem}", leaf(path), placed.describe())))
     }
 
-    /// Records operation `op`, which was issued with this label: the inputs that it donates and, if
-    /// this process takes part, the means to issue it again.
+    /// Captures operation `op`, which was issued with this label: the inputs that it donates and,
+    /// if this process takes part, the means to issue it again.
     pub(super) fn note(&mut self, op: u64, label: Option<Label>, new: &NewOp<'_>) {
         let (place, at, again) = (op - self.before, new.at, (new.again)());
         let mut inputs = Vec::with_capacity(if again.is_some() { new.takes.len() } else { 0 });
@@ -159,7 +159,7 @@ impl Recording {
         };
         let origin = placed.origin();
         if origin.0 > self.before {
-            let elsewhere = placed.shards.is_empty() && placed.made.runtime.recorder.is_none();
+            let elsewhere = placed.shards.is_empty() && placed.made.runtime.dry_run.is_none();
             return match needed && elsewhere {
                 true => Some(self.other(array)),
                 false => Some(ArrayOrigin::Made(origin.0 - self.before, origin.1)),
@@ -185,25 +185,25 @@ impl Recording {
 }
 
 impl Program {
-    /// Returns an error while a step is recorded, for calls that cannot be replayed. `call` is the
+    /// Returns an error while a step is captured, for calls that cannot be replayed. `call` is the
     /// name of the call.
-    pub(crate) fn refuse_recording(
+    pub(crate) fn refuse_in_capture(
         &self,
         at: &'static Location<'static>,
         call: &str,
     ) -> Result<()> {
-        let Some(recording) = &self.recording else { return Ok(()) };
-        let problem = format!("not within a step that is recorded (at {})", recording.at);
-        Err(IssueProblem::Recording(problem).at(at, call))
+        let Some(capture) = &self.capture else { return Ok(()) };
+        let problem = format!("not within a step that is captured (at {})", capture.at);
+        Err(IssueProblem::Capture(problem).at(at, call))
     }
 
-    /// While a step is recorded, returns an error if one of these arrays cannot be donated because
+    /// While a step is captured, returns an error if one of these arrays cannot be donated because
     /// a replay would find it gone.
     pub(crate) fn check_given_up(
         &self,
         leaves: &[(String, &MpmdArray)],
     ) -> std::result::Result<(), IssueProblem> {
-        let Some(recording) = &self.recording else { return Ok(()) };
-        leaves.iter().try_for_each(|(path, leaf)| recording.check_given_up(path, leaf))
+        let Some(capture) = &self.capture else { return Ok(()) };
+        leaves.iter().try_for_each(|(path, leaf)| capture.check_given_up(path, leaf))
     }
 }

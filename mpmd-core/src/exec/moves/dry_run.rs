@@ -1,4 +1,4 @@
-//! A `device_put` in a recorded plan: all pieces of all processes.
+//! A `device_put` in a dry run: all pieces of all processes.
 
 use std::collections::HashMap;
 

@@ -1,10 +1,10 @@
-//! The plan of a dry run matches the job: its steps, its memory, and its end.
+//! A dry run matches the job: its steps, its memory, and its end.
 
 use std::time::{Duration, Instant};
 
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
-use mpmd_core::plan::{End, Kind, Plan};
+use mpmd_core::dry_run::{DryRun, End, Kind};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
@@ -17,25 +17,25 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Waits up to 20 seconds until this process has sent the planned bytes to each process. Returns
+/// Waits up to 20 seconds until this process has sent the expected bytes to each process. Returns
 /// the bytes sent so far, by receiver.
-fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
+fn sent(p: &Program, expected: &[u64]) -> Vec<u64> {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let sent = p.metrics().bytes_sent;
-        if sent == planned || Instant::now() > deadline {
+        if sent == expected || Instant::now() > deadline {
             return sent;
         }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Returns the bytes that each process sends to each other in all operations of a plan, as
+/// Returns the bytes that each process sends to each other in all operations of a dry run, as
 /// `[sender][receiver]`.
-fn bytes_between(plan: &Plan) -> Vec<Vec<u64>> {
-    let count = plan.processes as usize;
+fn bytes_between(dry_run: &DryRun) -> Vec<Vec<u64>> {
+    let count = dry_run.processes as usize;
     let mut bytes = vec![vec![0; count]; count];
-    for ((from, to), link) in plan.links(1..plan.operations.len() as u64 + 1) {
+    for ((from, to), link) in dry_run.links(1..dry_run.operations.len() as u64 + 1) {
         bytes[from as usize][to as usize] = link.bytes;
     }
     bytes
@@ -60,7 +60,7 @@ fn add_one(
 }
 
 /// Runs `steps` steps. Each moves an array around all devices, adds one on each, and checks the
-/// value. With `replays`, records the third step and replays the later ones.
+/// value. With `replays`, captures the third step and replays the later ones.
 fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let devices = p.topology().devices().len() as u32;
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
@@ -76,15 +76,15 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
         }
         Ok(state)
     };
-    let mut recorded = None;
+    let mut captured = None;
     for step in 0..steps {
-        state = match (&recorded, replays && step > 1) {
+        state = match (&captured, replays && step > 1) {
             (Some(step), true) => {
-                mpmd_core::Recorded::<MpmdArray, MpmdArray>::replay(step, p, state)?
+                mpmd_core::Captured::<MpmdArray, MpmdArray>::replay(step, p, state)?
             }
             (None, true) => {
-                let (y, step) = p.record(state, around)?;
-                recorded = Some(step);
+                let (y, step) = p.capture(state, around)?;
+                captured = Some(step);
                 y
             }
             _ => around(p, state)?,
@@ -99,16 +99,16 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
 }
 
 #[test]
-fn replayed_steps_are_planned_like_issued_ones() {
+fn replayed_steps_are_in_dry_runs_like_issued_ones() {
     let _limit = watchdog(120);
-    let planned = |replays| {
+    let dry_run_with = |replays| {
         let mut p = Program::builder().devices(4).dry_run(4).unwrap();
         rounds(&mut p, 6, replays).unwrap();
-        let plan = p.plan().unwrap();
+        let dry_run = p.dry_run().unwrap();
         p.finish().unwrap();
-        plan
+        dry_run
     };
-    let (by_hand, replayed) = (planned(false), planned(true));
+    let (by_hand, replayed) = (dry_run_with(false), dry_run_with(true));
     assert_eq!(by_hand.end, End::Open);
     assert_eq!(by_hand.operations, replayed.operations);
     assert_eq!(by_hand.descriptors, replayed.descriptors);
@@ -116,8 +116,8 @@ fn replayed_steps_are_planned_like_issued_ones() {
         assert_eq!(by_hand.step(step), replayed.step(step));
     }
     // A replay releases its inputs when all of it is issued; in time this is immediate.
-    let in_time = |plan: &Plan| -> Vec<u64> {
-        plan.memory(&plan.flow()).devices.iter().map(|device| device.in_time.bytes).collect()
+    let in_time = |dry_run: &DryRun| -> Vec<u64> {
+        dry_run.memory(&dry_run.flow()).devices.iter().map(|device| device.in_time.bytes).collect()
     };
     assert_eq!(in_time(&by_hand), in_time(&replayed));
     let bytes = bytes_between(&replayed);
@@ -135,7 +135,7 @@ fn replayed_steps_are_planned_like_issued_ones() {
 }
 
 #[test]
-fn planned_memory_equals_use_of_a_fully_waiting_program() {
+fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
     let _limit = watchdog(120);
     let program = |p: &mut Program| -> Result<()> {
         let mesh = p.mesh(&[("x", 2)])?;
@@ -169,8 +169,8 @@ fn planned_memory_equals_use_of_a_fully_waiting_program() {
     for processes in [1, 2] {
         let mut dry_run = Program::builder().devices(2).dry_run(processes).unwrap();
         program(&mut dry_run).unwrap();
-        let plan = dry_run.plan().unwrap();
-        let memory = plan.memory(&plan.flow());
+        let dry_run = dry_run.dry_run().unwrap();
+        let memory = dry_run.memory(&dry_run.flow());
         let half = Pool::rounded(8 * WIDTH * 4);
         assert!(
             memory
@@ -187,25 +187,25 @@ fn planned_memory_equals_use_of_a_fully_waiting_program() {
             program(p)?;
             Ok(p.memory().peak_live)
         });
-        let planned = (2 / processes) as u64 * memory.devices[0].in_order.bytes;
+        let expected = (2 / processes) as u64 * memory.devices[0].in_order.bytes;
         for result in results {
-            assert_eq!(result.unwrap(), planned);
+            assert_eq!(result.unwrap(), expected);
         }
     }
 }
 
 #[test]
-fn only_dry_runs_have_a_plan() {
+fn only_dry_runs_list_operations() {
     let _limit = watchdog(60);
     let alone = Program::builder().alone().unwrap();
-    assert_eq!(alone.plan(), None);
+    assert_eq!(alone.dry_run(), None);
     alone.finish().unwrap();
     let mut p = Program::builder().devices(2).dry_run(2).unwrap();
-    assert!(p.plan().unwrap().operations.is_empty());
+    assert!(p.dry_run().unwrap().operations.is_empty());
     let agreed = p.broadcast_value(mpmd_core::ProcessId(1), 7u8, || Ok(8)).unwrap();
     assert_eq!(agreed, 7);
-    let plan = p.plan().unwrap();
-    assert_eq!(plan.descriptor_of(1).unwrap().kind, Kind::BroadcastValue { from: 1, bytes: 1 });
-    assert!(plan.describe(1).contains("plan.rs:"), "{}", plan.describe(1));
+    let dry_run = p.dry_run().unwrap();
+    assert_eq!(dry_run.descriptor_of(1).unwrap().kind, Kind::BroadcastValue { from: 1, bytes: 1 });
+    assert!(dry_run.describe(1).contains("dry_run.rs:"), "{}", dry_run.describe(1));
     p.finish().unwrap();
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{LaunchError, variables};
+use crate::{LaunchError, variables};
 use mpmd_base::block::Spin;
 
 /// Parses a value of `MPMD_SPIN`: `auto`, `never`, `always`, or a number of microseconds.

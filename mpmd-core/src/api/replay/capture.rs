@@ -1,16 +1,16 @@
-//! Conversion of a recording to a `ReplayStep`.
+//! Conversion of a capture to a `ReplayStep`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::span::{Name, Names};
 use super::step::{Links, Operation, Outcome, ReplayStep, Source};
-use crate::api::program::{ArrayOrigin, Noted, Recording};
+use crate::api::program::{ArrayOrigin, Capture, Noted};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
 
-impl Recording {
-    /// Converts the recording to a step that can be replayed, with these results. `issued` is the
+impl Capture {
+    /// Converts the capture to a step that can be replayed, with these results. `issued` is the
     /// number of the step's last operation, and `hash` the rolling hash after it.
     pub(super) fn finish(
         mut self,

@@ -1,8 +1,8 @@
-//! A call in a recorded plan: on all devices of all processes.
+//! A call in a dry run: on all devices of all processes.
 
 use super::plan::{CallPlan, ObjectPlace, OutputPlan};
 use crate::exec::array::MpmdArray;
-use crate::exec::recorder::Recorder;
+use crate::exec::dry_run::DryRunBuilder;
 use mpmd_layout::topology::DeviceId;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor, Shard};
 
@@ -15,12 +15,12 @@ impl CallPlan {
         })
     }
 
-    /// Tells the recorder of a dry run which results of operation `op` are the growth of objects.
+    /// Tells the dry run which results of operation `op` are the growth of objects.
     /// They come after the outputs, and live as long as the object.
-    pub(super) fn note_growth(&self, recorder: &Recorder, leaves: &[&MpmdArray], op: u64) {
+    pub(super) fn note_growth(&self, dry_run: &DryRunBuilder, leaves: &[&MpmdArray], op: u64) {
         for (i, (input, _)) in self.growth().enumerate() {
             if let Some(object) = leaves[input].origin() {
-                recorder.grows(object, (op, (self.outputs.len() + i) as u32));
+                dry_run.grows(object, (op, (self.outputs.len() + i) as u32));
             }
         }
     }
@@ -50,7 +50,7 @@ impl CallPlan {
             devices.iter().map(shard).collect()
         });
         // Collectives over an axis that the mesh lacks were refused before.
-        let messages = crate::kernel::planned::messages(
+        let messages = crate::kernel::dry_run::messages(
             &self.mesh.mesh,
             &self.mesh.collectives,
             &self.runtime.topology,

@@ -1,7 +1,7 @@
 //! Parsing of `MPMD_DEVICE`, the kinds of a job's devices, and of `MPMD_CUDA_COLLECTIVES`, the path
 //! of their collectives.
 
-use super::{LaunchError, variables};
+use crate::{LaunchError, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 
 /// Parses a value of `MPMD_DEVICE`: a kind of devices, or a comma-separated list of kinds by

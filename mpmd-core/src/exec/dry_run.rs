@@ -1,4 +1,4 @@
-//! The recorder of a dry run: it builds the [`Plan`] of the program.
+//! Builds the [`DryRun`] of a program while it runs.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -13,58 +13,58 @@ use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::topology::Topology;
 use mpmd_record::dry_run::{
-    Array, Dropped, End, OpDescriptor, Operation, Plan, Read, StepEnd, Taken,
+    Array, Dropped, DryRun, End, OpDescriptor, Operation, Read, StepEnd, Taken,
 };
 use mpmd_record::trace::Label;
 
-/// The maximum number of steps that a dry run records, if the user does not set one.
+/// The maximum number of steps that a dry run takes, if the user does not set one.
 pub(crate) const MOST_STEPS: u64 = 16;
 
-/// Builds a plan while its program runs. Handles may be dropped on any thread.
-pub(crate) struct Recorder {
+/// Builds a dry run while its program runs. Handles may be dropped on any thread.
+pub(crate) struct DryRunBuilder {
     state: Mutex<State>,
     /// The process that the program stands for in this dry run.
     process: ProcessId,
-    /// The output file and the limit of steps, for a process that was started to write its plan.
+    /// The output file and the limit of steps, for a process that was started to write its dry run.
     order: Option<Order>,
 }
 
-/// The settings in [`variables::PLAN`](mpmd_launch::variables::PLAN).
+/// The settings in [`variables::DRY_RUN`](mpmd_launch::variables::DRY_RUN).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Order {
-    /// The output file of the plan.
+    /// The output file of the dry run.
     pub(crate) file: PathBuf,
-    /// The maximum number of steps to record. The plan ends earlier if two steps in a row are
+    /// The maximum number of steps to run. The dry run ends earlier if two steps in a row are
     /// equal.
     pub(crate) most_steps: u64,
 }
 
 #[derive(Default)]
 struct State {
-    plan: Plan,
+    dry_run: DryRun,
     descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
     /// By object (operation, result): the results that are its growth.
     growth: HashMap<(u64, u32), Vec<(u64, u32)>>,
 }
 
-/// Cache of the index of a call's or a move's descriptor in the plan. It is valid for one recorder,
-/// which is enough: a program has one.
+/// Cache of the index of a call's or a move's descriptor in the dry run. It is valid for one
+/// program, which is enough: a program has one.
 #[derive(Debug, Default)]
 pub(crate) struct KnownDescriptor(OnceLock<u32>);
 
-impl Recorder {
+impl DryRunBuilder {
     pub(crate) fn new(process: ProcessId, topology: &Topology, order: Option<Order>) -> Self {
         let devices = topology.devices().iter().map(|device| device.process.0).collect();
-        let plan = Plan::new(topology.processes() as u32, devices);
-        Self { state: Mutex::new(State { plan, ..State::default() }), process, order }
+        let dry_run = DryRun::new(topology.processes() as u32, devices);
+        Self { state: Mutex::new(State { dry_run, ..State::default() }), process, order }
     }
 
     pub(crate) fn process(&self) -> ProcessId {
         self.process
     }
 
-    /// Records the next operation. The tuple is (label, line, rolling hash up to the operation).
+    /// Notes the next operation. The tuple is (label, line, rolling hash up to the operation).
     /// `takes` gives each input, and true if it is donated. `known` caches the index of the
     /// descriptor, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
@@ -100,28 +100,28 @@ impl Recorder {
             known.0.get_or_init(|| descriptor);
         }
         let line = state.line(at);
-        state.plan.operations.push(Operation { descriptor, line, label, takes });
-        state.plan.hashes.push(hash);
+        state.dry_run.operations.push(Operation { descriptor, line, label, takes });
+        state.dry_run.hashes.push(hash);
     }
 
-    /// Records that the last handle was dropped of the array that is result `result` of
+    /// Notes that the last handle was dropped of the array that is result `result` of
     /// `operation`.
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
-        let after = state.plan.operations.len() as u64;
+        let after = state.dry_run.operations.len() as u64;
         let growth = state.growth.remove(&(operation, result)).unwrap_or_default();
         for (operation, result) in std::iter::once((operation, result)).chain(growth) {
-            state.plan.drops.push(Dropped { array: Array { operation, result }, after });
+            state.dry_run.drops.push(Dropped { array: Array { operation, result }, after });
         }
     }
 
-    /// Records that `grown`, (operation, result), is memory of the object that is the result
+    /// Notes that `grown`, (operation, result), is memory of the object that is the result
     /// `object` of an operation. It lives as long as the object.
     pub(crate) fn grows(&self, object: (u64, u32), grown: (u64, u32)) {
         self.state.lock().growth.entry(object).or_default().push(grown);
     }
 
-    /// Records that the program waits for an array at line `at`. `values` is true if it reads the
+    /// Notes that the program waits for an array at line `at`. `values` is true if it reads the
     /// values.
     pub(crate) fn read(
         &self,
@@ -130,60 +130,60 @@ impl Recorder {
         at: &'static Location<'static>,
     ) {
         let mut state = self.state.lock();
-        let (after, line) = (state.plan.operations.len() as u64, state.line(at));
-        state.plan.reads.push(Read { array: Array { operation, result }, after, line, values });
+        let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
+        state.dry_run.reads.push(Read { array: Array { operation, result }, after, line, values });
     }
 
-    /// Records the end of a step. Returns the reason if the plan ends with this step.
+    /// Notes the end of a step. Returns the reason if the dry run ends with this step.
     pub(crate) fn step_end(&self) -> Option<End> {
         let mut state = self.state.lock();
-        let Plan { operations, drops, reads, .. } = &state.plan;
+        let DryRun { operations, drops, reads, .. } = &state.dry_run;
         let end = StepEnd {
             operation: operations.len() as u64,
             drops: drops.len() as u64,
             reads: reads.len() as u64,
         };
-        state.plan.steps.push(end);
+        state.dry_run.steps.push(end);
         let most = self.order.as_ref()?.most_steps;
-        if state.plan.is_steady() {
+        if state.dry_run.is_steady() {
             return Some(End::Steady);
         }
-        (state.plan.steps.len() as u64 >= most).then_some(End::Steps)
+        (state.dry_run.steps.len() as u64 >= most).then_some(End::Steps)
     }
 
-    pub(crate) fn plan(&self, end: End) -> Plan {
-        let mut plan = self.state.lock().plan.clone();
-        plan.end = end;
-        plan
+    pub(crate) fn so_far(&self, end: End) -> DryRun {
+        let mut dry_run = self.state.lock().dry_run.clone();
+        dry_run.end = end;
+        dry_run
     }
 
-    /// Writes the plan to the file of the [`Order`] and returns true. Without an order, returns
+    /// Writes the dry run to the file of the [`Order`] and returns true. Without an order, returns
     /// false. Fails if the file cannot be written.
     pub(crate) fn deliver(&self, end: End) -> Result<bool> {
         let Some(order) = &self.order else { return Ok(false) };
-        let written = self.plan(end).write(&order.file);
+        let written = self.so_far(end).write(&order.file);
         written.map(|()| true).map_err(|error| Error::Environment(error.to_string()))
     }
 }
 
 impl State {
     fn descriptor(&mut self, descriptor: OpDescriptor) -> u32 {
-        let next = self.plan.descriptors.len() as u32;
+        let next = self.dry_run.descriptors.len() as u32;
         match self.descriptors.entry(descriptor) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
-                self.plan.descriptors.push(new.key().clone());
+                self.dry_run.descriptors.push(new.key().clone());
                 *new.insert(next)
             }
         }
     }
 
     fn line(&mut self, at: &'static Location<'static>) -> u32 {
-        let next = self.plan.lines.len() as u32;
+        let next = self.dry_run.lines.len() as u32;
         match self.lines.entry(at) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
-                self.plan.lines.push(at.to_string());
+                self.dry_run.lines.push(at.to_string());
                 *new.insert(next)
             }
         }

@@ -1,0 +1,36 @@
+//! The lines of the report: facts with their verdicts.
+
+use serde::Serialize;
+
+/// One line of the report: a fact and its verdict.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub(super) struct Finding {
+    pub(super) name: &'static str,
+    /// The fact; may have several lines.
+    pub(super) value: String,
+    pub(super) verdict: Verdict,
+    /// The consequences, and how to fix them. May be empty if the verdict is `Ok`.
+    pub(super) advice: String,
+}
+
+/// The judgement of a fact.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Verdict {
+    /// As it should be.
+    Ok,
+    /// Works, but slowly or not everywhere.
+    Note,
+    /// Prevents the use of the requested transport or devices.
+    Problem,
+}
+
+/// Creates a line of the report.
+pub(super) fn finding(
+    name: &'static str,
+    value: impl Into<String>,
+    verdict: Verdict,
+    advice: impl Into<String>,
+) -> Finding {
+    Finding { name, value: value.into(), verdict, advice: advice.into() }
+}

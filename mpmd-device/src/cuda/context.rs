@@ -1,0 +1,236 @@
+//! The context of a CUDA device in this process, and memory of the host pinned for it.
+
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::sys;
+
+use super::calls::{self, DriverError};
+use super::error::CudaError;
+use super::ipc_tables::{Foreign, Shown};
+
+/// The device's primary context, shared by all users of the device in this process.
+pub(super) struct Context {
+    raw: sys::CUcontext,
+    device: sys::CUdevice,
+    /// The driver's number of the device, which its memory carries. It is the same for every `Gpu`
+    /// of this device.
+    ordinal: u32,
+    /// The device's identity, the same in all processes.
+    uuid: [u8; 16],
+    /// The first error, after which the device does nothing more.
+    broken: OnceLock<CudaError>,
+    shown: Shown,
+    foreign: Foreign,
+}
+
+// SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its
+// current one, which `Context::bind` does before each use; CUDA's calls are thread-safe.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Opens the device that the driver numbers `ordinal`.
+    pub(super) fn open(ordinal: u32) -> Result<Self, CudaError> {
+        let doing = || format!("opening CUDA device {ordinal}");
+        let number = i32::try_from(ordinal)
+            .map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
+        let (mut device, mut raw) = (0, std::ptr::null_mut());
+        // SAFETY: there is room for the device and for the context, which is released once, when
+        // this is dropped.
+        unsafe {
+            calls::cuInit(0)
+                .result()
+                .and_then(|()| calls::cuDeviceGet(&raw mut device, number).result())
+                .and_then(|()| calls::cuDevicePrimaryCtxRetain(&raw mut raw, device).result())
+        }
+        .map_err(|error| cuda(doing(), error))?;
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: it writes 16 bytes, for which there is room. Only this version of the call
+        // distinguishes the parts of a divided device.
+        unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) }
+            .result()
+            .map_err(|error| cuda(doing(), error))?;
+        let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
+        let (broken, shown, foreign) = Default::default();
+        Ok(Self { raw, device, ordinal, uuid, broken, shown, foreign })
+    }
+
+    /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// If work on the device has failed: always with that first error.
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
+        self.bind_failed()
+    }
+
+    /// Makes this the calling thread's current context, even if work on the device has failed. For
+    /// the ends of work issued before the failure.
+    pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
+        // SAFETY: the context was retained and lives as long as this.
+        unsafe { calls::cuCtxSetCurrent(self.raw) }
+            .result()
+            .map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// Makes this the current context until the returned guard is dropped, which restores the
+    /// previous one.
+    ///
+    /// For code that may run while this thread issues work to another device, such as allocating
+    /// and freeing memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind).
+    pub(super) fn visit(&self) -> Result<ContextGuard, CudaError> {
+        let visit = ContextGuard::from_here();
+        self.bind()?;
+        Ok(visit)
+    }
+
+    /// Makes this the current context for cleaning up, even if work on the device has failed.
+    fn last_visit(&self) -> Option<ContextGuard> {
+        let visit = ContextGuard::from_here();
+        self.bind_failed().is_ok().then_some(visit)
+    }
+
+    /// Marks the device as failed and returns its first error. From now on, every operation fails
+    /// with that error.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
+    }
+
+    /// Enables access from this device to the memory of `other`, which is another device. Fails if
+    /// the machine has no link between the two.
+    pub(super) fn reach(&self, other: &Self) -> Result<(), CudaError> {
+        const DOING: &str = "reaching another CUDA device";
+        let _visit = self.visit()?;
+        let mut can = 0;
+        // SAFETY: both devices are the driver's own; there is room for the number.
+        unsafe { calls::cuDeviceCanAccessPeer(&raw mut can, self.device, other.device) }
+            .result()
+            .map_err(|error| cuda(DOING, error))?;
+        if can == 0 {
+            return Err(CudaError::new(DOING, "", "the machine has no way between the two"));
+        }
+        // SAFETY: both contexts are alive, and this one is current.
+        let answer = unsafe { calls::cuCtxEnablePeerAccess(other.raw, 0) };
+        // The primary context outlives a `Gpu`: an earlier one may have enabled it.
+        if answer.is(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) {
+            return Ok(());
+        }
+        answer.result().map_err(|error| cuda(DOING, error))
+    }
+
+    /// Returns an attribute of the device; 0 if it is negative.
+    pub(super) fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
+        let mut figure = 0;
+        // SAFETY: the device is the driver's own, and there is room for the number.
+        unsafe { calls::cuDeviceGetAttribute(&raw mut figure, attribute, self.device) }
+            .result()
+            .map_err(|error| cuda("reading an attribute of a CUDA device", error))?;
+        Ok(u32::try_from(figure).unwrap_or(0))
+    }
+
+    /// Returns the driver's number of the device, which its memory carries.
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// Returns the device's identity, the same in all processes.
+    pub(super) fn uuid(&self) -> &[u8; 16] {
+        &self.uuid
+    }
+
+    /// Returns the memory shown to other processes.
+    pub(super) fn shown(&self) -> &Shown {
+        &self.shown
+    }
+
+    /// Returns the memory of other processes that is open in this context.
+    pub(super) fn foreign(&self) -> &Foreign {
+        &self.foreign
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `open`; everything that belongs to the context holds this, so
+        // nothing of it is left.
+        if let Err(error) = unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) }.result() {
+            tracing::debug!(%error, "closing a CUDA device");
+        }
+    }
+}
+
+/// Restores, when dropped, the context that was current on this thread when the guard was created.
+pub(super) struct ContextGuard(sys::CUcontext);
+
+impl ContextGuard {
+    /// Creates a guard for the thread's current context. If there is none, or it cannot be read,
+    /// null is restored.
+    fn from_here() -> Self {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: there is room for the context.
+        let told = unsafe { calls::cuCtxGetCurrent(&raw mut current) }.is_success();
+        Self(if told { current } else { std::ptr::null_mut() })
+    }
+}
+
+impl Drop for ContextGuard {
+    fn drop(&mut self) {
+        // SAFETY: it was current on this thread and its user keeps it alive, or it is null, which
+        // stands for no context.
+        if let Err(error) = unsafe { calls::cuCtxSetCurrent(self.0) }.result() {
+            tracing::debug!(%error, "going back to a CUDA device");
+        }
+    }
+}
+
+/// Host pages that stay pinned until this is dropped.
+pub(super) struct Pinned {
+    context: Arc<Context>,
+    address: usize,
+}
+
+impl Pinned {
+    pub(super) fn new(
+        context: Arc<Context>,
+        address: usize,
+        bytes: usize,
+    ) -> Result<Self, CudaError> {
+        let _visit = context.visit()?;
+        let at = std::ptr::with_exposed_provenance_mut(address);
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the caller has just mapped these pages and lets them go only after this is
+        // dropped. Pinning does not change their contents.
+        unsafe { calls::cuMemHostRegister_v2(at, bytes, flags) }
+            .result()
+            .map_err(|error| cuda("pinning memory of the host", error))?;
+        Ok(Self { context, address })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // Left pinned, the driver would take the next mapping at this address for pinned memory.
+        let Some(_visit) = self.context.last_visit() else { return };
+        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: memory is
+        // dropped only after that.
+        let unpinned = unsafe {
+            calls::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address))
+        };
+        if let Err(error) = unpinned.result() {
+            tracing::debug!(%error, "unpinning memory of the host");
+        }
+    }
+}
+
+/// Creates an error for a failed driver call, with the driver's name and description of the error.
+pub(super) fn cuda(doing: impl Into<String>, error: DriverError) -> CudaError {
+    CudaError::new(doing, error.name(), error.text())
+}
