@@ -12,43 +12,17 @@ use mpmd_layout::aval::{DType, Element, ShapedArray};
 /// dtypes that candle lacks.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $then:expr) => {
+        with_type!(
+            $dtype, $type => $then;
+            F32: f32, F64: f64, F16: f16, Bf16: bf16, U8: u8, U32: u32, I16: i16, I32: i32, I64: i64
+        )
+    };
+    ($dtype:expr, $type:ident => $then:expr; $($variant:ident: $element:ty),+) => {
         match $dtype {
-            DType::F32 => {
-                type $type = f32;
+            $(DType::$variant => {
+                type $type = $element;
                 $then
-            }
-            DType::F64 => {
-                type $type = f64;
-                $then
-            }
-            DType::F16 => {
-                type $type = f16;
-                $then
-            }
-            DType::Bf16 => {
-                type $type = bf16;
-                $then
-            }
-            DType::U8 => {
-                type $type = u8;
-                $then
-            }
-            DType::U32 => {
-                type $type = u32;
-                $then
-            }
-            DType::I16 => {
-                type $type = i16;
-                $then
-            }
-            DType::I32 => {
-                type $type = i32;
-                $then
-            }
-            DType::I64 => {
-                type $type = i64;
-                $then
-            }
+            })+
             other => Err(no_tensor(other)),
         }
     };
@@ -198,6 +172,13 @@ macro_rules! stored {
                 }
             }
         })+
+
+        fn bytes_of(storage: &CpuStorage) -> usize {
+            match storage {
+                $(CpuStorage::$variant(values) => size_of_val(&values[..]),)+
+                _ => 0,
+            }
+        }
     };
 }
 
@@ -230,19 +211,4 @@ pub(crate) fn memory_of(tensor: &Tensor) -> (usize, u64) {
         _ => tensor.elem_count() * tensor.dtype().size_in_bytes(),
     };
     (address, bytes as u64)
-}
-
-fn bytes_of(storage: &CpuStorage) -> usize {
-    match storage {
-        CpuStorage::U8(values) => size_of_val(&values[..]),
-        CpuStorage::U32(values) => size_of_val(&values[..]),
-        CpuStorage::I16(values) => size_of_val(&values[..]),
-        CpuStorage::I32(values) => size_of_val(&values[..]),
-        CpuStorage::I64(values) => size_of_val(&values[..]),
-        CpuStorage::BF16(values) => size_of_val(&values[..]),
-        CpuStorage::F16(values) => size_of_val(&values[..]),
-        CpuStorage::F32(values) => size_of_val(&values[..]),
-        CpuStorage::F64(values) => size_of_val(&values[..]),
-        _ => 0,
-    }
 }

@@ -351,6 +351,7 @@ fn bigram_loss(text: &Text, time: usize) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use mpmd::random::{Key, uniform_f64};
     use mpmd_train::data::BLOCK;
 
     use super::*;
@@ -362,7 +363,7 @@ mod tests {
         let found = loss(certain).unwrap();
         assert!((found + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{found}");
         let random: Vec<u8> = (0..BLOCK as u64 * 60)
-            .map(|i| b"abcd"[(crate::math::random_bits(7, i) % 4) as usize])
+            .map(|i| b"abcd"[(4.0 * uniform_f64(Key(7), i)) as usize])
             .collect();
         let found = loss(random).unwrap();
         assert!((found - 4f64.ln()).abs() < 0.01, "{found}");

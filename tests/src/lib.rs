@@ -22,5 +22,5 @@ pub use carriers::Carrier;
 pub use installed::{package_program, system_program};
 pub use job::{FaultOutcome, Job};
 pub use mpmd_launch::testing::{ProcessEnd, Processes, Sandbox, Watched, bare_command};
-pub use random::Random;
+pub use random::rng_of_this_run;
 pub use slurm::{Slurm, launcher_command};

@@ -4,6 +4,7 @@
 //! mean square error over rows and columns.
 
 use mpmd_device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_layout::random::{Key, uniform_f32};
 
 /// The sizes of the network: each field is a number of things.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -157,11 +158,9 @@ impl Values {
             Self::Input(microbatch) => (3, microbatch, -1.0, 1.0),
             Self::Labels(microbatch) => (4, microbatch, 0.0, 1.0),
         };
-        let start = mix(stream << 56 ^ (number as u64) << 32);
-        for (at, value) in values.iter_mut().enumerate() {
-            // 24 bits, the precision of `f32`.
-            let uniform = (mix(start.wrapping_add(at as u64)) >> 40) as f32 / (1u32 << 24) as f32;
-            *value = low + (high - low) * uniform;
+        let key = Key(stream).fold_in(number as u64);
+        for (at, value) in (0..).zip(values) {
+            *value = low + (high - low) * uniform_f32(key, at);
         }
     }
 
@@ -170,14 +169,6 @@ impl Values {
         self.fill(dim, &mut values);
         values
     }
-}
-
-/// The hash function `splitmix64`.
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 
 #[macro_use]
 mod common;
+mod blank_stages;
 mod models;
 mod simulations;
 mod stages;

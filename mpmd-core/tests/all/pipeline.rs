@@ -147,7 +147,7 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows, passes: Passes)
         );
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
-    let front = Pipeline::first(Scale { rows, passes }, &meshes[0], w0)?;
+    let front = Pipeline::first(Scale { passes, ..Scale::of(rows) }, &meshes[0], w0)?;
     let mut pipeline = front.then(Square(rows), &meshes[1], w1)?;
     if rows == Rows::Part {
         for (stage, mesh) in meshes.iter().enumerate() {

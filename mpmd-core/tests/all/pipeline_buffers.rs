@@ -5,14 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_core::Simulation;
-use mpmd_core::kernel::{Shapes, Views, ViewsMut};
-use mpmd_core::pipeline::{
-    Action, ActionKind, Loss, Microbatch, Passes, Pipeline, PlacedShape, Schedule, SideInput,
-    SideShapes, Stage, StageContext, StageSignature,
-};
+use mpmd_core::pipeline::{Action, ActionKind, Loss, Microbatch, Pipeline, Schedule};
 use mpmd_core::prelude::*;
-use mpmd_core::tree::Empty;
 use parking_lot::{Condvar, Mutex};
+
+use crate::blank_stages::{Blank, Residuals, write};
 
 /// Elements of every array except the losses; `UNIT` is the bytes of such an array.
 const ELEMENTS: usize = 16 << 10;
@@ -48,86 +45,18 @@ impl Gate {
     }
 }
 
-struct Gated {
-    stage: usize,
-    gate: Arc<Gate>,
-}
-
-struct Last(Gated);
-
 fn unit() -> ShapedArray {
     f32s([ELEMENTS])
 }
 
-fn declare<O>(out: O) -> StageSignature<O> {
-    let two = || [PlacedShape::replicated(unit()), PlacedShape::replicated(unit())];
-    // One residual stays, one is released, and one is added.
-    StageSignature::new(out).residual(two()).weight_residual(two()).keep("0", "0")
+/// Of two residuals one stays and one is released, and one is added.
+const RESIDUALS: Residuals = Residuals { forward: 2, weight: 2, kept: 1 };
+
+/// Returns a stage whose passes wait for the gate.
+fn gated<O>(gate: &Arc<Gate>, stage: usize) -> Blank<impl Fn(u64) -> Result<()> + use<O>, O> {
+    let gate = gate.clone();
+    Blank::new(move |_| gate.pass(stage), ELEMENTS, Some(RESIDUALS))
 }
-
-macro_rules! passes {
-    ($stage:ty, $side:ty, $out:ty, $shape:expr, $gated:expr) => {
-        impl Stage for $stage {
-            type Params = MpmdArray;
-            type In = MpmdArray;
-            type Out = $out;
-
-            fn infer(
-                &self,
-                _: &ShapedArray,
-                _: &ShapedArray,
-                _: &SideShapes,
-            ) -> Result<StageSignature<Shapes<$out>>> {
-                Ok(declare($shape))
-            }
-
-            fn side(&self) -> SideInput {
-                SideInput::of::<$side>()
-            }
-
-            fn forward(
-                &self,
-                cx: &mut StageContext<'_, '_>,
-                _: View<'_>,
-                _: View<'_>,
-                y: ViewsMut<'_, $out>,
-            ) -> Result<()> {
-                let gated: fn(&Self) -> &Gated = $gated;
-                gated(self).gate.pass(gated(self).stage)?;
-                let residual: [ViewMut<'_>; 2] = cx.residual_mut()?;
-                y.into_leaves().into_iter().chain(residual).for_each(|mut view| view.zero());
-                Ok(())
-            }
-
-            fn passes(&self) -> Passes {
-                Passes::Split
-            }
-
-            fn backward_input(
-                &self,
-                cx: &mut StageContext<'_, '_>,
-                _: View<'_>,
-                _: Views<'_, $out>,
-                dx: Option<ViewMut<'_>>,
-            ) -> Result<()> {
-                let gated: fn(&Self) -> &Gated = $gated;
-                gated(self).gate.pass(gated(self).stage)?;
-                let [_, mut weight_residual]: [ViewMut<'_>; 2] = cx.weight_residual_mut()?;
-                weight_residual.zero();
-                dx.into_iter().for_each(|mut dx| dx.zero());
-                Ok(())
-            }
-
-            fn backward_weight(&self, _: &mut StageContext<'_, '_>, _: ViewMut<'_>) -> Result<()> {
-                let gated: fn(&Self) -> &Gated = $gated;
-                gated(self).gate.pass(gated(self).stage)
-            }
-        }
-    };
-}
-
-passes!(Gated, Empty<MpmdArray>, MpmdArray, unit(), |gated| gated);
-passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) }, |last| &last.0);
 
 /// Returns the change in the number of arrays in use on all ranks, caused by one action. Updates
 /// `first_weight`, which is true for stages without a gradient yet.
@@ -210,18 +139,15 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
     *gate.passes.lock() = vec![0; schedule.stages()];
     let meshes = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-    let gated = |stage: usize| Gated { stage, gate: gate.clone() };
     let made = |p: &mut Program, stage: usize| {
-        p.array_from_fn(unit(), &mesh(stage).replicated(), |_, mut view| {
-            view.zero();
-            Ok(())
-        })
+        p.array_from_fn(unit(), &mesh(stage).replicated(), |_, mut view| write(&mut view))
     };
-    let mut front = Pipeline::first(gated(0), mesh(0), made(p, 0)?)?;
+    let mut front = Pipeline::first(gated(&gate, 0), mesh(0), made(p, 0)?)?;
     for stage in 1..last {
-        front = front.then(gated(stage), mesh(stage), made(p, stage)?)?;
+        front = front.then(gated(&gate, stage), mesh(stage), made(p, stage)?)?;
     }
-    let mut pipeline = front.then(Last(gated(last)), mesh(last), made(p, last)?)?;
+    let mut pipeline =
+        front.then(gated::<Loss<MpmdArray>>(&gate, last), mesh(last), made(p, last)?)?;
     (0..=last).for_each(|stage| pipeline.recompute(stage, recomputes));
     let mut batch = Vec::new();
     for _ in 0..MICROBATCHES {

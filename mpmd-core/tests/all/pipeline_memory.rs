@@ -4,14 +4,11 @@
 use std::time::Duration;
 
 use mpmd_base::block::thread;
-use mpmd_core::kernel::{Shapes, Views, ViewsMut};
-use mpmd_core::pipeline::{
-    Loss, Microbatch, MicrobatchShapes, Passes, Pipeline, PlacedShape, Schedule, SideInput,
-    SideShapes, Stage, StageContext, StageSignature,
-};
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
 use mpmd_core::prelude::*;
-use mpmd_core::tree::Empty;
 use mpmd_core::{ProcessId, Simulation};
+
+use crate::blank_stages::{Blank, Residuals, write};
 
 /// Elements of an activation, and of a residual; `PARAMS` is the elements of a stage's parameters,
 /// `RESIDUALS` the residuals of a pass.
@@ -24,122 +21,18 @@ const SEED: u64 = 1;
 /// Tolerance in bytes for the losses, which are added up one by one.
 const SMALL: u64 = 4 << 10;
 
-/// A stage of which each pass sleeps for some time and only writes its outputs. It has residuals
-/// and split gradients, or it `keeps` its inputs and has one backward pass.
-struct Pass {
-    keeps: bool,
-    frozen: bool,
-}
-
-/// The last stage: passes as those of `Pass`, with the loss as output.
-struct Last {
-    keeps: bool,
-    frozen: bool,
-}
-
-fn declare<O>(out: O, keeps: bool) -> StageSignature<O> {
-    if keeps {
-        return StageSignature::new(out);
-    }
-    let one = |_| PlacedShape::replicated(f32s([ACTIVATION]));
-    let some = |count: usize| (0..count).map(one).collect::<Vec<_>>();
-    // The first two stay; the others are released, and two are added.
-    let signature = StageSignature::new(out).residual(some(RESIDUALS)).weight_residual(some(4));
-    signature.keep("0", "0").keep("1", "1")
-}
-
-fn write(out: &mut ViewMut<'_>) -> Result<()> {
-    Ok(out.fill(0.5f32)?)
-}
-
-fn take(time: u64) {
+fn take(time: u64) -> Result<()> {
     thread::sleep(Duration::from_secs(time));
+    Ok(())
 }
 
-macro_rules! passes {
-    ($stage:ty, $side:ty, $out:ty, $shape:expr) => {
-        impl Stage for $stage {
-            type Params = MpmdArray;
-            type In = MpmdArray;
-            type Out = $out;
-
-            fn infer(
-                &self,
-                _: &ShapedArray,
-                _: &ShapedArray,
-                _: &SideShapes,
-            ) -> Result<StageSignature<Shapes<$out>>> {
-                Ok(declare($shape, self.keeps))
-            }
-
-            fn side(&self) -> SideInput {
-                SideInput::of::<$side>()
-            }
-
-            fn forward(
-                &self,
-                cx: &mut StageContext<'_, '_>,
-                _: View<'_>,
-                _: View<'_>,
-                y: ViewsMut<'_, $out>,
-            ) -> Result<()> {
-                take(1);
-                if !self.keeps {
-                    let mut residual: Vec<ViewMut<'_>> = cx.residual_mut()?;
-                    residual.iter_mut().try_for_each(write)?;
-                }
-                y.into_leaves().iter_mut().try_for_each(write)
-            }
-
-            fn is_frozen(&self, _: &str) -> bool {
-                self.frozen
-            }
-
-            fn passes(&self) -> Passes {
-                if self.keeps { Passes::Fused } else { Passes::Split }
-            }
-
-            fn backward(
-                &self,
-                cx: &mut StageContext<'_, '_>,
-                _: View<'_>,
-                _: Views<'_, $out>,
-                mut dx: Option<ViewMut<'_>>,
-                mut gradient: ViewMut<'_>,
-            ) -> Result<()> {
-                take(2);
-                cx.input::<View<'_>>()?;
-                dx.iter_mut().try_for_each(write)?;
-                write(&mut gradient)
-            }
-
-            fn backward_input(
-                &self,
-                cx: &mut StageContext<'_, '_>,
-                _: View<'_>,
-                _: Views<'_, $out>,
-                mut dx: Option<ViewMut<'_>>,
-            ) -> Result<()> {
-                take(1);
-                dx.iter_mut().try_for_each(write)?;
-                let mut weight_residual: Vec<ViewMut<'_>> = cx.weight_residual_mut()?;
-                weight_residual[2..].iter_mut().try_for_each(write)
-            }
-
-            fn backward_weight(
-                &self,
-                _: &mut StageContext<'_, '_>,
-                mut gradient: ViewMut<'_>,
-            ) -> Result<()> {
-                take(1);
-                write(&mut gradient)
-            }
-        }
-    };
+/// Returns a stage whose passes sleep. It has residuals and split gradients, or it `keeps` its
+/// inputs and has one backward pass.
+fn pass<O>(keeps: bool) -> Blank<fn(u64) -> Result<()>, O> {
+    // The first two stay; the others are released, and two are added.
+    let residuals = Residuals { forward: RESIDUALS, weight: 4, kept: 2 };
+    Blank::new(take, ACTIVATION, (!keeps).then_some(residuals))
 }
-
-passes!(Pass, Empty<MpmdArray>, MpmdArray, f32s([ACTIVATION]));
-passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) });
 
 /// A kernel in place of an optimizer: overwrites the parameters in place.
 struct Update;
@@ -158,7 +51,7 @@ impl Kernel for Update {
         _: (View<'_>, View<'_>),
         mut params: ViewMut<'_>,
     ) -> Result<()> {
-        take(1);
+        take(1)?;
         write(&mut params)
     }
 }
@@ -193,14 +86,14 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     let (last, mut params) = (count - 1, params.into_iter());
     let keeps = how == Options::KeepsInputs;
     let mut next = || params.next().expect("one for each stage");
-    let pass = |stage: usize| Pass { keeps, frozen: how == Options::Frozen && 2 * stage < count };
-    let end = Last { keeps, frozen: false };
+    let pass_of = |stage: usize| pass(keeps).frozen(how == Options::Frozen && 2 * stage < count);
+    let end = pass::<Loss<MpmdArray>>(keeps);
     let mut pipeline = if last == 0 {
         Pipeline::first(end, &meshes[0], next())?
     } else {
-        let mut front = Pipeline::first(pass(0), &meshes[0], next())?;
+        let mut front = Pipeline::first(pass_of(0), &meshes[0], next())?;
         for (stage, mesh) in meshes.iter().enumerate().take(last).skip(1) {
-            front = front.then(pass(stage), mesh, next())?;
+            front = front.then(pass_of(stage), mesh, next())?;
         }
         front.then(end, &meshes[last], next())?
     };

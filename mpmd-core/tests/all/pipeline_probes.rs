@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::{
-    Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline, PlacedShape, Probe,
-    Schedule, SideShapes, Stage, StageContext, StageSignature,
+    Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Probe, Schedule,
+    SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Spec;
@@ -119,7 +119,7 @@ fn pipeline(p: &mut Program, sum: SumRows) -> Result<Pipeline<MpmdArray, Loss<Mp
         let w = MpmdArray::from_slice(&[WIDTH], &weights(stage))?;
         p.device_put(&w, mesh.replicated())
     };
-    let scale = Scale { rows: Rows::Part, passes: Passes::Split };
+    let scale = Scale::of(Rows::Part);
     let front = Pipeline::first(scale, &mesh, params(0)?)?.then(sum, &mesh, params(1)?)?;
     let mut all = front.then(Square(Rows::Part), &mesh, params(2)?)?;
     for stage in [0, 2] {

@@ -1,5 +1,8 @@
 //! Stages for tests of pipelines, and the direct computation of their gradients.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use mpmd_core::kernel;
 use mpmd_core::pipeline::{
     Loss, Microbatch, Passes, Pipeline, PlacedShape, Schedule, SideInput, SideShapes, Stage,
@@ -29,15 +32,66 @@ impl Rows {
 }
 
 /// A stage with y = x * w, element by element, with one w for all rows.
+#[derive(Clone)]
 pub(crate) struct Scale {
     pub(crate) rows: Rows,
     pub(crate) passes: Passes,
+    pub(crate) keeps: Keeps,
+    /// True if the stage counts its forward passes in its state, a `usize`.
+    pub(crate) counts: bool,
+}
+
+/// The form in which the input of a forward pass is kept for the backward pass. A [`Scale`] with
+/// [`Passes::Fused`] may have any.
+#[derive(Clone)]
+pub(crate) enum Keeps {
+    /// A declared residual.
+    Copy,
+    /// The input itself, which the runner keeps.
+    Input,
+    /// An object as residual.
+    Object(Arc<Alive>),
+}
+
+/// The objects of [`Keeps::Object`] that exist now, and the most that have existed at once.
+#[derive(Default)]
+pub(crate) struct Alive {
+    pub(crate) now: AtomicUsize,
+    pub(crate) most: AtomicUsize,
+}
+
+/// Declared bytes of an object.
+pub(crate) const OBJECT_BYTES: u64 = 8 << 10;
+
+/// A residual: the input of a forward pass.
+struct Kept {
+    x: Vec<f32>,
+    alive: Arc<Alive>,
+}
+
+impl Kept {
+    fn new(x: &[f32], alive: &Arc<Alive>) -> Self {
+        let now = alive.now.fetch_add(1, Ordering::SeqCst) + 1;
+        alive.most.fetch_max(now, Ordering::SeqCst);
+        Self { x: x.to_vec(), alive: alive.clone() }
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.alive.now.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Scale {
     /// Creates a stage with separate backward passes for the gradients of inputs and weights.
     pub(crate) fn of(rows: Rows) -> Self {
-        Self { rows, passes: Passes::Split }
+        Self { rows, passes: Passes::Split, keeps: Keeps::Copy, counts: false }
+    }
+
+    /// Creates a stage with one backward pass.
+    pub(crate) fn small(keeps: Keeps) -> Self {
+        Self { passes: Passes::Fused, keeps, ..Self::of(Rows::All) }
     }
 }
 
@@ -53,8 +107,7 @@ fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
 }
 
 /// Adds the products of the inputs and the output gradients, which is the gradient of the weights.
-fn add_products((x, dy): (View<'_>, View<'_>), mut gradient: ViewMut<'_>) -> Result<()> {
-    let (x, dy) = (floats(&x)?, floats(&dy)?);
+fn add_products(x: &[f32], dy: &[f32], mut gradient: ViewMut<'_>) -> Result<()> {
     let gradient = gradient.as_mut_slice::<f32>()?;
     let width = gradient.len();
     (0..x.len()).for_each(|i| gradient[i % width] += x[i] * dy[i]);
@@ -75,9 +128,15 @@ impl Stage for Scale {
         if x.shape()[1] != w.shape()[0] {
             return Err(Error::kernel(format!("{x} * {w}")));
         }
+        let signature = StageSignature::new(x.clone());
         let kept = PlacedShape::new(x.clone(), self.rows.spec());
-        let signature = StageSignature::new(x.clone()).residual(kept.clone());
-        Ok(signature.weight_residual((kept.clone(), kept)).keep("", "0"))
+        Ok(match self.keeps {
+            Keeps::Copy => {
+                signature.residual(kept.clone()).weight_residual((kept.clone(), kept)).keep("", "0")
+            }
+            Keeps::Input => signature,
+            Keeps::Object(_) => signature.residual(PlacedShape::object_of_bytes(OBJECT_BYTES)),
+        })
     }
 
     fn input_spec(&self) -> Spec {
@@ -95,11 +154,18 @@ impl Stage for Scale {
         x: View<'_>,
         mut y: ViewMut<'_>,
     ) -> Result<()> {
-        let mut residual: ViewMut<'_> = cx.residual_mut()?;
+        if self.counts {
+            *cx.state::<usize>()? += 1;
+        }
         let (w, x) = (floats(&w)?, floats(&x)?);
-        residual.as_mut_slice()?.copy_from_slice(x);
         let y = y.as_mut_slice::<f32>()?;
         (0..x.len()).for_each(|i| y[i] = x[i] * w[i % w.len()]);
+        let residual = cx.residual_mut::<ViewMut<'_>>();
+        match &self.keeps {
+            Keeps::Copy => residual?.as_mut_slice()?.copy_from_slice(x),
+            Keeps::Input => assert!(residual.is_err(), "none is declared"),
+            Keeps::Object(alive) => residual?.put_object(Kept::new(x, alive))?,
+        }
         Ok(())
     }
 
@@ -121,7 +187,8 @@ impl Stage for Scale {
     }
 
     fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
-        add_products(cx.weight_residual()?, gradient)
+        let (x, dy): (View<'_>, View<'_>) = cx.weight_residual()?;
+        add_products(floats(&x)?, floats(&dy)?, gradient)
     }
 
     fn passes(&self) -> Passes {
@@ -141,7 +208,14 @@ impl Stage for Scale {
             let dx = dx.as_mut_slice::<f32>()?;
             (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % weights.len()]);
         }
-        add_products((cx.residual()?, dy), gradient)
+        match self.keeps {
+            Keeps::Copy => add_products(floats(&cx.residual()?)?, dys, gradient),
+            Keeps::Input => add_products(floats(&cx.input()?)?, dys, gradient),
+            Keeps::Object(_) => {
+                let kept = cx.residual::<View<'_>>()?.object::<Kept>()?;
+                add_products(&kept.x, dys, gradient)
+            }
+        }
     }
 }
 
@@ -198,7 +272,8 @@ impl Stage for Join {
     }
 
     fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
-        add_products(cx.weight_residual()?, gradient)
+        let (x, dy): (View<'_>, View<'_>) = cx.weight_residual()?;
+        add_products(floats(&x)?, floats(&dy)?, gradient)
     }
 
     fn passes(&self) -> Passes {
@@ -278,7 +353,8 @@ impl Stage for Square {
     }
 
     fn backward_weight(&self, cx: &mut StageContext<'_, '_>, gradient: ViewMut<'_>) -> Result<()> {
-        add_products(cx.weight_residual()?, gradient)
+        let (x, dy): (View<'_>, View<'_>) = cx.weight_residual()?;
+        add_products(floats(&x)?, floats(&dy)?, gradient)
     }
 
     fn passes(&self) -> Passes {
@@ -340,16 +416,20 @@ pub(crate) fn chain_of(
     schedule: &Schedule,
     passes: Passes,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+    chain_with(p, schedule, |_| Scale { passes, ..Scale::of(Rows::All) })
+}
+
+/// Creates a pipeline as [`chain`] does, of these stages and [`Square`].
+pub(crate) fn chain_with(
+    p: &mut Program,
+    schedule: &Schedule,
+    of: impl Fn(usize) -> Scale,
+) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-    let mut front =
-        Pipeline::first(Scale { rows: Rows::All, passes }, mesh(0), params(p, 0, mesh(0))?)?;
+    let mut front = Pipeline::first(of(0), mesh(0), params(p, 0, mesh(0))?)?;
     for stage in 1..last {
-        front = front.then(
-            Scale { rows: Rows::All, passes },
-            mesh(stage),
-            params(p, stage, mesh(stage))?,
-        )?;
+        front = front.then(of(stage), mesh(stage), params(p, stage, mesh(stage))?)?;
     }
     front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
 }

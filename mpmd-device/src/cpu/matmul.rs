@@ -1,10 +1,12 @@
 //! Matrix products on slices, for CPU kernels.
 //!
-//! Matrices are dense and row-major. Every product runs on the calling thread alone, because a
-//! device has one thread. The same operands give the same bits on every call, regardless of the
-//! number of processes.
+//! Products of dense row-major matrices run on the calling thread alone, because a device has one
+//! thread. [`multiply`] takes other matrices and more threads. The same operands give the same bits
+//! on every call, regardless of the number of processes and threads.
 
 use std::any::type_name;
+
+use gemm::Parallelism;
 
 /// An element that matrices can be multiplied over: `f32` or `f64`.
 pub trait Scalar: sealed::Sealed + Copy + Send + Sync + 'static {
@@ -48,7 +50,7 @@ pub fn matmul<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, k, n), accumulate);
+    dense(c, Matrix::new(a, m, k), Matrix::new(b, k, n), accumulate);
 }
 
 /// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`,
@@ -68,7 +70,7 @@ pub fn matmul_nt<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, n, k).transposed(), accumulate);
+    dense(c, Matrix::new(a, m, k), Matrix::new(b, n, k).t(), accumulate);
 }
 
 /// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[k, m]`,
@@ -88,11 +90,18 @@ pub fn matmul_tn<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    product(c, Operand::rows("a", a, k, m).transposed(), Operand::rows("b", b, k, n), accumulate);
+    dense(c, Matrix::new(a, k, m).t(), Matrix::new(b, k, n), accumulate);
 }
 
-/// A read-only matrix. Its strides, in elements, stay within its slice.
-struct Operand<'a, T> {
+fn dense<T: Scalar>(c: &mut [T], a: Matrix<'_, T>, b: Matrix<'_, T>, accumulate: bool) {
+    assert_len(c.len(), a.rows, b.columns);
+    multiply((c, b.columns), a, b, accumulate, Parallelism::None);
+}
+
+/// A read-only matrix with dense rows, perhaps transposed. Its strides, in elements, stay within
+/// its slice.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a, T> {
     data: &'a [T],
     rows: usize,
     columns: usize,
@@ -100,16 +109,30 @@ struct Operand<'a, T> {
     column_stride: usize,
 }
 
-impl<'a, T> Operand<'a, T> {
-    /// Wraps `data` as a dense row-major `[rows, columns]` matrix. Panics if the length is wrong,
-    /// so products need no other check.
-    fn rows(name: &str, data: &'a [T], rows: usize, columns: usize) -> Self {
-        assert_len(name, data.len(), rows, columns);
+impl<'a, T> Matrix<'a, T> {
+    /// Wraps `data` as a row-major `[rows, columns]` matrix.
+    ///
+    /// # Panics
+    ///
+    /// If the length of `data` is not `rows * columns`.
+    pub fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
+        assert_len(data.len(), rows, columns);
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
     }
 
+    /// Wraps the `[rows, columns]` matrix whose row `i` begins at element `i * stride` of `data`.
+    ///
+    /// # Panics
+    ///
+    /// If a row is longer than `stride`, or `data` is too short.
+    pub fn strided(data: &'a [T], rows: usize, columns: usize, stride: usize) -> Self {
+        assert_rows(data.len(), rows, columns, stride);
+        Self { data, rows, columns, row_stride: stride, column_stride: 1 }
+    }
+
     /// Returns the transposed matrix on the same memory.
-    fn transposed(self) -> Self {
+    #[must_use]
+    pub fn t(self) -> Self {
         Self {
             data: self.data,
             rows: self.columns,
@@ -118,35 +141,61 @@ impl<'a, T> Operand<'a, T> {
             column_stride: self.row_stride,
         }
     }
+
+    /// Returns the number of columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
 }
 
-fn assert_len(name: &str, len: usize, rows: usize, columns: usize) {
-    let asked = rows.checked_mul(columns);
+fn assert_len(len: usize, rows: usize, columns: usize) {
+    let expected = rows.checked_mul(columns);
+    assert!(expected == Some(len), "a [{rows}, {columns}] matrix in a slice of {len} elements");
+}
+
+fn assert_rows(len: usize, rows: usize, columns: usize, stride: usize) {
+    let last = rows.saturating_sub(1).checked_mul(stride);
+    let end = last.and_then(|last| last.checked_add(if rows == 0 { 0 } else { columns }));
     assert!(
-        asked == Some(len),
-        "matrix {name} is [{rows}, {columns}] but its slice has {len} elements"
+        columns <= stride && end.is_some_and(|end| end <= len),
+        "a [{rows}, {columns}] matrix with rows at every {stride} in a slice of {len} elements"
     );
 }
 
-fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumulate: bool) {
+/// Computes `c = a b`, or `c += a b` if `accumulate` is set, on these threads. Row `i` of `c`
+/// begins at element `i * stride`. Leaves the elements between the rows.
+///
+/// An element of a product is summed by one thread, in an order that depends only on the shapes. So
+/// the result has the same bits with any number of threads.
+///
+/// # Panics
+///
+/// If the shapes do not fit each other, or a row is longer than `stride`.
+pub fn multiply<T: Scalar>(
+    (c, stride): (&mut [T], usize),
+    a: Matrix<'_, T>,
+    b: Matrix<'_, T>,
+    accumulate: bool,
+    threads: Parallelism,
+) {
     assert_eq!(a.columns, b.rows, "inner dimensions of a product of {}", type_name::<T>());
     let (m, k, n) = (a.rows, a.columns, b.columns);
-    assert_len("c", c.len(), m, n);
+    assert_rows(c.len(), m, n, stride);
     if m == 0 || n == 0 || k == 0 {
         // There is nothing to read, and `gemm` must not get pointers of empty slices.
-        if !accumulate {
-            c.fill(T::ZERO);
+        if !accumulate && n > 0 {
+            c.chunks_mut(stride).take(m).for_each(|row| row[..n].fill(T::ZERO));
         }
         return;
     }
-    // SAFETY: no dimension is zero here. `c` holds exactly m * n elements (checked above). It is
-    // addressed as row * n + column with row < m and column < n, so every access lies within it.
-    // Each operand holds exactly rows * columns elements (checked in `Operand::rows`). Its strides
-    // are (columns, 1), or both swapped together with the dimensions, so every access lies within
-    // its slice too. A slice is at most `isize::MAX` bytes, so no stride overflows `isize`. `c` is
-    // borrowed exclusively, hence overlaps neither operand. `T` is `f32` or `f64` (sealed), both of
-    // which `gemm` implements. With `read_dst` false `c` is only written, and it is initialised
-    // anyway.
+    // SAFETY: no dimension is zero here. `c` is addressed as row * stride + column with row < m and
+    // column < n <= stride, which lies within its elements (checked above), and no two places are
+    // equal. An operand is addressed in the same way within its own elements (checked where it was
+    // made), or with its strides swapped together with the dimensions. So all accesses lie within
+    // the three slices. A slice is at most `isize::MAX` bytes, so no stride that is used overflows
+    // `isize`. `c` is borrowed exclusively, hence overlaps neither operand. `T` is `f32` or `f64`
+    // (sealed), both of which `gemm` implements. It returns when all its threads have ended their
+    // work. With `read_dst` false `c` is only written, and it is initialised anyway.
     unsafe {
         gemm::gemm(
             m,
@@ -154,7 +203,7 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
             k,
             c.as_mut_ptr(),
             1,
-            n as isize,
+            stride as isize,
             accumulate,
             a.data.as_ptr(),
             a.column_stride as isize,
@@ -167,7 +216,7 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
             false,
             false,
             false,
-            gemm::Parallelism::None,
+            threads,
         );
     }
 }
@@ -241,14 +290,34 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "matrix b is [3, 4] but its slice has 11 elements")]
+    #[should_panic(expected = "a [3, 4] matrix in a slice of 11 elements")]
     fn short_slice_panics() {
         matmul(&mut [0.0f32; 8], &[0.0; 6], &[0.0; 11], 2, 3, 4, false);
     }
 
     #[test]
-    #[should_panic(expected = "matrix a is")]
+    #[should_panic(expected = "matrix in a slice of 0 elements")]
     fn overflowing_shape_panics() {
         matmul(&mut [0.0f32; 0], &[0.0; 0], &[0.0; 0], usize::MAX, 2, 0, false);
+    }
+
+    #[test]
+    fn rows_may_lie_apart() {
+        let (a, b) = (whole_numbers(5 * 9, 1), whole_numbers(3 * 8, 2));
+        let mut c = [7.0; 5 * 6];
+        let (left, right) = (Matrix::strided(&a[2..], 5, 3, 9), Matrix::strided(&b[1..], 3, 4, 8));
+        multiply((&mut c[1..], 6), left, right, false, Parallelism::None);
+        for (at, c) in c.iter().enumerate() {
+            let (row, column) = (at / 6, at % 6);
+            let inside = (1..5).contains(&column);
+            let sum = |p: usize| a[2 + row * 9 + p] * b[p * 8 + column];
+            assert_eq!(*c, if inside { (0..3).map(sum).sum() } else { 7.0 }, "{at}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "with rows at every 5 in a slice of 13 elements")]
+    fn rows_beyond_the_slice_panic() {
+        let _ = Matrix::strided(&[0.0f64; 13], 3, 4, 5);
     }
 }

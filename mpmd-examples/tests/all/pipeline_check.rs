@@ -4,8 +4,7 @@
 use std::time::Duration;
 
 use mpmd::testing::Simulation;
-use mpmd_examples::mm::LEARNING_RATE;
-use mpmd_examples::pipeline::{DEVICES, check};
+use mpmd_examples::pipeline::{DEVICES, LEARNING_RATE, check};
 
 #[test]
 fn check_gives_reference_figures_on_any_number_of_processes() {

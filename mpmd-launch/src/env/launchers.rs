@@ -150,36 +150,30 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
 }
 
 fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
-    const SOURCE: &str = "PMIx";
-    if vars.get("PMIX_RANK").is_none() {
-        return Ok(None);
-    }
     // PMIx gives the size only to its own library.
-    let processes = vars.needed(SOURCE, ours::WORLD_SIZE)?;
-    let (coordinator, job) = vars.on_this_host();
-    Ok(Some(Said {
-        source: SOURCE,
-        process: vars.needed(SOURCE, "PMIX_RANK")?,
-        processes,
-        local_process: vars.number("PMIX_LOCAL_RANK")?,
-        coordinator,
-        hosted: false,
-        job: job.unwrap_or_default(),
-    }))
+    on_this_host_says(vars, "PMIx", ["PMIX_RANK", ours::WORLD_SIZE, "PMIX_LOCAL_RANK"])
 }
 
 fn pmi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
-    const SOURCE: &str = "PMI";
-    if vars.get("PMI_RANK").is_none() {
+    on_this_host_says(vars, "PMI", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"])
+}
+
+/// Reads the variables of a launcher that says nothing of hosts.
+fn on_this_host_says(
+    vars: &Vars<'_>,
+    source: &'static str,
+    [rank, size, local_rank]: [&str; 3],
+) -> Result<Option<Said>, LaunchError> {
+    if vars.get(rank).is_none() {
         return Ok(None);
     }
-    let processes = vars.needed(SOURCE, "PMI_SIZE")?;
+    let processes = vars.needed(source, size)?;
     let (coordinator, job) = vars.on_this_host();
     Ok(Some(Said {
-        source: SOURCE,
-        process: vars.needed(SOURCE, "PMI_RANK")?,
+        source,
+        process: vars.needed(source, rank)?,
         processes,
-        local_process: vars.number("MPI_LOCALRANKID")?,
+        local_process: vars.number(local_rank)?,
         coordinator,
         hosted: false,
         job: job.unwrap_or_default(),

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, OwnedBuffer, Payload, Pool, SharedBuffer, Ticket, TransportError};
@@ -38,25 +39,25 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
     for (transport, end) in transports.iter().zip(&ends) {
         transport.start(end.clone());
     }
-    let mut random = Random(1);
+    let mut random = Rng::with_seed(1);
     for number in 1..=MESSAGES {
-        let from = random.below(2) as usize;
-        let bytes = match random.below(RARE) {
-            0 => LARGE_BYTES - random.below(100) as usize,
+        let from = random.usize(..2);
+        let bytes = match random.u64(..RARE) {
+            0 => LARGE_BYTES - random.usize(..100),
             _ => {
                 // Small sizes are as frequent as large ones.
-                let order = 1 + random.below(BYTES.ilog2().into());
-                1 + random.below(1 << order) as usize
+                let order = 1 + random.u64(..u64::from(BYTES.ilog2()));
+                1 + random.usize(..1 << order)
             }
         };
-        let message = if random.below(4) == 0 { MessageKind::Eager } else { MessageKind::Data };
+        let message = if random.u64(..4) == 0 { MessageKind::Eager } else { MessageKind::Data };
         let header = Header { op: number, bytes: bytes as u64, ..Header::new(message) };
         let mut payload = pools[from].allocate(bytes).expect("a pool without limit");
         payload.copy_from_slice(&pattern(id(from), &header));
         let payload = payload.freeze();
         ends[from].posted();
         // The poster's own reference is dropped now, or after the transport's.
-        if random.below(2) == 0 {
+        if random.u64(..2) == 0 {
             ends[from].keep(payload.clone());
         }
         transports[from].post(id(1 - from), header, Some(payload), Ticket(number));
@@ -153,7 +154,7 @@ struct End {
 }
 
 struct Seen {
-    random: Random,
+    random: Rng,
     posted: usize,
     done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
     /// Payloads of this end's own messages, dropped at random.
@@ -175,7 +176,7 @@ struct Seen {
 impl End {
     fn new(pool: Pool) -> Arc<Self> {
         let seen = Seen {
-            random: Random(2),
+            random: Rng::with_seed(2),
             posted: 0,
             done: BTreeMap::new(),
             kept: Vec::new(),
@@ -205,7 +206,7 @@ impl End {
         let mut seen = self.seen.lock();
         seen.kept.push(payload);
         let dropped = if seen.kept.len() > HELD {
-            let chosen = seen.random.below(HELD as u64) as usize;
+            let chosen = seen.random.usize(..HELD);
             Some(seen.kept.swap_remove(chosen))
         } else {
             None
@@ -220,7 +221,7 @@ impl End {
         if seen.holds_all || seen.held.is_empty() {
             return;
         }
-        let (held, fate) = (std::mem::take(&mut seen.held), seen.random.below(3));
+        let (held, fate) = (std::mem::take(&mut seen.held), seen.random.u64(..3));
         drop(seen);
         for ((from, header, fetch), at) in held.into_iter().zip(fate..) {
             if at.is_multiple_of(3) {
@@ -253,7 +254,7 @@ impl End {
                     // Dropped now, or after other payloads were read.
                     seen.read.push(buffer);
                     if seen.read.len() > HELD {
-                        let chosen = seen.random.below(HELD as u64) as usize;
+                        let chosen = seen.random.usize(..HELD);
                         dropped = Some(seen.read.swap_remove(chosen));
                     }
                 }
@@ -287,12 +288,12 @@ impl Handler for End {
             Payload::Empty => seen.note(header.bytes == 0),
             Payload::Lent(bytes) => seen.held.push((from, header, Box::new(OnLoan(bytes)))),
             Payload::Inline(bytes) => {
-                let looks = seen.random.below(3) > 0;
+                let looks = seen.random.u64(..3) > 0;
                 seen.note(!looks || pattern_is_intact(from, &header, &bytes));
             }
             Payload::Waiting(fetch) => seen.held.push((from, header, fetch)),
         }
-        let at_once = seen.random.below(3) > 0;
+        let at_once = seen.random.u64(..3) > 0;
         drop(seen);
         if at_once {
             self.decide();
@@ -320,18 +321,5 @@ impl Fetch for OnLoan {
         into.copy_from_slice(&self.0);
         drop(self);
         then(Ok(into));
-    }
-}
-
-/// A generator of random numbers: SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
@@ -11,7 +12,6 @@ use mpmd_core::{BoundMethod, Made, Method, MpmdObject, method};
 
 use super::Say;
 use super::soak::resident_bytes;
-use crate::random::Random;
 
 /// Calls between two points at which results are read.
 const PERIOD: usize = 500;
@@ -85,7 +85,7 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let (calls, seed) = (numbers[0], numbers[1]);
     let panic_at = numbers.get(2).copied().unwrap_or(usize::MAX);
-    let mut random = Random::new(seed as u64);
+    let mut random = Rng::with_seed(seed as u64);
     let alive = Arc::new(AtomicUsize::new(0));
     let meshes = p.mesh(&[("x", p.processes())])?.split("x")?;
     let new = |p: &mut Program, mesh: &Mesh| {
@@ -101,16 +101,16 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
     }
     let mut warm = 0;
     for i in 0..calls {
-        let from = random.below(places.len());
+        let from = random.usize(..places.len());
         let input = places[from].last.clone();
-        let at = random.below(places.len());
+        let at = random.usize(..places.len());
         let place = &mut places[at];
-        match random.below(400) {
+        match random.usize(..400) {
             0 | 1 => (place.object, place.calls) = (new(p, &place.mesh)?, 0),
             2..=11 => {
                 let (_, copied) = place.copy.call(p, &place.object, Empty::new())?;
                 if place.kept.len() == KEPT {
-                    place.kept.swap_remove(random.below(KEPT));
+                    place.kept.swap_remove(random.usize(..KEPT));
                 }
                 place.kept.push(copied);
             }
@@ -122,7 +122,7 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
             _ => {}
         }
         // Now and then the input comes from another device.
-        let input = match random.below(20) {
+        let input = match random.usize(..20) {
             0 if input.sharding().is_some() => p.device_put(&input, place.mesh.replicated())?,
             _ => MpmdArray::scalar(1.0f32),
         };

@@ -9,7 +9,7 @@ use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
 
 use super::Say;
-use crate::random::Random;
+use crate::random;
 
 /// More rounds than a test lasts.
 const ROUNDS: usize = 1_000_000;
@@ -38,7 +38,7 @@ pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result
     };
     let on = |process: usize| Sharding::single_device(DeviceId(process as u32));
     // Each process sends different bytes: the pattern from its own offset on.
-    let pattern = Arc::new(Random::new(64).bytes(BYTES + p.processes()));
+    let pattern = Arc::new(random::bytes(64, BYTES + p.processes()));
     let mut sources = Vec::new();
     for process in 0..p.processes() {
         let pattern = pattern.clone();

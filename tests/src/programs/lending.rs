@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
@@ -12,7 +13,7 @@ use mpmd_core::{Builder, Jit, ProcessId};
 
 use super::Say;
 use super::soak::resident_bytes;
-use crate::random::Random;
+use crate::random;
 
 /// Size limits of an array in bytes.
 const LEAST_BYTES: usize = 8;
@@ -71,7 +72,7 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 }
 
 struct Lending {
-    random: Random,
+    random: Rng,
     /// Time limit until memory that nobody holds is no longer in use.
     peer_timeout: Duration,
     sizes: [Vec<usize>; 3],
@@ -108,11 +109,11 @@ struct Expected {
 
 impl Lending {
     fn new(p: &mut Program, seed: u64, peer_timeout: Duration) -> Result<Self> {
-        let mut random = Random::new(seed);
+        let mut random = Rng::with_seed(seed);
         let mut sizes = |most: usize| -> Vec<usize> {
             let mut size = || {
-                let least = LEAST_BYTES << random.below((most / LEAST_BYTES).ilog2() as usize);
-                least + random.below(least)
+                let least = LEAST_BYTES << random.usize(..(most / LEAST_BYTES).ilog2() as usize);
+                least + random.usize(..least)
             };
             (0..SIZES).map(|_| size()).collect()
         };
@@ -126,7 +127,7 @@ impl Lending {
             random,
             peer_timeout,
             sizes,
-            pattern: Arc::new(Random::new(8).bytes(MOST_BYTES + PLACES)),
+            pattern: Arc::new(random::bytes(8, MOST_BYTES + PLACES)),
             on: meshes.iter().map(|mesh| mesh.replicated()).collect(),
             flip,
             kept: Vec::new(),
@@ -165,7 +166,7 @@ impl Lending {
     /// so that they issue the same operations.
     fn one(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
-        let from = self.random.below(processes);
+        let from = self.random.usize(..processes);
         let mut at = from;
         let expected = self.expected();
         let fill = expected.clone();
@@ -179,35 +180,35 @@ impl Lending {
         )?;
         // Most arrays go to one other process, some on to a third and a fourth, perhaps before they
         // have arrived.
-        let hops = [1, 1, 1, 2, 2, 3][self.random.below(6)];
+        let hops = [1, 1, 1, 2, 2, 3][self.random.usize(..6)];
         for _ in 0..hops {
-            at = (at + 1 + self.random.below(processes - 1)) % processes;
+            at = (at + 1 + self.random.usize(..processes - 1)) % processes;
             let next = p.device_put(&x, &self.on[at])?;
             self.handed_over += 1;
             let before = Kept { x: std::mem::replace(&mut x, next), expected: expected.clone() };
-            match self.random.below(4) {
+            match self.random.usize(..4) {
                 0 => self.kept.push(before),
                 1 => self.look_when_there(&before),
                 _ => drop(before),
             }
         }
         let mut here = Kept { x, expected };
-        if self.random.below(4) == 0 {
+        if self.random.usize(..4) == 0 {
             // Its owner and others may still have it: none of them sees the change.
             let Kept { x, mut expected } = here;
             expected.flips += 1;
             here = Kept { x: self.flip[at].call(p, x)?, expected };
         }
-        match self.random.below(10) {
+        match self.random.usize(..10) {
             0..3 => drop(here),
             3 => self.look(here)?,
             4..7 => self.look_when_there(&here),
             _ => self.kept.push(here),
         }
         while self.kept.len() > KEPT {
-            let chosen = self.random.below(self.kept.len());
+            let chosen = self.random.usize(..self.kept.len());
             let kept = self.kept.swap_remove(chosen);
-            match self.random.below(3) {
+            match self.random.usize(..3) {
                 0 => self.look(kept)?,
                 1 => self.look_when_there(&kept),
                 _ => drop(kept.x.into_future()),
@@ -217,15 +218,15 @@ impl Lending {
     }
 
     fn expected(&mut self) -> Expected {
-        let sizes = match self.random.below(LARGE) {
+        let sizes = match self.random.usize(..LARGE) {
             0 => &self.sizes[2],
             i if i % MIDDLE == 0 => &self.sizes[1],
             _ => &self.sizes[0],
         };
-        let bytes = sizes[self.random.below(SIZES)];
+        let bytes = sizes[self.random.usize(..SIZES)];
         Expected {
             pattern: self.pattern.clone(),
-            place: self.random.below(PLACES),
+            place: self.random.usize(..PLACES),
             bytes,
             flips: 0,
         }
@@ -326,7 +327,7 @@ impl Kernel for Flip {
 /// `holding`: process 0 lends an array to process 1, which checks it again and again. Process 0
 /// prints its live and lent memory until all is back.
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let pattern = Arc::new(Random::new(8).bytes(MOST_BYTES));
+    let pattern = Arc::new(random::bytes(8, MOST_BYTES));
     let fill = pattern.clone();
     let x =
         p.array_from_fn(u8s([MOST_BYTES]), &on(0), move |_: &Region, mut view: ViewMut<'_>| {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context as TaskContext, Waker};
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use futures::executor::block_on;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -13,7 +14,7 @@ use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{ArrayFuture, Builder, ProcessId, method};
 
 use super::Say;
-use crate::random::Random;
+use crate::random;
 
 /// Most bytes of a common transfer.
 const BYTES: usize = 1 << 20;
@@ -52,8 +53,8 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     };
     let begin = Instant::now();
     let mut soak = Soak {
-        random: Random::new(seed as u64),
-        pattern: Arc::new(Random::new(8).bytes(LARGE_BYTES + PLACES)),
+        random: Rng::with_seed(seed as u64),
+        pattern: Arc::new(random::bytes(8, LARGE_BYTES + PLACES)),
         kept: Vec::new(),
         looked_at: Arc::default(),
         awaited: 0,
@@ -105,7 +106,7 @@ pub(super) fn resident_bytes() -> u64 {
 }
 
 struct Soak {
-    random: Random,
+    random: Rng,
     pattern: Arc<Vec<u8>>,
     kept: Vec<Kept>,
     /// Number of arrays that this process has compared, in callbacks too.
@@ -140,10 +141,10 @@ impl Soak {
     /// same random numbers, so that they issue the same operations.
     fn transfer(&mut self, p: &mut Program) -> Result<()> {
         let processes = p.processes();
-        let from = self.random.below(processes);
-        let to = (from + 1 + self.random.below(processes - 1)) % processes;
+        let from = self.random.usize(..processes);
+        let to = (from + 1 + self.random.usize(..processes - 1)) % processes;
         let bytes = self.size();
-        let place = self.random.below(PLACES);
+        let place = self.random.usize(..PLACES);
         let pattern = self.pattern.clone();
         let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
             view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[place..place + bytes]);
@@ -151,31 +152,31 @@ impl Soak {
         };
         let source = p.array_from_fn(u8s([bytes]), &on(from), fill)?;
         let mut x = p.device_put(&source, on(to))?;
-        if self.random.below(4) == 0 {
+        if self.random.usize(..4) == 0 {
             // Moved on, perhaps before it has arrived; the handle in between is dropped.
-            let next = self.random.below(processes);
+            let next = self.random.usize(..processes);
             x = p.device_put(&x, on(next))?;
         }
-        if self.random.below(4) == 0 {
+        if self.random.usize(..4) == 0 {
             self.kept.push(Kept::Source { _x: source });
         }
         let moved = Moved { x, place, bytes };
-        match self.random.below(8) {
+        match self.random.usize(..8) {
             0 | 1 => drop(moved),
             2 => self.look(moved)?,
             3 => {
-                let times = self.random.below(6);
+                let times = self.random.usize(..6);
                 drop(polled(&moved, times));
             }
             4 => {
-                let times = self.random.below(3);
+                let times = self.random.usize(..3);
                 self.kept.push(Kept::Future(polled(&moved, times), moved));
             }
             5 => self.look_when_there(&moved),
             _ => self.kept.push(Kept::Handle(moved)),
         }
         if self.kept.len() > KEPT {
-            let chosen = self.random.below(self.kept.len());
+            let chosen = self.random.usize(..self.kept.len());
             let kept = self.kept.swap_remove(chosen);
             self.decide(kept)?;
         }
@@ -184,8 +185,9 @@ impl Soak {
 
     /// Makes an object on a random process, adds numbers to it, and drops it. Checks the last sum.
     fn object(&mut self, p: &mut Program) -> Result<()> {
-        let mesh = Mesh::new(&[("x", 1)], vec![DeviceId(self.random.below(p.processes()) as u32)])
-            .map_err(|error| Error::kernel(error.to_string()))?;
+        let mesh =
+            Mesh::new(&[("x", 1)], vec![DeviceId(self.random.usize(..p.processes()) as u32)])
+                .map_err(|error| Error::kernel(error.to_string()))?;
         let total = p.object(&mesh, |_| Ok(0.0f32))?;
         let add = method(like_input, |total: &mut f32, x: View<f32>, mut y: ViewMut<f32>| {
             *total += x[0];
@@ -202,17 +204,17 @@ impl Soak {
 
     /// Draws a size in bytes; small ones are as frequent as large ones.
     fn size(&mut self) -> usize {
-        if self.random.below(RARE) == 0 {
-            return LARGE_BYTES - self.random.below(64);
+        if self.random.usize(..RARE) == 0 {
+            return LARGE_BYTES - self.random.usize(..64);
         }
-        let order = self.random.below(BYTES.ilog2() as usize + 1);
+        let order = self.random.usize(..BYTES.ilog2() as usize + 1);
         let least = 1 << order;
-        (least + self.random.below(least)).min(BYTES)
+        (least + self.random.usize(..least)).min(BYTES)
     }
 
     /// Awaits and checks a kept handle or future, or drops it, at random.
     fn decide(&mut self, kept: Kept) -> Result<()> {
-        match (kept, self.random.below(3)) {
+        match (kept, self.random.usize(..3)) {
             (Kept::Handle(moved), 0) => self.look(moved),
             (Kept::Future(future, moved), 0 | 1) => {
                 drop(block_on(future)?);

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, Job, Processes, Random};
+use mpmd_tests::{Carrier, Job, Processes, rng_of_this_run};
 
 /// Bytes of the array that goes around.
 const BYTES: u64 = 64 << 10;
@@ -45,11 +45,11 @@ fn array_goes_around_with_flat_loans_and_memory() {
 
 #[test]
 fn memory_comes_back_when_a_process_of_the_ring_dies() {
-    let mut random = Random::of_this_run();
+    let mut random = rng_of_this_run();
     for victim in 0..4 {
         let mut job = Job::start(options(4), &["circling", "100000000"]);
         job.wait_for_output_of(victim, "started\n").unwrap();
-        std::thread::sleep(Duration::from_micros(random.below(300_000) as u64));
+        std::thread::sleep(Duration::from_micros(random.usize(..300_000) as u64));
         job.kill(victim).unwrap();
         let ended = job.wait();
         for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {

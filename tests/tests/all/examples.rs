@@ -82,7 +82,7 @@ fn pipeline_check_passes_under_the_launcher(carrier: Carrier) {
 
 #[test]
 fn wrong_number_fails_the_job() {
-    let off = ["--check", "--learning-rate", "0.011"];
+    let off = ["--check", "--learning-rate", "0.044"];
     for launched in [None, Some(4)] {
         let end = run(launched, "pipeline", &off);
         assert_eq!(end.code(), 1, "{launched:?}:\n{}\n{}", end.stdout, end.stderr);

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use mpmd_tests::{Carrier, FaultOutcome, Job, Processes, Random, over_each_carrier};
+use mpmd_tests::{Carrier, FaultOutcome, Job, Processes, over_each_carrier, rng_of_this_run};
 use rustix::process::Signal;
 
 /// Time limit for the end of all processes after a death.
@@ -43,13 +43,13 @@ fn inject_faults(
     times: usize,
     signal: Signal,
 ) -> Duration {
-    let mut random = Random::of_this_run();
+    let mut random = rng_of_this_run();
     let mut longest = Duration::ZERO;
     let mut waited = 0;
     for processes in [2, 4] {
         for how in ["sends", "receives"].repeat(times) {
-            let victim = random.below(processes);
-            let delay = Duration::from_micros(random.below(1000 * WITHIN_MILLIS) as u64);
+            let victim = random.usize(..processes);
+            let delay = Duration::from_micros(random.usize(..1000 * WITHIN_MILLIS) as u64);
             let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
             let outcome =
                 inject_fault(options.peer_timeout(peer_timeout), how, victim, delay, signal);

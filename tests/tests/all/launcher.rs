@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Random, Sandbox, Watched, over_each_carrier, package_program};
+use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program, rng_of_this_run};
 use rustix::process::{Pid, Signal, kill_process};
 
 over_each_carrier! {
@@ -68,13 +68,13 @@ fn faults(few: usize) -> usize {
 }
 
 fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
-    let mut random = Random::of_this_run();
+    let mut random = rng_of_this_run();
     let (mut unnamed, times) = (0, faults(if carrier.is_thorough() { 6 } else { 2 }));
     for time in 0..times {
         let mode = ["reading", "running-ahead", "large"][time % 3];
         let mut job = Launched::start(carrier, &[], mode);
-        let victim = random.below(PROCESSES);
-        let delay = Duration::from_micros(random.below(WITHIN_MICROS) as u64);
+        let victim = random.usize(..PROCESSES);
+        let delay = Duration::from_micros(random.usize(..WITHIN_MICROS) as u64);
         let pid = job.pids()[victim];
         std::thread::sleep(delay);
         let begin = Instant::now();
@@ -107,11 +107,11 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
 }
 
 fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
-    let mut random = Random::of_this_run();
+    let mut random = rng_of_this_run();
     for _ in 0..faults(1) {
         let mut job = Launched::start(carrier, &["--peer-timeout", "2"], "reading");
         let pids = job.pids();
-        std::thread::sleep(Duration::from_micros(random.below(WITHIN_MICROS) as u64));
+        std::thread::sleep(Duration::from_micros(random.usize(..WITHIN_MICROS) as u64));
         job.launcher.signal(Signal::TSTP).unwrap();
         let all: Vec<u32> = pids.iter().copied().chain([job.launcher.pid()]).collect();
         wait_until(&job, "the job and its launcher are stopped", || {

@@ -190,7 +190,7 @@ fn a_job_that_fails_is_a_failure_to_its_launcher() {
         return;
     }
     let Some(mut slurm) = Slurm::start(&site, deadline()) else { return };
-    let wrong = "./pipeline --check --learning-rate 0.011";
+    let wrong = "./pipeline --check --learning-rate 0.044";
     for launcher in ["srun", "mpirun"] {
         let mut process =
             shell(&site, Some(&slurm), "tcp", &format!("exec {launcher} -n 4 {wrong}"));

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Job, Processes, Random};
+use mpmd_tests::{Carrier, Job, Processes, rng_of_this_run};
 
 const PROCESSES: usize = 4;
 
@@ -79,13 +79,13 @@ fn zero_copy_arrays_are_right_and_memory_stays_flat() {
 
 #[test]
 fn killed_lender_is_named_and_no_data_is_wrong() {
-    let mut random = Random::of_this_run();
+    let mut random = rng_of_this_run();
     let mut longest = Duration::ZERO;
     for round in 0..asked("MPMD_SOAK_KILLS", PROCESSES) {
-        let (victim, seed) = (round % PROCESSES, random.below(1 << 30).to_string());
+        let (victim, seed) = (round % PROCESSES, random.usize(..1 << 30).to_string());
         let mut job = Job::start(options(PROCESSES), &["lending", "1000000000", &seed, "2"]);
         job.wait_for_output("array 300\n").unwrap();
-        let delay = Duration::from_micros(random.below(400_000) as u64);
+        let delay = Duration::from_micros(random.usize(..400_000) as u64);
         std::thread::sleep(delay);
         let begin = Instant::now();
         job.kill(victim).unwrap();

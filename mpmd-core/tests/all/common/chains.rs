@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
@@ -13,55 +14,34 @@ use super::arrays::{check, values};
 
 const DEVICES: usize = 8;
 
-/// A generator of small random numbers by xorshift. Equal seeds give the same numbers on every
-/// process and in every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn new(seed: u64) -> Self {
-        let mut numbers = Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        for _ in 0..8 {
-            numbers.below(2);
-        }
-        numbers
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as usize % end
-    }
-
-    fn of<T: Clone>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())].clone()
-    }
+fn any<T: Clone>(numbers: &mut Rng, choices: &[T]) -> T {
+    choices[numbers.usize(..choices.len())].clone()
 }
 
-fn any_sharding(numbers: &mut Numbers) -> Sharding {
+fn any_sharding(numbers: &mut Rng) -> Sharding {
     let mut devices: Vec<DeviceId> = (0..DEVICES as u32).map(DeviceId).collect();
     for i in (1..DEVICES).rev() {
-        devices.swap(i, numbers.below(i + 1));
+        devices.swap(i, numbers.usize(..i + 1));
     }
-    let sharding = match numbers.below(8) {
+    let sharding = match numbers.usize(..8) {
         0 => Sharding::single_device(devices[0]),
         1 => {
-            let count = 1 + numbers.below(DEVICES);
-            Sharding::chunk(numbers.below(2) as isize, devices[..count].to_vec()).unwrap()
+            let count = 1 + numbers.usize(..DEVICES);
+            Sharding::chunk(numbers.usize(..2) as isize, devices[..count].to_vec()).unwrap()
         }
         _ => {
-            let (a, b) = numbers.of(&[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)]);
+            let (a, b) = any(numbers, &[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)]);
             let mesh = Mesh::new(&[("a", a), ("b", b)], devices[..a * b].to_vec()).unwrap();
             let specs =
                 [spec![], spec!["a"], spec![None, "b"], spec!["b", "a"], spec![None, ("b", "a")]];
-            let sharding = mesh.sharding(numbers.of(&specs));
+            let sharding = mesh.sharding(any(numbers, &specs));
             let sums =
                 ["a", "b"].map(|axis| sharding.unreduced(&[axis]).unwrap_or(sharding.clone()));
-            numbers.of(&[sharding, sums[0].clone(), sums[1].clone()])
+            any(numbers, &[sharding, sums[0].clone(), sums[1].clone()])
         }
     };
     let memory = [MemoryKind::Device, MemoryKind::Device, MemoryKind::Host];
-    sharding.with_memory_kind(numbers.of(&memory))
+    sharding.with_memory_kind(any(numbers, &memory))
 }
 
 /// Moves an array through six random shardings, on random processes. Panics if a value changes or
@@ -73,25 +53,25 @@ pub(crate) fn chain(
     simulation: impl Fn(usize, usize) -> Simulation,
     zero_copy: bool,
 ) {
-    let mut numbers = Numbers::new(seed);
-    let processes = numbers.of(&[1, 2, 4, 8]);
-    let most = 1 + numbers.below(4);
-    let hosts: Vec<usize> = (0..processes).map(|_| numbers.below(most)).collect();
+    let mut numbers = Rng::with_seed(seed);
+    let processes = any(&mut numbers, &[1, 2, 4, 8]);
+    let most = 1 + numbers.usize(..4);
+    let hosts: Vec<usize> = (0..processes).map(|_| numbers.usize(..most)).collect();
     // Without latency every region is passed on from host to host.
-    let network = Link { latency_ns: numbers.of(&[0, 50_000]), bytes_per_us: 1200 };
+    let network = Link { latency_ns: any(&mut numbers, &[0, 50_000]), bytes_per_us: 1200 };
     let links = Links { network, ..Links::default() };
-    let rows = 8 * (1 + numbers.below(16));
+    let rows = 8 * (1 + numbers.usize(..16));
     // The larger arrays move in parts and chunks.
-    let columns = numbers.of(&[24, 320, 1 << 15]);
-    let whole = values(&[rows, columns], numbers.of(&[DType::I16, DType::I32, DType::I64]));
+    let columns = any(&mut numbers, &[24, 320, 1 << 15]);
+    let whole = values(&[rows, columns], any(&mut numbers, &[DType::I16, DType::I32, DType::I64]));
     let mut steps = Vec::new();
     for _ in 0..6 {
-        let options = MoveOptions::default().donate(numbers.below(2) == 0);
-        steps.push((any_sharding(&mut numbers), options.may_alias(numbers.below(3) > 0)));
+        let options = MoveOptions::default().donate(numbers.usize(..2) == 0);
+        steps.push((any_sharding(&mut numbers), options.may_alias(numbers.usize(..3) > 0)));
     }
-    let delay = Duration::from_micros(numbers.of(&[0, 300, 3000]));
-    let kind = |numbers: &mut Numbers| {
-        if gpus && numbers.below(3) > 0 { DeviceKind::Cuda } else { DeviceKind::Cpu }
+    let delay = Duration::from_micros(any(&mut numbers, &[0, 300, 3000]));
+    let kind = |numbers: &mut Rng| {
+        if gpus && numbers.usize(..3) > 0 { DeviceKind::Cuda } else { DeviceKind::Cpu }
     };
     let kinds: Vec<DeviceKind> = (0..processes).map(|_| kind(&mut numbers)).collect();
     let mut simulation = simulation(processes, DEVICES).delays(seed, delay);
