@@ -514,8 +514,4 @@ mod looks;
 mod places;
 
 #[cfg(test)]
-mod epochs;
-#[cfg(test)]
-mod fuzz;
-#[cfg(test)]
 mod tests;
