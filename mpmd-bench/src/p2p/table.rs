@@ -16,8 +16,8 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     /// Samples of mpmd, in the unit of the test.
     pub(super) ours: Vec<f64>,
-    /// The (test, median) of the reference in the same unit, for as many bytes: of bandwidths a
-    /// plain copy, of hand-overs the same by CUDA alone. `None` for other tests.
+    /// The (test, median) of the reference with as many bytes: a plain copy for a bandwidth, the
+    /// hand-over by CUDA alone for a hand-over. `None` for other tests.
     pub(super) beside: Option<(Test, f64)>,
 }
 
