@@ -4,8 +4,8 @@
 //! The sender works like a program that passes on a new result each step. A kernel writes each
 //! array, and the last ones are kept, so that each array takes other memory for a while. The
 //! receiver waits before the array is sent, and may have fallen asleep unless `--spin` keeps it
-//! awake. After each measurement it, or its GPU, compares every byte, and it keeps some arrays for a
-//! while.
+//! awake. After each measurement it, or its GPU, compares every byte, and it keeps some arrays for
+//! a while.
 //!
 //! Each side reads a clock that all processes of a host share, so no answer is measured. Two hosts
 //! have no such clock, and nothing is measured between them.

@@ -22,15 +22,15 @@
 //! | more | waits for the grant | `Grant`; then `Data` |
 //! | any, with [zero-copy transfer](Config::zero_copy) | `Data` | delivered |
 //!
-//! A peer breaks the protocol if it sends a message that no correct process sends. It then counts as
-//! lost, with a message that says so ([`Router::broken`]).
+//! A peer breaks the protocol if it sends a message that no correct process sends. It then counts
+//! as lost, with a message that says so ([`Router::broken`]).
 //!
 //! A process sends a grant only after it has issued the operation and reserved its memory. So a
 //! higher operation never holds memory that a lower one needs. A zero-copy piece costs its receiver
 //! no memory, so it needs no grant; the memory stays the sender's. From time to time the receiver
-//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead. If
-//! the sender's program waits for this report, the sender [asks](Router::ask_taken) for it and gets
-//! it at once.
+//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead.
+//! If the sender's program waits for this report, the sender [asks](Router::ask_taken) for it and
+//! gets it at once.
 
 mod breach;
 mod dispute;

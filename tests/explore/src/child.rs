@@ -14,8 +14,8 @@ use crate::worker::Line;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs a worker until it ends, until a job takes longer than `LIMIT`, or until `on_line` returns
-/// false. Returns the reason with the worker's error output if its last job crashed or hung it, else
-/// `None`.
+/// false. Returns the reason with the worker's error output if its last job crashed or hung it,
+/// else `None`.
 pub(crate) fn run_worker(
     arguments: &Arguments,
     core: usize,

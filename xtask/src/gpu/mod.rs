@@ -106,9 +106,9 @@ impl Options {
     }
 }
 
-/// Lists, builds or runs the stages, by the options. Calls `root`, which returns the workspace, only
-/// to build. The exit status is 0 if all stages have passed, 1 if one failed or was cut off, and 2
-/// if there is no driver.
+/// Lists, builds or runs the stages, by the options. Calls `root`, which returns the workspace,
+/// only to build. The exit status is 0 if all stages have passed, 1 if one failed or was cut off,
+/// and 2 if there is no driver.
 ///
 /// # Errors
 ///

@@ -129,8 +129,9 @@ impl Placed {
     }
 
     /// Returns true if the handles of this array must be counted, to free its shards with the last
-    /// one. `arrays` arrays share one allocation. A single array needs no count: its shards are freed
-    /// with the allocation. Dry runs (`recorded`) always count, because they record the drops.
+    /// one. `arrays` arrays share one allocation. A single array needs no count: its shards are
+    /// freed with the allocation. Dry runs (`recorded`) always count, because they record the
+    /// drops.
     fn is_counted(&self, arrays: usize, recorded: bool) -> bool {
         arrays > 1 && !self.shards.is_empty() || recorded
     }
