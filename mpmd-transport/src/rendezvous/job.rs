@@ -514,4 +514,8 @@ mod looks;
 mod places;
 
 #[cfg(test)]
+mod epochs;
+#[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod tests;

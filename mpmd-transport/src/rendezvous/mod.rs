@@ -8,20 +8,19 @@
 //! frequent data goes over the transports instead.
 //!
 //! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they
-//! know the job's [`Token`]. The server's part of it names the interval of its pings. Then both
-//! sides send frames: a 4-byte length, at most
-//! [`MAX_CONTROL_BYTES`](mpmd_proto::wire::MAX_CONTROL_BYTES), and a
-//! [`control`](mpmd_proto::control) payload, all little-endian. The list of members is split over
-//! several frames if necessary. The description of one process must fit a frame; the whole list has
-//! no limit.
+//! know the job's [`Token`]. In it the server tells the interval of its pings. Then both sides send
+//! frames: a 4-byte length, at most [`MAX_CONTROL_BYTES`](mpmd_proto::wire::MAX_CONTROL_BYTES), and
+//! a [`control`](mpmd_proto::control) payload, all little-endian. The list of members is split over
+//! several frames if it must be. The description of one process must fit a frame; the whole list
+//! has no limit.
 //!
 //! The parts:
 //!
 //! - `protocol`: these bytes.
 //! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
-//!   does no I/O. `job/places` assigns the places of each epoch to processes.
+//!   does no I/O. `job/places` decides which process has which place in which epoch.
 //! - `server`: runs `job` over sockets, and `local` without them, for simulated processes.
-//! - `client`: the side of a process. `observer`: the side of a tool, such as `mpmd top`.
+//! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
 //! - `connect`: how a client connects to the server.
 

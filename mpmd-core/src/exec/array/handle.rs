@@ -128,10 +128,8 @@ impl Placed {
         NewArrays { all, next: 0..count, counted: false, large: false }
     }
 
-    /// Returns true if the handles of this array must be counted, to free its shards with the last
-    /// one. `arrays` arrays share one allocation. A single array needs no count: its shards are
-    /// freed with the allocation. Dry runs (`recorded`) always count, because they record the
-    /// drops.
+    /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
+    /// a single array are freed with the allocation.
     fn is_counted(&self, arrays: usize, recorded: bool) -> bool {
         arrays > 1 && !self.shards.is_empty() || recorded
     }

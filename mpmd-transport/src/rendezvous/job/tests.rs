@@ -1,8 +1,5 @@
 //! Jobs of simulated clients: each test checks the replies and their times.
 
-mod epochs;
-mod fuzz;
-
 use super::super::protocol::ProcessStatus;
 use super::super::{Identity, Member};
 use super::*;

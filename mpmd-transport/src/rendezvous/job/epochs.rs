@@ -1,7 +1,7 @@
 //! Jobs that lose processes and go on in the next epoch.
 
-use crate::rendezvous::job::*;
-use crate::rendezvous::{Identity, Member, Part};
+use super::super::{Identity, Member, Part};
+use super::*;
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);

@@ -3,9 +3,9 @@
 
 use mpmd_fuzz::{Rng, integer};
 
-use crate::rendezvous::job::*;
-use crate::rendezvous::protocol::{frame, parts};
-use crate::rendezvous::{Identity, Member};
+use super::super::protocol::{frame, parts};
+use super::super::{Identity, Member};
+use super::*;
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
