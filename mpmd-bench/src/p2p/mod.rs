@@ -25,6 +25,7 @@ use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
 use crate::direct;
+use crate::memcpy;
 use crate::options::{BindOption, Carrier, DeviceOption, Size};
 use found::{Samples, Test};
 use pace::Pace;
@@ -189,8 +190,13 @@ fn measure(args: &P2pArgs) -> Result<()> {
             }
         }
         let (bytes, repeats) = (size.0, pace.repeats_at(size.0));
-        let copied =
-            if on_gpu { on_device(bytes, repeats)? } else { memory::memcpy(bytes, repeats, &pace) };
+        let copied = match on_gpu {
+            true => on_device(bytes, repeats)?,
+            false => {
+                let samples = memcpy::plain(bytes, 1, repeats).samples;
+                Samples { test: Test::Memcpy, bytes, samples }
+            }
+        };
         rows.take(None, [copied]);
         rows.compare();
         if args.json {
