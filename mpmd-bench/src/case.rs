@@ -86,7 +86,8 @@ impl Case {
         self
     }
 
-    fn json(&self) -> Value {
+    /// Returns the case as a JSON object. Blanks in the name of the reference become underscores.
+    pub(crate) fn json(&self) -> Value {
         let median = self.quantile(0.5);
         let mut line = json!({
             "name": self.name,
@@ -98,8 +99,11 @@ impl Case {
             "repeats": self.samples.len(),
         });
         match self.beside {
-            Some(Beside::Ratio(name, value)) => line[format!("of_{name}")] = json!(median / value),
+            Some(Beside::Ratio(name, value)) => {
+                line[format!("of_{}", name.replace(' ', "_"))] = json!(median / value);
+            }
             Some(Beside::Over(name, value)) => {
+                let name = name.replace(' ', "_");
                 line[format!("over_{name}_{}", self.unit)] = json!(median - value);
             }
             None => {}
@@ -109,7 +113,7 @@ impl Case {
 
     /// Returns the cells of the table.
     fn row(&self) -> Vec<String> {
-        let figures = [0.5, 0.1, 0.9].map(|share| format!("{:.3}", self.quantile(share)));
+        let figures = [0.5, 0.1, 0.9].map(|share| figure(self.quantile(share)));
         let median = self.quantile(0.5);
         let ratio = match self.beside {
             Some(Beside::Ratio(name, value)) => format!("{:.2} of {name}", median / value),
@@ -177,6 +181,18 @@ pub(crate) fn show(cases: &[Case], json: bool) {
     let shown = heading.len() - usize::from(cases.iter().all(|case| case.beside.is_none()));
     let rows = cases.iter().map(Case::row).collect();
     println!("{}", table(&heading[..shown], rows, &[0, 1, 5, 6]));
+}
+
+/// Formats a value with about four significant digits.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        0.0..0.01 => format!("{value:.6}"),
+        0.01..1.0 => format!("{value:.4}"),
+        1.0..10.0 => format!("{value:.3}"),
+        10.0..100.0 => format!("{value:.2}"),
+        100.0..1000.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
 }
 
 /// Formats rows below a heading. Columns are aligned right, except those in `left`.

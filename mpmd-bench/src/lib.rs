@@ -56,14 +56,8 @@ enum What {
     /// The time in which one process of a large job issues a training step, call by call and
     /// replayed.
     Replay(issue::ReplayArgs),
-    /// Training steps of jobs with more and more stages, as threads: the time per pass, which
-    /// should stay constant.
-    Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
-    /// The facts of a CUDA driver that the framework relies on, without the framework: times of
-    /// memory, events and copies, and what another process can open.
-    Probe(direct::ProbeArgs),
 }
 
 /// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
@@ -83,8 +77,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Pipeline(args) => pipeline::pipeline(args),
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
-        What::Stages(args) => issue::stages(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
-        What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -1,7 +1,5 @@
 //! The times of passes and transfers: input of the simulation and of the search for an order.
 
-use std::fmt::Write;
-
 use serde::{Deserialize, Serialize};
 
 /// The costs of each stage, in order, in one common unit of time.
@@ -81,51 +79,13 @@ impl Costs {
     }
 
     /// Returns the costs as TOML, with one line for each cost.
+    ///
+    /// # Panics
+    ///
+    /// If a number of bytes is above `i64::MAX`, which TOML does not have.
     pub fn to_toml(&self) -> String {
-        self.to_toml_in("stage")
+        toml::to_string(self).expect("numbers and a text")
     }
-
-    /// Like `to_toml`, with the stages as an array of tables with the name `stages`.
-    pub(super) fn to_toml_in(&self, stages: &str) -> String {
-        let mut text = format!("unit = {}\n", quoted(&self.unit));
-        for stage in &self.stage {
-            let StageCosts {
-                forward,
-                backward_input,
-                backward_weight,
-                send_forward,
-                send_backward,
-                ..
-            } = stage;
-            let (activation, weight) = (stage.activation_bytes, stage.weight_residual_bytes);
-            let (output, gradient) = (stage.output_bytes, stage.gradient_bytes);
-            let _ = write!(
-                text,
-                "\n[[{stages}]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
-                 backward_weight = {backward_weight:?}\nsend_forward = {send_forward:?}\n\
-                 send_backward = {send_backward:?}\nactivation_bytes = {activation}\n\
-                 weight_residual_bytes = {weight}\noutput_bytes = {output}\ngradient_bytes = \
-                 {gradient}\n"
-            );
-        }
-        text
-    }
-}
-
-/// Returns the text as a quoted TOML string, with escapes.
-pub(super) fn quoted(text: &str) -> String {
-    let mut quoted = String::from("\"");
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => quoted.extend(['\\', c]),
-            c if c.is_control() => {
-                let _ = write!(quoted, "\\u{:04X}", c as u32);
-            }
-            c => quoted.push(c),
-        }
-    }
-    quoted.push('"');
-    quoted
 }
 
 #[cfg(test)]

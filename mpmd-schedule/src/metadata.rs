@@ -1,10 +1,9 @@
 //! Schedule metadata that torch's text format cannot express, in a file beside the text.
 
-use std::fmt::Write;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use serde::Deserialize;
-
-use super::costs::{Costs, quoted};
+use super::costs::Costs;
 use super::schedule::Schedule;
 use super::text::Text;
 
@@ -28,8 +27,11 @@ const VERSION: u32 = 1;
 /// [costs]
 /// # as of `Costs`
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct ScheduleMetadata {
+    /// The format version of the file: always `VERSION`.
+    format: u32,
     /// The schedule's name.
     pub name: String,
     /// Number of ranks.
@@ -45,6 +47,7 @@ pub struct ScheduleMetadata {
     /// The dialect of the text: `compute_only` or `compute_comms`.
     pub flavour: String,
     /// The hash of the text: [`Text::hash`].
+    #[serde(serialize_with = "as_digits", deserialize_with = "of_digits")]
     pub hash: u64,
     /// The channel over which the schedule was proved free of deadlock, as `check::Channel`
     /// displays it: `tags`, for instance. `None` if it was not proved.
@@ -80,29 +83,13 @@ struct Version {
     format: u32,
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Form {
-    #[serde(rename = "format")]
-    _format: u32,
-    name: String,
-    ranks: usize,
-    microbatches: usize,
-    chunks: Option<usize>,
-    placement: String,
-    rank_of_stage: Vec<usize>,
-    flavour: String,
-    hash: String,
-    channel: Option<String>,
-    costs: Option<Costs>,
-}
-
 impl ScheduleMetadata {
     /// Creates the metadata of a schedule and its text, without a channel and without costs.
     pub fn new(schedule: &Schedule, text: &Text) -> Self {
         let mut chunks = vec![0_usize; schedule.ranks()];
         schedule.ranks_of_stages().iter().for_each(|rank| chunks[*rank] += 1);
         Self {
+            format: VERSION,
             name: schedule.name().to_owned(),
             ranks: schedule.ranks(),
             microbatches: schedule.microbatches(),
@@ -132,49 +119,16 @@ impl ScheduleMetadata {
         if found != VERSION {
             return Err(ScheduleMetadataError::Version { found });
         }
-        let form: Form = toml::from_str(text).map_err(form)?;
-        let digits =
-            form.hash.len() == 16 && form.hash.bytes().all(|byte| byte.is_ascii_hexdigit());
-        let hash = u64::from_str_radix(&form.hash, 16).ok().filter(|_| digits);
-        let hash = hash.ok_or_else(|| {
-            ScheduleMetadataError::Form("`hash` is not 16 hexadecimal digits".to_owned())
-        })?;
-        Ok(Self {
-            name: form.name,
-            ranks: form.ranks,
-            microbatches: form.microbatches,
-            chunks: form.chunks,
-            placement: form.placement,
-            rank_of_stage: form.rank_of_stage,
-            flavour: form.flavour,
-            hash,
-            channel: form.channel,
-            costs: form.costs,
-        })
+        toml::from_str(text).map_err(form)
     }
 
     /// Formats the metadata as TOML.
+    ///
+    /// # Panics
+    ///
+    /// As for [`Costs::to_toml`].
     pub fn to_toml(&self) -> String {
-        let Self { ranks, microbatches, rank_of_stage, hash, .. } = self;
-        let mut toml = format!("format = {VERSION}\nname = {}\n", quoted(&self.name));
-        let _ = write!(toml, "ranks = {ranks}\nmicrobatches = {microbatches}\n");
-        if let Some(chunks) = self.chunks {
-            let _ = writeln!(toml, "chunks = {chunks}");
-        }
-        let _ = write!(
-            toml,
-            "placement = {}\nrank_of_stage = {rank_of_stage:?}\nflavour = {}\nhash \
-             = \"{hash:016x}\"\n",
-            quoted(&self.placement),
-            quoted(&self.flavour)
-        );
-        if let Some(channel) = &self.channel {
-            let _ = writeln!(toml, "channel = {}", quoted(channel));
-        }
-        if let Some(costs) = &self.costs {
-            let _ = write!(toml, "\n[costs]\n{}", costs.to_toml_in("costs.stage"));
-        }
-        toml
+        toml::to_string(self).expect("texts, numbers and lists of them")
     }
 
     /// Checks that the metadata belong to `text` and to `schedule`, which was made from it. The
@@ -219,6 +173,19 @@ impl ScheduleMetadata {
             Err(ScheduleMetadataError::Differs { differences })
         }
     }
+}
+
+/// Writes a hash as 16 hexadecimal digits.
+fn as_digits<S: Serializer>(hash: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format!("{hash:016x}"))
+}
+
+/// Reads a hash of 16 hexadecimal digits.
+fn of_digits<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let digits = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let hash = u64::from_str_radix(&text, 16).ok().filter(|_| digits);
+    hash.ok_or_else(|| D::Error::custom("`hash` is not 16 hexadecimal digits"))
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ pub fn pack(
 ///
 /// # Errors
 ///
-/// A text that tells what is wrong with the batch, after "it sent". It is the sender's fault.
+/// If the batch is malformed, a text that continues "it sent". The sender is at fault.
 pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
     let mut messages = Vec::new();
     let mut at = 0;

@@ -1,4 +1,4 @@
-//! Connections whose other end has not proved yet that it knows the token ("strangers").
+//! Strangers: connections before the other end has proved that it knows the token.
 
 use std::collections::VecDeque;
 

@@ -94,8 +94,8 @@
 //! A call that makes no sense is an [`Error::Issue`], the same on every process, and names the
 //! line. An operation that cannot complete (a kernel fails, memory runs out, a process dies) fails
 //! its handle; all that is computed from it fails with the same [`Failure`], on every process.
-//! Nothing waits forever: a wait whose peer is silent ends after the peer timeout, and its report
-//! says which process waits for which.
+//! Nothing waits forever: a wait for a silent peer ends after the peer timeout, and its report has
+//! the chain of processes that wait for each other.
 //!
 //! # Testing
 //!

@@ -80,7 +80,8 @@ struct Thread {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Status {
     Ready,
-    /// Until a wake-up of the key or the time; `timed_out` tells which came.
+    /// Waits for a wake-up of `key`, at most until `until`. Becomes `Ready` by the wake-up and
+    /// `TimedOut` by the time.
     Waiting {
         key: Key,
         until: Option<Duration>,

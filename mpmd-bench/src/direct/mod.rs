@@ -1,15 +1,9 @@
-//! CUDA without the framework: the reference for the framework's figures, and a probe of the
-//! driver.
+//! CUDA without the framework: the reference for the framework's figures.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
 #[cfg(feature = "cuda")]
 mod driver;
-#[cfg(feature = "cuda")]
-mod facts;
-#[cfg(feature = "cuda")]
-mod peer;
-mod probe;
 
 use std::time::Duration;
 
@@ -19,7 +13,6 @@ use mpmd_core::Result;
 pub(crate) use absent::{Copies, Exchange, Launches};
 #[cfg(feature = "cuda")]
 pub(crate) use driver::{Copies, Exchange, Launches};
-pub(crate) use probe::{ProbeArgs, probe};
 
 use crate::case::Case;
 use crate::options::Size;

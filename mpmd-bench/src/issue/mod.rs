@@ -1,9 +1,8 @@
 //! Measures the time in which a process issues the steps of a job, call by call and replayed. Most
 //! of these operations concern other processes only.
 //!
-//! `replay` measures one process of a job. Stand-ins simulate the other processes, and the measured
-//! process runs its own kernels on their data. `stages` measures whole jobs, on threads of this
-//! process.
+//! Stand-ins simulate the other processes, and the measured process runs its own kernels on their
+//! data.
 
 mod peers;
 mod step;
@@ -15,9 +14,9 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use mpmd_core::prelude::Program;
-use mpmd_core::{Captured, ProcessId, Simulation};
+use mpmd_core::{Captured, ProcessId};
 
-use crate::case::{Case, Output, show};
+use crate::case::{Case, show};
 use crate::options::Options;
 use peers::Peers;
 use step::{Given, Results, Steps};
@@ -37,20 +36,6 @@ pub(crate) struct ReplayArgs {
     /// The measured process; by default the one in the middle.
     #[arg(long)]
     rank: Option<u32>,
-}
-
-#[derive(Args, Clone, Debug)]
-pub(crate) struct StagesArgs {
-    #[command(flatten)]
-    options: Options,
-    /// Numbers of stages, each its own process.
-    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32,64")]
-    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
-    stages: Vec<usize>,
-    /// Microbatches of a step.
-    #[arg(long, default_value_t = 32)]
-    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 16))]
-    microbatches: usize,
 }
 
 /// Measures the time in which one process issues a step of a 1F1B schedule, as seen by its own
@@ -119,12 +104,12 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the microseconds of each of `count` operations or passes that took `time` together.
+/// Returns the microseconds of each of `count` operations that took `time` together.
 fn each_of(time: Duration, count: u64) -> f64 {
     time.as_secs_f64() * 1e6 / count.max(1) as f64
 }
 
-/// Creates a case measured in microseconds, of an operation or a pass.
+/// Creates a case measured in microseconds, of an operation.
 fn per_operation(
     name: &'static str,
     parameters: impl Into<String>,
@@ -137,73 +122,4 @@ fn per_operation(
         samples: samples.into_iter().collect(),
         beside: None,
     }
-}
-
-/// Measures whole steps of jobs with more and more stages, on threads of this process. Prints the
-/// time per pass, forward or backward, and its ratio to that of the first job.
-pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
-    let mut cases = Output::new(args.options.json);
-    for replays in [false, true] {
-        let mut first = None;
-        for stages in args.stages.iter().copied() {
-            let results = Simulation::new(stages, stages).run(|p| measure(p, args, replays));
-            let mut results =
-                results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
-            let times = results.next().unwrap_or_default();
-            // A step ends when the last process has ended it.
-            let longest = results.fold(times, |longest, times| {
-                longest.into_iter().zip(times).map(|(a, b)| a.max(b)).collect()
-            });
-            let passes = 2 * (stages * args.microbatches) as u64;
-            let samples: Vec<f64> = longest.into_iter().map(|time| each_of(time, passes)).collect();
-            let how = if replays { "replayed" } else { "issued" };
-            let parameters = format!("{stages} stages x {}, {passes} passes", args.microbatches);
-            let case = per_operation("per pass", format!("{how}, {parameters}"), samples);
-            let median = case.quantile(0.5);
-            let ratio = median / *first.get_or_insert(median);
-            let ratio = Case {
-                name: "to the first",
-                parameters: case.parameters.clone(),
-                unit: "ratio",
-                samples: vec![ratio],
-                beside: None,
-            };
-            cases.extend([case, ratio]);
-        }
-    }
-    cases.end();
-    Ok(ExitCode::SUCCESS)
-}
-
-/// Returns the times of the measured steps on this process. If `replays`, these are replays of a
-/// captured step.
-fn measure(p: &mut Program, args: &StagesArgs, replays: bool) -> mpmd_core::Result<Vec<Duration>> {
-    let steps = Steps::new(p, args.microbatches)?;
-    let mut given = steps.given(p)?;
-    let inputs = given.1.clone();
-    let mut captured: Option<Captured<Given, Results>> = None;
-    let mut times = Vec::new();
-    let warm_up = 2;
-    for repeat in 0..warm_up + args.options.repeats.max(1) {
-        // All processes start together.
-        p.broadcast_value(ProcessId(0), (), || Ok(()))?;
-        let start = Instant::now();
-        let sums = match &captured {
-            Some(captured) => captured.replay(p, given)?,
-            None if !replays => steps.step(p, given)?,
-            None => {
-                let (sums, step) = p.capture(given, |p, x| steps.step(p, x))?;
-                captured = Some(step);
-                sums
-            }
-        };
-        for sum in &sums {
-            sum.block_until_ready()?;
-        }
-        if repeat >= warm_up {
-            times.push(start.elapsed());
-        }
-        given = (sums, inputs.clone());
-    }
-    Ok(times)
 }

@@ -32,10 +32,6 @@ pub(super) enum Test {
     Leaves,
     /// The time as for `Leaves`, if the arrays move one by one.
     OneByOne,
-    /// The rate of adding up the bytes of an array after a zero-copy transfer, in GB/s.
-    Read,
-    /// The rate as for `Read`, while the memory is new to the reader.
-    ReadWarmUp,
     /// The bandwidth in GB/s of arrays in two parts that the receiver joins: each byte is copied
     /// once.
     OneCopy,
@@ -58,8 +54,6 @@ impl Test {
             Self::Ring(_) => "ring",
             Self::Leaves => "64 leaves",
             Self::OneByOne => "64 one by one",
-            Self::Read => "read",
-            Self::ReadWarmUp => "read warm-up",
             Self::OneCopy => "one copy",
             Self::Memcpy => "memcpy",
             Self::DeviceCopy => "device copy",

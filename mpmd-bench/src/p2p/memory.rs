@@ -1,31 +1,4 @@
-//! Measures the memory of this host: a plain copy of as many bytes, and the available memory.
-
-use std::convert::Infallible;
-use std::time::{Duration, Instant};
-
-use super::found::{Samples, Test};
-use super::pace::Pace;
-
-/// Measures one thread's copies of `bytes` bytes between two warm buffers.
-pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Samples {
-    let source = vec![7u8; bytes];
-    let mut target = vec![1u8; bytes];
-    let mut copy = |times: u64| -> Duration {
-        let start = Instant::now();
-        for _ in 0..times {
-            // The compiler must assume that the buffers are used elsewhere, so it keeps every copy.
-            std::hint::black_box(&mut target).copy_from_slice(std::hint::black_box(&source));
-        }
-        start.elapsed()
-    };
-    let Ok(one) = Pace::warm(bytes, 1, |times| Ok::<_, Infallible>((times, copy(times))));
-    let times = pace.rounds(one);
-    let mut found = Samples::new(Test::Memcpy, bytes);
-    for _ in 0..repeats {
-        found.add(times, copy(times));
-    }
-    found
-}
+//! Reads the available memory of this host.
 
 /// Returns the bytes of host memory that are available without swapping, by the kernel's estimate.
 /// `None` if it gives none.

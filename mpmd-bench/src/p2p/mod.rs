@@ -2,7 +2,6 @@
 //! go around a ring of processes. This process starts the others and shows their results.
 
 mod array;
-mod busy;
 mod ends;
 mod found;
 mod handover;
@@ -26,8 +25,8 @@ use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
 use crate::direct;
+use crate::memcpy;
 use crate::options::{BindOption, Carrier, DeviceOption, Size};
-use busy::Busy;
 use found::{Samples, Test};
 use pace::Pace;
 use table::{Row, Setting};
@@ -86,9 +85,6 @@ pub(crate) struct P2pArgs {
     /// or a number of microseconds. Some transports always sleep, and ignore this.
     #[arg(long, default_value = "auto")]
     spin: SpinWord,
-    /// Number of threads that each keep a core busy during the measurement.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
-    busy: u16,
     /// The length of a sample in microseconds, set by the launcher of the pair.
     #[arg(long, hide = true)]
     sample_us: Option<u64>,
@@ -122,7 +118,7 @@ impl P2pArgs {
 
     fn setting(&self) -> Setting {
         let (transport, spin) = (self.transport.name(), self.spin.word.clone());
-        Setting { transport, spin, busy: self.busy.into() }
+        Setting { transport, spin }
     }
 }
 
@@ -149,7 +145,6 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         bail!("a job measures one level: choose --level message or --level array");
     };
     let first = env.process.index() == 0;
-    let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
     let pace = args.pace();
     let found = match level {
         Level::Array if is_ring => {
@@ -183,7 +178,6 @@ fn measure(args: &P2pArgs) -> Result<()> {
         "messages have no device: choose --level array with --device cuda"
     );
     let pace = args.pace();
-    let _busy = Busy::start(args.busy.into())?;
     let mut all = Vec::new();
     for size in args.sizes.iter().copied() {
         let mut rows = Rows::default();
@@ -196,8 +190,13 @@ fn measure(args: &P2pArgs) -> Result<()> {
             }
         }
         let (bytes, repeats) = (size.0, pace.repeats_at(size.0));
-        let copied =
-            if on_gpu { on_device(bytes, repeats)? } else { memory::memcpy(bytes, repeats, &pace) };
+        let copied = match on_gpu {
+            true => on_device(bytes, repeats)?,
+            false => {
+                let samples = memcpy::plain(bytes, 1, repeats).samples;
+                Samples { test: Test::Memcpy, bytes, samples }
+            }
+        };
         rows.take(None, [copied]);
         rows.compare();
         if args.json {

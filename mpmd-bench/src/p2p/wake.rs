@@ -18,7 +18,8 @@ const WITHIN: Duration = Duration::from_secs(60);
 pub(super) struct Wake {
     word: BareWord,
     is_first: bool,
-    /// As the first process, of each wake-up; as the second, of each end of a sleep.
+    /// The first process notes the moment before each wake-up, the second the end of each sleep. In
+    /// nanoseconds.
     moments: Vec<u64>,
 }
 

@@ -4,7 +4,6 @@ use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use mpmd_core::{Error, Result};
-use mpmd_device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_schedule::{Action, ActionKind};
 use mpmd_transport::memory::{OwnedBuffer, Pool};
 use rustix::time::{ClockId, clock_gettime};
@@ -160,24 +159,6 @@ impl Alone {
             mlp::update(b, db, 0.0);
         }
         Ok((times, start.elapsed()))
-    }
-
-    /// Returns the time of the matrix library for the products of one microbatch of this stage.
-    pub(super) fn products(&mut self) -> Took {
-        let Shape { dim, rows, .. } = self.shape;
-        let (forward, backward) = self.shape.products(self.stage);
-        let layers = self.weights.len();
-        let start = Clocks::now();
-        for layer in 0..forward {
-            matmul(&mut self.y, &self.x, &self.weights[layer].0, rows, dim, dim, false);
-        }
-        for layer in (0..backward - layers).rev() {
-            matmul_nt(&mut self.dx, &self.dy, &self.weights[layer].0, rows, dim, dim, false);
-        }
-        for (dw, _) in &mut self.gradients {
-            matmul_tn(dw, &self.x, &self.dy, dim, rows, dim, true);
-        }
-        start.elapsed()
     }
 
     fn is_last(&self) -> bool {

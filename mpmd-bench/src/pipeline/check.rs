@@ -12,7 +12,7 @@ pub(super) const MOST: f64 = 1e10;
 /// Returns the approximate number of multiplications that [`losses`] makes for `steps` steps.
 pub(super) fn multiplications(shape: &Shape, steps: usize) -> f64 {
     let products = 3 * shape.layers * shape.microbatches * steps;
-    products as f64 * shape.product_flops() / 2.0
+    products as f64 * shape.rows as f64 * (shape.dim as f64).powi(2)
 }
 
 /// Returns the mean square error of each of `steps` training steps, before its update. Computes

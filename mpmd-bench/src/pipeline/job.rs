@@ -60,8 +60,6 @@ pub(super) struct Part {
     pub(super) actions: Vec<Took>,
     /// The time of the update's kernels, run alone.
     pub(super) update: Took,
-    /// The matrix library's time for the products of each microbatch.
-    pub(super) products: Vec<Took>,
     /// Payload bytes that the process sent to other processes in the step.
     pub(super) sent: u64,
 }
@@ -106,9 +104,7 @@ pub(super) fn measure(
         meet(p)?;
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;
-        meet(p)?;
-        let products = (0..shape.microbatches).map(|_| alone.products()).collect();
-        let part = Part { actions, update, products, sent };
+        let part = Part { actions, update, sent };
         losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
         let parts = agree_all(p, part)?;
         if step < MAY_MAP {
@@ -123,29 +119,6 @@ pub(super) fn measure(
     let memory = Memory { expected: planned.expected, peak, mapped_later: now.mapped - mapped };
     let memory = agree_all(p, memory)?;
     Ok(Measured { samples, losses, memory })
-}
-
-/// Runs `steps` steps of one schedule without measuring them. All processes must call this
-/// together. Returns the mean loss of each step, on every process.
-///
-/// # Errors
-///
-/// If an operation of the pipeline fails.
-pub(super) fn steps(
-    p: &mut Program,
-    shape: &Shape,
-    schedule: &Schedule,
-    rate: f64,
-    steps: usize,
-) -> Result<Vec<f32>> {
-    let mut job = Job::new(p, shape, rate)?;
-    job.memory(p, shape, schedule)?;
-    let one = |_| {
-        meet(p)?;
-        let loss = job.step(p, schedule)?;
-        agree(p, shape.stages - 1, 0.0, || loss.mean())
-    };
-    (0..steps).map(one).collect()
 }
 
 /// Formats bytes as MiB with one decimal.

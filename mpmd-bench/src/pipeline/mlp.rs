@@ -31,18 +31,6 @@ impl Shape {
     pub(super) fn activations(&self) -> usize {
         self.rows * self.dim
     }
-
-    /// Returns the numbers of matrix products that a stage computes for one microbatch: (forward,
-    /// backward). The first stage computes no gradient of its input.
-    pub(super) fn products(&self, stage: usize) -> (usize, usize) {
-        let layers = self.layers_of_stage();
-        (layers, 2 * layers - usize::from(stage == 0))
-    }
-
-    /// Returns the floating-point operations of one product of a microbatch with a matrix.
-    pub(super) fn product_flops(&self) -> f64 {
-        2.0 * self.rows as f64 * (self.dim as f64).powi(2)
-    }
 }
 
 /// A layer's (matrix, bias). The matrix has `dim` rows and columns, in row-major order.
@@ -188,12 +176,5 @@ mod tests {
             matrix.iter().all(|value| value.abs() <= wide)
                 && matrix.iter().any(|v| *v > 0.9 * wide)
         );
-    }
-
-    #[test]
-    fn products_are_counted_without_the_gradient_of_the_data() {
-        let shape = Shape { dim: 10, layers: 6, stages: 2, rows: 5, microbatches: 1 };
-        assert_eq!((shape.products(0), shape.products(1)), ((3, 5), (3, 6)));
-        assert_eq!((shape.product_flops(), shape.activations()), (1000.0, 50));
     }
 }

@@ -6,11 +6,9 @@
 
 mod alone;
 mod check;
-mod gpu;
 mod ideal;
 mod job;
 mod mlp;
-mod on_cuda;
 mod stage;
 
 use std::process::ExitCode;
@@ -22,12 +20,11 @@ use clap::builder::RangedU64ValueParser;
 use mpmd_core::Simulation;
 use mpmd_core::prelude::Program;
 use mpmd_launch::JobEnv;
-use mpmd_layout::topology::DeviceKind;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
 use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
-use crate::options::{BindOption, Carrier, DeviceOption, Options};
+use crate::options::{BindOption, Carrier, Options};
 use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
@@ -40,8 +37,6 @@ const BUSY: f64 = 1.2;
 pub(crate) struct PipelineArgs {
     #[command(flatten)]
     options: Options,
-    #[command(flatten)]
-    on: DeviceOption,
     #[command(flatten)]
     bound: BindOption,
     /// Rows and columns of every matrix.
@@ -62,9 +57,6 @@ pub(crate) struct PipelineArgs {
     /// Names of schedules: 1f1b, gpipe.
     #[arg(long, value_delimiter = ',', default_value = "1f1b,gpipe")]
     schedule: Vec<String>,
-    /// Threads of each process's kernels; only 1 is supported.
-    #[arg(long, default_value_t = 1)]
-    threads: usize,
     /// The transport of the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
@@ -80,9 +72,6 @@ pub(crate) struct PipelineArgs {
     /// Expects this loss of the last step instead of the computed one.
     #[arg(long, requires = "check", value_name = "LOSS")]
     expect: Option<f64>,
-    /// The only schedule of a traced job that this program has started.
-    #[arg(long, hide = true)]
-    only: Option<String>,
 }
 
 /// Parses a number from 1 to `most`. The limit keeps products of sizes from overflowing.
@@ -101,18 +90,8 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
             "{stages} stages need as many processes, not {}",
             env.processes
         );
-        let mut p =
-            Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
+        let mut p = Program::builder().devices(stages).from_env()?;
         check_transport(&p, args.transport.name())?;
-        if let Some(only) = &args.only {
-            on_cuda::as_one(&mut p, args, &schedules, only)?;
-            p.finish()?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        ensure!(
-            args.on.device == DeviceKind::Cpu,
-            "with --device cuda this program starts its jobs itself"
-        );
         let first = p.process().0 == 0;
         let measured = measure(&mut p, args, &schedules)?;
         p.finish()?;
@@ -120,10 +99,6 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
             report(args, &schedules, &measured)?;
         }
         return Ok(ExitCode::SUCCESS);
-    }
-    if args.on.device == DeviceKind::Cuda {
-        ensure!(args.transport != Carrier::Inproc, "--device cuda is measured between processes");
-        return on_cuda::measure(args, &schedules);
     }
     if args.transport == Carrier::Inproc {
         let simulation = Simulation::new(args.stages, args.stages);
@@ -158,11 +133,6 @@ impl PipelineArgs {
         ensure!(
             layers.is_multiple_of(stages),
             "{layers} layers cannot be spread evenly over {stages} stages"
-        );
-        ensure!(
-            self.threads == 1,
-            "a device's kernels run on one thread, and --threads says {}",
-            self.threads
         );
         let work = check::multiplications(&self.shape(), self.steps());
         ensure!(
@@ -276,26 +246,10 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
-    // Rates of one thread: all operations over the sum of all kernel times.
-    let flops: f64 = (0..shape.stages)
-        .map(|stage| {
-            let (forward, backward) = shape.products(stage);
-            (forward + backward) as f64 * shape.product_flops() * shape.microbatches as f64
-        })
-        .sum();
-    let rate = |took: fn(&Part) -> &[Took]| -> Vec<f64> {
-        let own = |parts: &[Part]| parts.iter().flat_map(took).map(|took| took.own).sum::<u64>();
-        samples.iter().map(|sample| flops / own(&sample.parts).max(1) as f64).collect()
-    };
-    let (kernels, library) = (rate(|part| &part.actions), rate(|part| &part.products));
-    let ratio = kernels.iter().zip(&library).map(|(kernels, library)| kernels / library).collect();
     let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
     let bytes =
         samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
-        case("kernels", "GFLOP/s", kernels),
-        case("library", "GFLOP/s", library),
-        case("rate ratio", "ratio", ratio),
         case("moved", "bytes/step", bytes.collect()),
         case("memory", "bytes", memory(|memory| memory.peak as f64)),
         case(

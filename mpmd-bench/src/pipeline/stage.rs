@@ -1,13 +1,11 @@
 //! The network as stages of a pipeline, and the optimiser's kernel.
 
-use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Views, ViewsMut};
 use mpmd_core::pipeline::{
     Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::prelude::*;
 
-use super::gpu;
 use super::mlp::{self, Shape, Weights};
 
 /// The parameters of a layer, or other values in the same form.
@@ -81,16 +79,11 @@ fn slices<'a>(views: &'a [ViewMut<'_>]) -> Result<Vec<&'a [f32]>> {
 }
 
 fn backward_input(
-    cx: &Context<'_>,
     shape: &Shape,
     layers: &[Layer<View<'_>>],
-    dx: Option<ViewMut<'_>>,
+    mut dx: Option<ViewMut<'_>>,
     (inputs, mut gradients): Gradients<ViewMut<'_>>,
 ) -> Result<()> {
-    let mut dx = dx;
-    if let Some(cuda) = cx.cuda() {
-        return gpu::backward_input(cuda, shape, layers, &inputs, &mut gradients, dx.as_mut());
-    }
     let dx = dx.as_mut().map(|dx| dx.as_mut_slice()).transpose()?;
     mlp::backward_input(
         shape,
@@ -103,16 +96,11 @@ fn backward_input(
 }
 
 fn backward_weight(
-    cx: &Context<'_>,
     shape: &Shape,
     (inputs, gradients): Gradients<View<'_>>,
     into: Layers<ViewMut<'_>>,
 ) -> Result<()> {
     for ((mut into, input), gradient) in into.into_iter().zip(inputs).zip(gradients) {
-        if let Some(cuda) = cx.cuda() {
-            gpu::backward_weight(cuda, shape, &input, &gradient, &mut into)?;
-            continue;
-        }
         let (dw, db) = (into.w.as_mut_slice()?, into.b.as_mut_slice()?);
         mlp::backward_weight(shape, input.as_slice()?, gradient.as_slice()?, dw, db);
     }
@@ -146,10 +134,6 @@ impl Stage for Middle {
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let (mut inputs, mut output): Kept<ViewMut<'_>> = cx.residual_mut()?;
-        if let Some(cuda) = cx.cuda() {
-            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
-            return cuda.copy(&output, &mut y);
-        }
         let output = output.as_mut_slice()?;
         mlp::forward(
             &self.0,
@@ -171,12 +155,9 @@ impl Stage for Middle {
     ) -> Result<()> {
         let mut kept: Gradients<ViewMut<'_>> = cx.weight_residual_mut()?;
         if let Some(output) = kept.1.last_mut() {
-            match cx.cuda() {
-                Some(cuda) => gpu::through_relu(cuda, &self.0, output, &dy)?,
-                None => mlp::through_relu(output.as_mut_slice()?, dy.as_slice()?),
-            }
+            mlp::through_relu(output.as_mut_slice()?, dy.as_slice()?);
         }
-        backward_input(cx, &self.0, &layers, dx, kept)
+        backward_input(&self.0, &layers, dx, kept)
     }
 
     fn backward_weight(
@@ -184,7 +165,7 @@ impl Stage for Middle {
         cx: &mut StageContext<'_, '_>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(cx, &self.0, cx.weight_residual()?, gradient)
+        backward_weight(&self.0, cx.weight_residual()?, gradient)
     }
 
     fn passes(&self) -> Passes {
@@ -193,10 +174,6 @@ impl Stage for Middle {
 
     fn statics(&self) -> Vec<u64> {
         statics(&self.0)
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        gpu::sources()
     }
 }
 
@@ -227,10 +204,6 @@ impl Stage for Last {
     ) -> Result<()> {
         let labels: View<'_> = cx.side()?;
         let (mut inputs, mut output): Kept<ViewMut<'_>> = cx.residual_mut()?;
-        if let Some(cuda) = cx.cuda() {
-            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
-            return gpu::loss(cuda, &self.0, &mut output, &labels, &mut loss.sum, &mut loss.weight);
-        }
         let output = output.as_mut_slice()?;
         mlp::forward(
             &self.0,
@@ -253,15 +226,10 @@ impl Stage for Last {
     ) -> Result<()> {
         let mut kept: Gradients<ViewMut<'_>> = cx.weight_residual_mut()?;
         if let Some(output) = kept.1.last_mut() {
-            match cx.cuda() {
-                Some(cuda) => gpu::scale(cuda, &self.0, &loss.sum, output)?,
-                None => {
-                    let scale = loss.sum.scalar::<f32>()?;
-                    output.as_mut_slice::<f32>()?.iter_mut().for_each(|d| *d *= scale);
-                }
-            }
+            let scale = loss.sum.scalar::<f32>()?;
+            output.as_mut_slice::<f32>()?.iter_mut().for_each(|d| *d *= scale);
         }
-        backward_input(cx, &self.0, &layers, dx, kept)
+        backward_input(&self.0, &layers, dx, kept)
     }
 
     fn backward_weight(
@@ -269,7 +237,7 @@ impl Stage for Last {
         cx: &mut StageContext<'_, '_>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(cx, &self.0, cx.weight_residual()?, gradient)
+        backward_weight(&self.0, cx.weight_residual()?, gradient)
     }
 
     fn passes(&self) -> Passes {
@@ -282,10 +250,6 @@ impl Stage for Last {
 
     fn statics(&self) -> Vec<u64> {
         statics(&self.0)
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        gpu::sources()
     }
 }
 
@@ -308,15 +272,11 @@ impl Kernel for Update {
 
     fn run(
         &self,
-        cx: &mut Context<'_>,
+        _: &mut Context<'_>,
         (_, gradients): (Vec<View<'_>>, Vec<View<'_>>),
         params: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         for (mut params, gradient) in params.into_iter().zip(gradients) {
-            if let Some(cuda) = cx.cuda() {
-                gpu::update(cuda, &mut params, &gradient, self.0)?;
-                continue;
-            }
             mlp::update(params.as_mut_slice()?, gradient.as_slice()?, self.0);
         }
         Ok(())
@@ -324,9 +284,5 @@ impl Kernel for Update {
 
     fn statics(&self) -> Vec<u64> {
         vec![u64::from(self.0.to_bits())]
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        gpu::sources()
     }
 }

@@ -125,7 +125,8 @@ impl RmsNorm {
         self.0.eps()
     }
 
-    /// Does the same as `forward`, which has a gradient here.
+    /// Does the same as `forward`. In `candle_nn` this variant alone has a gradient; here both
+    /// have.
     ///
     /// # Errors
     ///

@@ -253,7 +253,7 @@ fn replacement(why: &candle_core::Error) -> String {
     format!("candle's operation {op:?} has no backward pass: use {instead}")
 }
 
-/// The operation that starts a backward pass: its gradient is the given one.
+/// A custom operation at the start of a backward pass. Its gradient is the given tensor.
 struct Seed(Tensor);
 
 impl CustomOp1 for Seed {

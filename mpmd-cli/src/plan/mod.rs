@@ -8,8 +8,6 @@ mod case;
 mod chunk;
 mod draw;
 mod field;
-#[cfg(test)]
-mod fuzz;
 mod holding;
 mod intermediate;
 mod job;
@@ -18,6 +16,8 @@ mod refusal;
 mod reshard;
 mod rules;
 mod svg;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

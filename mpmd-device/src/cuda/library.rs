@@ -42,8 +42,9 @@ pub(super) struct Library {
     files: &'static [&'static str],
     /// Folders of wheels that have it, below `site-packages/nvidia`.
     wheels: &'static [&'static str],
-    /// The beginning of the file name of a library that this one opens later, by name alone. The
-    /// loader would not find it in a folder that is not on its path, so it is loaded beforehand.
+    /// Prefix of the file name of a second library, which this one opens later by its name alone.
+    /// The loader searches its own path only. So the second library is loaded beforehand, from the
+    /// folder of this one.
     helper: Option<&'static str>,
     loaded: OnceLock<Result<libloading::Library, NoCuda>>,
 }

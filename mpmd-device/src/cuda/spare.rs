@@ -35,8 +35,9 @@ struct Kept {
 }
 
 impl Spare {
-    /// Keeps blocks that a call has used, for later calls. The call used `used` bytes in all, and
-    /// its work ends with `fence`. Drops old blocks beyond twice the use of the largest call.
+    /// Keeps the scratch blocks of a call for later calls. `used` is the call's scratch memory in
+    /// bytes, and `fence` is passed at the end of its work. Drops the least recently used blocks
+    /// beyond twice the memory of the largest call.
     pub fn keep(&self, blocks: Vec<OwnedBuffer>, used: usize, fence: &Arc<dyn Fence>) {
         let mut kept = self.0.lock();
         kept.most = kept.most.max(used);

@@ -1,5 +1,5 @@
-//! [`Sandbox`]: a test's folder. It finds and kills all processes that belong to it, whatever has
-//! started them.
+//! [`Sandbox`]: a test's folder. It finds and kills all processes of the test, also those that
+//! other processes have started.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::DirBuilder;
@@ -158,8 +158,8 @@ fn disinherit(command: &mut Command) {
     }
 }
 
-/// Returns true for a variable by which a launcher describes its job, or a setting for programs of
-/// the framework.
+/// Returns true for the variables that launchers set to describe their jobs, and for the settings
+/// of the framework's programs.
 fn is_of_a_launcher(name: &OsStr) -> bool {
     const NAMES: [&str; 5] =
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX", "UCX_TLS"];

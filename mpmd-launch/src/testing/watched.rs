@@ -1,5 +1,5 @@
-//! [`Watched`]: a process whose output goes to files, whose waits have deadlines, and whose end is
-//! certain.
+//! [`Watched`]: a process under test. Its output goes to files, every wait for it has a deadline,
+//! and it is killed when the `Watched` is dropped.
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;

@@ -4,11 +4,11 @@
 //! named by its operation's number and its own number within the operation, never by arrival order.
 //! The [`Router`] of a process:
 //!
-//! - matches the pieces that its operations expect with the messages that arrive;
+//! - matches arriving messages with the pieces that its operations expect;
 //! - lets large payloads move only after the receiver's grant;
 //! - compares rolling hashes, so that diverged programs get an error instead of each other's data;
 //! - probes a sender when a piece is late;
-//! - fails the operations that wait for a peer that has failed or left.
+//! - fails the operations that wait for a failed or departed peer.
 //!
 //! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the
 //! time, and carries out the [`Action`]s that it collects. It relies on no ordering of messages.
@@ -22,14 +22,15 @@
 //! | more | waits for the grant | `Grant`; then `Data` |
 //! | any, with [zero-copy transfer](Config::zero_copy) | `Data` | delivered |
 //!
-//! A peer that sends a message that no correct process sends has broken the protocol. It counts as
-//! lost, with a message that says so ([`Router::broken`]).
+//! A peer breaks the protocol if it sends a message that no correct process sends. It then counts
+//! as lost, with a message that says so ([`Router::broken`]).
 //!
 //! A process sends a grant only after it has issued the operation and reserved its memory. So a
 //! higher operation never holds memory that a lower one needs. A zero-copy piece costs its receiver
 //! no memory, so it needs no grant; the memory stays the sender's. From time to time the receiver
-//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead. A
-//! sender whose program waits for that [asks](Router::ask_taken). It is then told at once.
+//! reports up to which operation it has taken such pieces. So a sender knows how far it is ahead.
+//! If the sender's program waits for this report, the sender [asks](Router::ask_taken) for it and
+//! gets it at once.
 
 mod breach;
 mod dispute;

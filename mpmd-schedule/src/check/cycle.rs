@@ -197,8 +197,9 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
 struct Graph<'e, 'f> {
     engine: &'e Engine<'f>,
     nodes: u32,
-    /// The first unfinished item of each lane; in the next table, of each queue.
+    /// Number of the first unfinished item of each lane, or `NONE`.
     lane_front: Vec<u32>,
+    /// Number of the first unfinished item of each queue, or `NONE`.
     queue_front: Vec<u32>,
 }
 

@@ -18,12 +18,12 @@
 //! ```
 //!
 //! A checkpoint of step 100 is the folder `step-00000100` and the manifest `step-00000100.json`
-//! beside it. The folder has `model.safetensors`, or several files with an index as
-//! [`tensors::save`](crate::tensors::save) writes them, and for each process a list of the pieces
-//! that it wrote, with their hashes. The manifest is written last, and never replaced. A checkpoint
-//! exists exactly if its manifest does. A folder without a manifest is the rest of a broken save. A
-//! job that has lost processes writes into folders such as `step-00000100-epoch-2`, so that a
-//! process that was stopped meanwhile changes nothing.
+//! beside it. The folder has `model.safetensors`, or several files with an index, as
+//! [`tensors::save`](crate::tensors::save) writes them. It also has a list for each process: the
+//! pieces that the process wrote, with their hashes. The manifest is written last, and never
+//! replaced. A checkpoint exists exactly if its manifest does. A folder without a manifest is the
+//! rest of a broken save. After a job has lost processes, it writes into folders such as
+//! `step-00000100-epoch-2`. So a stopped process that wakes up again cannot change its files.
 //!
 //! Parameters have their path within the stage as name, and the optimiser's arrays
 //! `optimizer/<kind>/<path>`. If two stages have parameters of one path, all names begin with the

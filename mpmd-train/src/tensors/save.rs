@@ -136,8 +136,9 @@ fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
     }
 }
 
-/// Gives the complete files, which have names with `suffix`, those of a model. Removes the files of
-/// an older model that the new one does not have. Calls `before` before each change of the folder.
+/// Renames the complete files from their temporary names, which end in `suffix`, to the names of a
+/// model. Then removes the files that only the older model has. Calls `before` before each change
+/// of the folder.
 ///
 /// A reader takes `model.safetensors` if there is one, otherwise the files of the index. So one
 /// rename, or the removal of `model.safetensors`, replaces the older model by the new one.

@@ -1,4 +1,4 @@
-//! A word of memory that two processes map, to measure what a bare wake-up costs.
+//! A word of memory that two processes map, to measure the time of a bare futex wake-up.
 
 use std::fs::File;
 use std::io;

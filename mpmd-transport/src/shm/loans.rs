@@ -60,7 +60,7 @@ impl Borrowed {
         self.loan
     }
 
-    /// True if the memory goes back by `returns`.
+    /// Returns true if `returns` is the channel by which this memory goes back to its owner.
     pub(super) fn goes_back_by(&self, returns: &Arc<Returns>) -> bool {
         Arc::ptr_eq(&self.returns, returns)
     }

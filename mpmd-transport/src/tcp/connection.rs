@@ -373,7 +373,8 @@ impl Endings {
         Ok(())
     }
 
-    /// Waits until there may be ends to take.
+    /// Waits for the next call that adds an end to an empty list. May return although the list is
+    /// empty.
     pub(super) async fn some(&self) {
         self.wake.notified().await;
     }

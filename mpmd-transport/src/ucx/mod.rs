@@ -33,12 +33,11 @@
 //!
 //! # Life of a connection
 //!
-//! Two processes do a handshake (`handshake`) before the first operation (`meeting.rs`). A
-//! leaving process sends a goodbye. Its peers answer it once none of the leaver's
-//! memory is read any more (`leaving.rs`). A process that is killed while it writes into a queue
-//! that all processes of a host share may block that queue, and UCX does not notice. So after a
-//! death all peers are asked for an answer. A peer that does not answer in time counts as lost
-//! (`roll_call.rs`).
+//! Two processes do a handshake (`handshake`) before the first operation (`meeting.rs`). A leaving
+//! process sends a goodbye. Its peers answer it once none of the leaver's memory is read any more
+//! (`leaving.rs`). All processes of a host share a queue. A process that is killed during a write
+//! may block it, and UCX does not notice. So after a death all peers are asked for an answer. A
+//! peer that does not answer in time counts as lost (`roll_call.rs`).
 //!
 //! # Device memory
 //!

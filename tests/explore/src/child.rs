@@ -13,8 +13,9 @@ use crate::worker::Line;
 /// The time limit for a job, in real time: a job that takes this long spins.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Runs a worker until it ends, until a job takes too long, or until `on_line` returns false.
-/// Returns why its last job has killed it, if it has.
+/// Runs a worker until it ends, until a job takes longer than `LIMIT`, or until `on_line` returns
+/// false. Returns the reason with the worker's error output if its last job crashed or hung it,
+/// else `None`.
 pub(crate) fn run_worker(
     arguments: &Arguments,
     core: usize,

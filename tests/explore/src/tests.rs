@@ -23,13 +23,13 @@ fn seeds_0_to_199_are_green() {
     all_green(0..200, Case::new);
 }
 
-/// What was wrong, and seeds that showed it:
+/// The faults that were found, with the seeds that showed them:
 /// - A finished job kept its runtime: 940.
 /// - A job without memory took 18 minutes to say so: 112950.
 /// - A goodbye on a slow link was lost: 9640.
-/// - A process was blamed that had left because of another's failure: 18360, 33700. Its goodbye was
+/// - A process that had left because of another's failure was blamed: 18360, 33700. Its goodbye was
 ///   lost too: 1293150, 1622990, 2045090.
-/// - A process was blamed whose operations were not known: 41490.
+/// - A process with unknown operations was blamed: 41490.
 /// - A stop of the whole job ended the wait for receivers: 512290.
 #[test]
 fn seeds_that_were_red_are_green() {

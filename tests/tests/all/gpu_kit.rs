@@ -24,7 +24,7 @@ const TESTS: [&str; 3] = [
     "cuda_ipc::stop_shorter_than_peer_timeout_is_no_failure",
 ];
 
-/// What the driver in software needs to compile kernels.
+/// The compiler of the driver in software: each program with its Debian package.
 const COMPILER: [(&str, &str); 3] = [("c++", "g++"), ("as", "binutils"), ("ld", "binutils")];
 
 /// Lays a kit without programs that the stages below do not start.

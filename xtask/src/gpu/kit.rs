@@ -84,7 +84,7 @@ impl fmt::Display for Test {
     }
 }
 
-/// What cargo has built.
+/// The executables that cargo has built.
 #[derive(Debug, Default)]
 struct Built {
     programs: BTreeMap<String, PathBuf>,

@@ -47,7 +47,7 @@ pub(crate) struct Options {
     limit: Duration,
 }
 
-/// What the command does with the stages.
+/// The action of the command.
 #[derive(Debug, Eq, PartialEq)]
 enum Way {
     List,
@@ -106,9 +106,9 @@ impl Options {
     }
 }
 
-/// Does what the options say; `root` returns the workspace, and is called only to build. The exit
-/// status is 0 if all stages have passed, 1 if something failed or was cut off by the limit, and 2
-/// if there is no driver.
+/// Lists, builds or runs the stages, by the options. Calls `root`, which returns the workspace,
+/// only to build. The exit status is 0 if all stages have passed, 1 if one failed or was cut off,
+/// and 2 if there is no driver.
 ///
 /// # Errors
 ///

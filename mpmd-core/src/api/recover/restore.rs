@@ -23,13 +23,13 @@ use crate::exec::kept::{CommitId, Contents, Copies, hash};
 const MOST_RESTARTS: u32 = 5;
 
 impl Commits {
-    /// Replaces `state` by that of the newest commit that is whole, and returns its step. Returns 0
-    /// and changes nothing if nothing was committed. Every process must call it, in every epoch,
-    /// before its first commit. Blocks until the state is there.
+    /// Replaces `state` by the state of the newest whole commit, and returns the commit's step.
+    /// Returns 0 and changes nothing if there is no commit. Every process must call it, in every
+    /// epoch, before its first commit. Blocks until the state is there.
     ///
-    /// A region comes from the process that owned it, else from that process's buddy, and moves to
-    /// the shardings that `state` has now. The copies are compared with the hashes that were taken
-    /// when they were made. A copy that has changed since is not used.
+    /// Each region comes from its owner at the time of the commit, or from the owner's buddy if the
+    /// owner is lost. It moves to the present sharding of its array in `state`. A copy is not used
+    /// if its hash differs from the one that was taken at the commit.
     ///
     /// # Errors
     ///

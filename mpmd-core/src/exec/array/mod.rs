@@ -35,13 +35,12 @@ use mpmd_layout::tree::Leaf;
 /// is *fully remote*: shape, dtype and sharding only. An *uncommitted* array holds host values
 /// ([`MpmdArray::from_host`]), which are the same on every process.
 ///
-/// Await the array, or block on it, to know that this process's part of the operation that makes it
-/// is done. That is so once its shards are there, and its receivers have taken what it sends or
-/// forwards, or the bytes were copied out. So a sender can wait for its send. A process without a
-/// part gets a complete handle, and hears nothing of failures elsewhere.
+/// Await the array, or block on it, to know that this process's part of its operation is done: the
+/// local shards exist, and the pieces that this process sends or forwards were received or copied
+/// out. So a sender can wait for its send. On a process without a part the handle is complete from
+/// the start, and hears nothing of failures elsewhere.
 ///
-/// Dropping a handle never blocks. Memory that an operation uses stays until that operation has
-/// ended.
+/// Dropping a handle never blocks. An operation keeps the memory that it uses until it has ended.
 #[derive(Clone)]
 #[must_use = "an array that is not used was computed for nothing"]
 pub struct MpmdArray {

@@ -8,12 +8,12 @@ use mpmd_base::block::{Instant, now, since};
 /// The age of a job and the time that it has lost, as far as this process knows.
 #[derive(Debug)]
 pub(crate) struct JobTime {
-    /// A moment, and the age of the job then.
+    /// The moment at which the job had the age `before`.
     at: Instant,
     before: Duration,
-    /// The time lost, except for that since `behind`.
+    /// The time lost until `behind`.
     lost: Duration,
-    /// When a process was lost, until the job is back at `reached`.
+    /// The moment of the last loss of a process; `None` once the job is back at step `reached`.
     behind: Option<Instant>,
     /// The newest step whose commit was asked for.
     pub(crate) reached: u64,

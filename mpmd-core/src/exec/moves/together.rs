@@ -1,8 +1,8 @@
 //! Small pieces that a thread sends at the same time leave together: one message for each process.
 //!
-//! A thread gathers its small pieces while it registers the sends of a move, resolves the results
-//! of a kernel, or takes in a batch, whose pieces it may forward. None of that waits for a peer, so
-//! the pieces are not late for long.
+//! A thread gathers its small pieces in three cases: while it registers the sends of a move,
+//! resolves the results of a kernel, or forwards pieces of a batch. None of these waits for a peer,
+//! so the pieces are not late for long.
 
 use std::cell::RefCell;
 use std::ptr;

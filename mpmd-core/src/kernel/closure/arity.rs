@@ -1,6 +1,6 @@
 //! The traits of a kernel's closures, for every number of inputs and outputs.
 
-use super::{MpmdArray, Outcome, like_input};
+use super::{MpmdArray, like_input};
 use crate::error::{Error, Result};
 use crate::kernel::{Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
@@ -38,24 +38,24 @@ pub trait InferShapes<A, I: Tree<Leaf = MpmdArray>, O: Tree<Leaf = MpmdArray>>:
     fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>>;
 }
 
-/// The outputs' shapes, plain or in a `Result`.
-pub trait Declared<O> {
-    /// Returns the shapes, or the error of the closure that computes them.
+/// The value that a closure returns, plain or in a `Result`.
+pub trait Returned<O> {
+    /// Returns the value, or the closure's error.
     ///
     /// # Errors
     ///
     /// The closure's own.
-    fn declared(self) -> Result<O>;
+    fn returned(self) -> Result<O>;
 }
 
-impl<O> Declared<O> for O {
-    fn declared(self) -> Result<O> {
+impl<O> Returned<O> for O {
+    fn returned(self) -> Result<O> {
         Ok(self)
     }
 }
 
-impl<O> Declared<O> for Result<O> {
-    fn declared(self) -> Result<O> {
+impl<O> Returned<O> for Result<O> {
+    fn returned(self) -> Result<O> {
         self
     }
 }
@@ -96,11 +96,11 @@ impl<I: Tree<Leaf = MpmdArray>> InferShapes<(), I, Empty<MpmdArray>> for () {
 impl<S, D, O> InferShapes<fn() -> D, Empty<MpmdArray>, O> for S
 where
     S: Fn() -> D + Send + Sync + 'static,
-    D: Declared<Shapes<O>>,
+    D: Returned<Shapes<O>>,
     O: Tree<Leaf = MpmdArray>,
 {
     fn infer(&self, _: &Empty<ShapedArray>) -> Result<Shapes<O>> {
-        self().declared()
+        self().returned()
     }
 }
 
@@ -111,7 +111,7 @@ macro_rules! run {
             Run<fn($(View<'static, $X>,)+ $(ViewMut<'static, $Y>,)+) -> R> for F
         where
             F: Fn($(View<'_, $X>,)+ $(ViewMut<'_, $Y>),+) -> R + Send + Sync + 'static,
-            R: Outcome,
+            R: Returned<()>,
             $($X: Element,)+
             $($Y: Element,)+
         {
@@ -123,7 +123,7 @@ macro_rules! run {
             fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()> {
                 let names!($($x)+) = x;
                 let names!($($y)+) = y;
-                self($($x.typed()?,)+ $($y.typed()?),+).outcome()
+                self($($x.typed()?,)+ $($y.typed()?),+).returned()
             }
         }
     };
@@ -142,12 +142,12 @@ macro_rules! inputs {
         impl<S, D, O> InferShapes<fn() -> D, arrays!($($x)+), O> for S
         where
             S: Fn($(shape!($x)),+) -> D + Send + Sync + 'static,
-            D: Declared<Shapes<O>>,
+            D: Returned<Shapes<O>>,
             O: Tree<Leaf = MpmdArray>,
         {
             fn infer(&self, x: &Shapes<arrays!($($x)+)>) -> Result<Shapes<O>> {
                 let names!($($x)+) = x;
-                self($($x),+).declared()
+                self($($x),+).returned()
             }
         }
 

@@ -19,7 +19,7 @@ const CHUNK: usize = 256;
 /// inputs have one shape, which the output gets too. An input of shape `[]` goes with every
 /// element. One input is an [`MpmdArray`], several are a tuple.
 ///
-/// The closure is identified by its source line. Values that it captures must be declared by
+/// The closure is identified by its source line. Declare captured values by
 /// [`with`](HostKernel::with), so that processes can compare them. A plain `fn` captures nothing.
 ///
 /// On CUDA devices the values are copied to the host and back, which is slow: see [`HostKernel`].
@@ -37,8 +37,8 @@ const CHUNK: usize = 256;
 ///
 /// A call is refused when it is issued, on every process alike:
 ///
-/// - if an input has another dtype than `f`'s argument,
-/// - if the shapes of two inputs differ and neither is `[]`,
+/// - if an input has another dtype than `f`'s argument;
+/// - if the shapes of two inputs differ and neither is `[]`;
 /// - if `f` captures values and `with` declares none.
 ///
 /// If a device has other regions of two arrays, the outputs fail with an error that names both.

@@ -55,7 +55,7 @@ use mpmd_layout::tree::Tree;
 /// `shapes` takes a [`ShapedArray`] reference for each input. It returns the output's shape, or a
 /// tuple with the shape of each output, plain or in a `Result`. Or it is [`like_input`].
 ///
-/// A closure is identified by its source line. Values that `run` captures must be declared by
+/// A closure is identified by its source line. Declare the values that `run` captures by
 /// [`with`](HostKernel::with), so that processes can compare them. A plain `fn` captures nothing.
 ///
 /// On CUDA devices the values are copied to the host and back, which is slow: see [`HostKernel`].
@@ -83,8 +83,8 @@ use mpmd_layout::tree::Tree;
 ///
 /// A call is refused when it is issued, on every process alike:
 ///
-/// - if an input or a declared output has another dtype than `run`'s view of it,
-/// - if `shapes` refuses the inputs,
+/// - if an input or a declared output has another dtype than `run`'s view of it;
+/// - if `shapes` refuses the inputs;
 /// - if `run` captures values and `with` declares none.
 ///
 /// An error or a panic of `run` fails the outputs instead.
@@ -149,26 +149,4 @@ pub(crate) fn check_dtypes(
         }
     }
     Ok(())
-}
-
-/// The values that a closure may return.
-pub trait Outcome {
-    /// Returns the error of a closure that failed.
-    ///
-    /// # Errors
-    ///
-    /// The closure's own.
-    fn outcome(self) -> Result<()>;
-}
-
-impl Outcome for () {
-    fn outcome(self) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl Outcome for Result<()> {
-    fn outcome(self) -> Result<()> {
-        self
-    }
 }

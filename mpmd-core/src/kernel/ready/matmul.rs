@@ -18,11 +18,15 @@ use mpmd_layout::region::Region;
 ///
 /// # Errors
 ///
-/// A call is refused if the first array has less than two dimensions or the second has not two, if
-/// the inner sizes `k` differ, or if the dtypes are not both `f32` or both `f64`.
+/// A call is refused:
 ///
-/// The output fails if dimension `k` of an input is divided over devices, or if a device has
-/// another region of the output than its rows and columns of the inputs give.
+/// - if the first array has fewer than two dimensions, or the second not exactly two;
+/// - if the sizes `k` differ;
+/// - if the dtypes are not both `f32` or both `f64`.
+///
+/// The output fails if dimension `k` of an input is divided over devices. It also fails if a
+/// device's region of the output does not match its rows of the first array and its columns of the
+/// second.
 pub fn matmul() -> impl Kernel<In = (MpmdArray, MpmdArray), Out = MpmdArray> {
     Matmul
 }
