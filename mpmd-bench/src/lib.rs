@@ -58,6 +58,9 @@ enum What {
     Replay(issue::ReplayArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
+    /// The facts of a CUDA driver that the framework relies on, without the framework: times of
+    /// memory, events and copies, and what another process can open.
+    Probe(direct::ProbeArgs),
 }
 
 /// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
@@ -78,5 +81,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
+        What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

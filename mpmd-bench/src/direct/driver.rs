@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::cuda::Source;
 use mpmd_core::{Error, Result};
-use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory};
+use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory, Waiting};
 
 use super::Way;
 
@@ -28,7 +28,7 @@ impl Copies {
         let direct = Direct::open(FIRST)?;
         let device = direct.allocate(bytes)?;
         let mut other =
-            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes) }?;
+            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes, false) }?;
         other.pin()?;
         let (from, to) = if way == Way::Out { (device, other) } else { (other, device) };
         Ok(Self { direct, from, to, bytes })
@@ -84,7 +84,8 @@ pub(crate) struct Exchange {
 impl Exchange {
     pub(crate) fn new(ordinal: u32, bytes: usize) -> Result<Self> {
         let direct = Direct::open(ordinal)?;
-        let own = (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event()?);
+        let own =
+            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event(Waiting::Interprocess)?);
         direct.fill(&own.0, 1)?;
         own.1.record()?;
         direct.wait()?;

@@ -1,9 +1,15 @@
-//! CUDA without the framework: the reference for the framework's figures.
+//! CUDA without the framework: the reference for the framework's figures, and a probe of the
+//! driver.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
 #[cfg(feature = "cuda")]
 mod driver;
+#[cfg(feature = "cuda")]
+mod facts;
+#[cfg(feature = "cuda")]
+mod peer;
+mod probe;
 
 use std::time::Duration;
 
@@ -13,6 +19,7 @@ use mpmd_core::Result;
 pub(crate) use absent::{Copies, Exchange, Launches};
 #[cfg(feature = "cuda")]
 pub(crate) use driver::{Copies, Exchange, Launches};
+pub(crate) use probe::{ProbeArgs, probe};
 
 use crate::case::Case;
 use crate::options::Size;

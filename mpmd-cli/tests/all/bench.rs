@@ -485,3 +485,8 @@ fn replay_measures_one_process_of_a_large_job() {
     let refused = complaint(&["replay", "--ranks", "2", "--rank", "2"]);
     assert!(refused.contains("--rank is one of the 2 ranks, from 0, not 2"), "{refused}");
 }
+
+#[test]
+fn probe_of_a_cpu_is_refused() {
+    assert!(complaint(&["probe"]).contains("add --device cuda"));
+}

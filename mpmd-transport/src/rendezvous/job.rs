@@ -301,6 +301,4 @@ pub(super) fn ping_interval(peer_timeout: Duration) -> Duration {
 }
 
 #[cfg(test)]
-mod fuzz;
-#[cfg(test)]
 mod tests;

@@ -1,6 +1,8 @@
 //! Jobs of simulated clients: each test checks the replies and their times. Those of one part of a
 //! job are in its file.
 
+mod fuzz;
+
 use super::super::Identity;
 use super::super::protocol::MAX_KEY_BYTES;
 use super::*;

@@ -3,9 +3,9 @@
 
 use mpmd_fuzz::{Rng, integer};
 
-use super::super::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
-use super::super::{Identity, Report};
-use super::*;
+use crate::rendezvous::job::*;
+use crate::rendezvous::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
+use crate::rendezvous::{Identity, Report};
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
