@@ -99,7 +99,7 @@ impl From<AvalError> for Refusal {
     }
 }
 
-/// Takes the class name that Python has for the error of a strategy.
+/// Takes the name of the exception that the original of the sharding rules, in Python, raises.
 impl From<RulesError> for Refusal {
     fn from(error: RulesError) -> Self {
         Self::new(error.kind().name(), error.to_string())

@@ -276,7 +276,8 @@ mod tests {
         found.expect_err("no machine has this library").to_string()
     }
 
-    /// Creates the folders of an environment's packages. Returns them without links.
+    /// Creates the package folders of a Python environment. Returns them with symbolic links
+    /// resolved.
     fn environment(at: &Path, pythons: &[&str]) -> Vec<String> {
         let create = |python: &&str| {
             let packages = at.join("lib").join(python).join("site-packages");

@@ -122,9 +122,9 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns true if a stage may begin one more forward pass. The rules limit its lead. Memory
-    /// must also remain for one microbatch in each later stage of the rank; otherwise no memory
-    /// would ever be freed.
+    /// Returns true if a stage may begin one more forward pass. The rules limit by how many its
+    /// forward passes are ahead of its backward passes. Memory must also remain for one microbatch
+    /// in each later stage of the rank; otherwise no memory would ever be freed.
     fn may_begin(&self, rules: Rules, at: &Greedy<'_>, stage: usize) -> bool {
         let [forward, input, _] = at.next[stage];
         let depth = self.placement.len() - stage;

@@ -281,51 +281,6 @@ impl Names for Nameless {
 /// The value of `Transfer::after` for data that exist from the beginning.
 const FROM_THE_BEGINNING: u32 = u32::MAX;
 
-/// The item of [`Causes`] that stands for none.
-const NO_CAUSE: u32 = u32::MAX;
-
-impl Simulated {
-    /// Returns the items that determine the makespan, from the first to the last. Each begins when
-    /// the one before it ends.
-    ///
-    /// [`Item::Send`] is a transfer from its start to its arrival. [`Item::Receive`] is a transfer
-    /// that arrived before its receive came to the front; it takes no time.
-    fn critical_path(&self) -> Vec<Item> {
-        let count = self.nodes.len() as u32;
-        let ends = self.nodes.iter().chain(&self.transfers).map(|span| span.end);
-        // The first item with the latest end; nodes come before transfers.
-        let last = (0..).zip(ends).fold(None, |best: Option<(u32, f64)>, (item, end)| match best {
-            Some((_, latest)) if latest >= end => best,
-            _ => Some((item, end)),
-        });
-        let mut path = Vec::new();
-        let mut at = last.map_or(NO_CAUSE, |(item, _)| item);
-        // Nodes and the makespan wait until a transfer is taken; other transfers wait until it
-        // arrives.
-        let mut is_taken = true;
-        while at != NO_CAUSE && path.len() <= self.nodes.len() + 2 * self.transfers.len() {
-            if at < count {
-                path.push(Item::Node(at));
-                at = self.causes.node[at as usize];
-                is_taken = true;
-                continue;
-            }
-            let transfer = at - count;
-            let late = self.causes.late[transfer as usize];
-            if is_taken && late != NO_CAUSE {
-                path.push(Item::Receive(transfer));
-                at = late;
-            } else {
-                path.push(Item::Send(transfer));
-                at = self.causes.transfer[transfer as usize];
-            }
-            is_taken = false;
-        }
-        path.reverse();
-        path
-    }
-}
-
 #[test]
 fn critical_path_tells_arrived_from_taken() {
     use Post::{Receive, Send};

@@ -287,9 +287,9 @@ fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     let filled = move |filled| settle(unfilled, device, result.and(filled), then);
     match &next {
         Unfilled::Use(slot) => slot.slot().on_completion(filled),
-        // The plan has checked that the device has its part.
         Unfilled::Donated(placed) => match placed.slot(device) {
             Some(slot) => slot.on_completion(filled),
+            // Never: the plan has checked that this device holds a shard of the donated array.
             None => filled(Ok(())),
         },
     }

@@ -71,8 +71,8 @@ impl Barriers {
             if !arrivals.iter().any(|arrival| now >= arrival.wait.until) {
                 continue;
             }
-            // Computed before any of them is removed: a process that times out at the same moment
-            // is not missing to the others.
+            // Computed before arrivals that have timed out are removed: two processes that time out
+            // at the same moment are not missing to each other.
             let missing: Vec<ProcessId> = processes(count)
                 .filter(|&process| arrivals.iter().all(|arrival| arrival.process != process))
                 .collect();
