@@ -50,9 +50,12 @@ impl Text {
                 walk(path, &mut found).map_err(unreadable)?;
                 files.extend(read_texts(&found)?);
             } else {
-                let text = read_text(path, u64::MAX).map_err(unreadable)?;
-                let binary = || Error::Environment(format!("{} is not UTF-8 text", path.display()));
-                files.push(text.ok_or_else(binary)?);
+                let bytes = read_regular(path, u64::MAX).map_err(unreadable)?;
+                if let Some(why) = why_binary(&bytes) {
+                    let why = format!("{} is not text: {why}", path.display());
+                    return Err(Error::Environment(why));
+                }
+                files.push(bytes);
             }
         }
         Self::of_files(&files)
@@ -212,7 +215,14 @@ fn walk(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
 fn read_texts(files: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     let mut texts = Vec::new();
     for file in files {
-        texts.extend(read_text(file, LARGEST_FILE).map_err(|error| unreadable(file, error))?);
+        let unreadable = |error| unreadable(file, error);
+        if fs::metadata(file).map_err(unreadable)?.len() > LARGEST_FILE {
+            continue;
+        }
+        let bytes = read_regular(file, u64::MAX).map_err(unreadable)?;
+        if why_binary(&bytes).is_none() {
+            texts.push(bytes);
+        }
     }
     if texts.is_empty() {
         let found = files.len();
@@ -221,14 +231,13 @@ fn read_texts(files: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     Ok(texts)
 }
 
-/// Returns a file's bytes. `None` if it is larger than `largest` bytes or is not text.
-fn read_text(file: &Path, largest: u64) -> io::Result<Option<Vec<u8>>> {
-    if fs::metadata(file)?.len() > largest {
-        return Ok(None);
+/// Returns the reason why these bytes of a file are no text, or `None` if they are.
+fn why_binary(bytes: &[u8]) -> Option<String> {
+    if let Some(at) = bytes.iter().position(|byte| *byte == SEPARATOR) {
+        return Some(format!("byte {at} is a NUL, which separates files"));
     }
-    let bytes = read_regular(file, u64::MAX)?;
-    let is_text = !bytes.contains(&SEPARATOR) && std::str::from_utf8(&bytes).is_ok();
-    Ok(is_text.then_some(bytes))
+    let error = std::str::from_utf8(bytes).err()?;
+    Some(format!("it is not UTF-8 from byte {} on", error.valid_up_to()))
 }
 
 #[cfg(test)]
@@ -289,8 +298,14 @@ mod tests {
         assert_eq!(named.bytes(), b"second file, after the folder\0first file, of the folder\0");
         assert_ne!(walked.fingerprint(), named.fingerprint());
         assert_eq!(large.unwrap().files(), 1);
-        for (error, name) in errors.into_iter().zip(["latin1", "nul", "absent"]) {
-            assert!(error.unwrap_err().to_string().contains(name));
+        let why = [
+            "latin1 is not text: it is not UTF-8 from byte 1 on",
+            "nul is not text: byte 6 is a NUL, which separates files",
+            "absent: No such file or directory (os error 2)",
+        ];
+        for (error, why) in errors.into_iter().zip(why) {
+            let error = error.unwrap_err().to_string();
+            assert!(error.ends_with(why), "{error}");
         }
         for pipe in pipes {
             assert!(pipe.unwrap_err().to_string().ends_with("no regular file"));
