@@ -118,7 +118,7 @@ impl OpenTransport {
     fn open(carrier: Carrier, rendezvous: &Rendezvous) -> Result<Self> {
         Ok(match carrier {
             Carrier::Shm => Self::Shm(shm::Opened::open()?),
-            Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_ip())?),
+            Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_address())?),
             Carrier::Ucx => Self::Ucx(Opened::open(2)?),
             Carrier::Inproc => {
                 bail!("inproc is within one process, and this is one of a job of several")

@@ -7,13 +7,6 @@ pub(super) fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-/// Returns host, without brackets, and port. `None` if the address is not `host:port`.
-pub(super) fn split_address(address: &str) -> Option<(&str, u16)> {
-    let (host, port) = address.rsplit_once(':')?;
-    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    (!host.is_empty()).then_some((host, port.parse().ok()?))
-}
-
 /// Returns the error for a coordinator that is not `host:port`.
 pub(super) fn no_address(coordinator: &str) -> LaunchError {
     LaunchError::Variable {

@@ -1,7 +1,7 @@
 //! A process's side of the rendezvous: its connection to the server.
 
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,10 +64,10 @@ impl Rendezvous {
         Ok(this)
     }
 
-    /// The IP address of this end of the connection. It belongs to an interface by which at least
-    /// the server, and most likely the job's other hosts, can reach this process.
-    pub fn local_ip(&self) -> IpAddr {
-        self.local.ip()
+    /// The address of this end of the connection. It belongs to an interface by which at least the
+    /// server, and most likely the job's other hosts, can reach this process.
+    pub fn local_address(&self) -> SocketAddr {
+        self.local
     }
 
     /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.

@@ -1,7 +1,7 @@
 //! Connects a process to the rendezvous service, with retries.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use super::protocol::{HANDSHAKE, VERSION, decode_ping};
@@ -57,7 +57,7 @@ fn reach(
 /// Tries every address of the server once. Fails with the error of the last one.
 fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
-    for address in server.to_socket_addrs()? {
+    for address in addresses(server)? {
         let left = until.saturating_duration_since(Instant::now());
         let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
         match TcpStream::connect_timeout(&address, wait) {
@@ -73,6 +73,28 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
         }
     }
     Err(last)
+}
+
+/// Returns the addresses of a server.
+fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
+    let (host, port) = split_address(server)
+        .ok_or_else(|| std::io::Error::new(ErrorKind::InvalidInput, "it is not host:port"))?;
+    // Without brackets the system's resolver accepts a zone by its name: fe80::1%eth0.
+    let found = (host, port).to_socket_addrs().map(Iterator::collect);
+    if host != "localhost" {
+        return found;
+    }
+    // The service listens there, even if the name has another address.
+    let mut found: Vec<SocketAddr> = found.unwrap_or_default();
+    found.push((Ipv4Addr::LOCALHOST, port).into());
+    Ok(found)
+}
+
+/// Returns host, without brackets, and port. `None` if the address is not `host:port`.
+pub fn split_address(address: &str) -> Option<(&str, u16)> {
+    let (host, port) = address.rsplit_once(':')?;
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    (!host.is_empty()).then_some((host, port.parse().ok()?))
 }
 
 /// Runs the handshake with the server, until about `until`. Returns the interval of the server's

@@ -99,9 +99,8 @@ pub enum RendezvousError {
     },
     /// The job is complete: no process can join any more. The caller's fault.
     #[error(
-        "process {process} comes too late: all {processes} processes have joined before, and the \
-         one with \
-         this number has ended"
+        "process {process} has joined and left this job of {processes} before: a process joins \
+         once, so a program has a single `Program::run` (or `from_env`) for all its work"
     )]
     Complete {
         /// The process that asked to join.

@@ -46,6 +46,7 @@ use mpmd_proto::wire::ProcessId;
 pub use client::{Joined, Rendezvous};
 pub use clock::ClockOffset;
 pub use config::{Identity, JoinConfig};
+pub use connect::split_address;
 pub use error::RendezvousError;
 pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;

@@ -1,16 +1,18 @@
 //! The rendezvous service: runs a [`Job`] over sockets, on a thread of its own.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+use rustix::net::sockopt::set_ipv6_v6only;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::OwnedReadHalf;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::runtime;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -54,7 +56,8 @@ pub struct ServerConfig {
 
 impl Server {
     /// Starts the service at `address`, on a thread of its own. Port 0 takes a free port, see
-    /// [`address`](Self::address).
+    /// [`address`](Self::address). At `[::]` it is reached by IPv6 and IPv4, on a host without IPv6
+    /// by IPv4 alone.
     ///
     /// # Errors
     ///
@@ -74,8 +77,7 @@ impl Server {
             .enable_all()
             .build()
             .map_err(|e| environment("starting the rendezvous service", e))?;
-        // Tokio's listener allows reuse of an address in TIME_WAIT, so that a job can follow a job.
-        let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
+        let listener = runtime.block_on(async { bind(address) }).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let run = random()?;
         let stage = Arc::new(Stage::default());
@@ -169,6 +171,36 @@ impl Server {
     }
 }
 
+/// Listens at `address`, which may be in use by connections of an earlier job.
+fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let bound = |socket: TcpSocket, address| {
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    if address.is_ipv4() {
+        return bound(TcpSocket::new_v4()?, address);
+    }
+    let both = || {
+        let socket = TcpSocket::new_v6()?;
+        if address.ip().is_unspecified() {
+            set_ipv6_v6only(&socket, false)?;
+        }
+        bound(socket, address)
+    };
+    let without_ipv6 = |error: &std::io::Error| {
+        let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
+        error.raw_os_error().is_some_and(|error| of_ipv6.contains(&error))
+    };
+    match both() {
+        Err(error) if address.ip().is_unspecified() && without_ipv6(&error) => {
+            let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
+            bound(TcpSocket::new_v4()?, address)
+        }
+        done => done,
+    }
+}
+
 impl Drop for Server {
     /// Sends the replies that are still queued, then closes. Blocks for about a second at most.
     fn drop(&mut self) {
@@ -209,6 +241,9 @@ enum Event {
 /// Time limit for the handshake with a client, counted from its connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Limit on the connections that wait to be accepted, if the system allows as many.
+const BACKLOG: u32 = 4096;
+
 /// Time limit for sending the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -229,6 +264,8 @@ impl Hub {
     async fn run(mut self, listener: TcpListener, mut stopped: oneshot::Receiver<()>) {
         // Bounded: a client that sends much waits instead of filling memory.
         let (events, mut happened) = mpsc::channel(256);
+        // True after an error of accepting, which is logged once.
+        let mut is_full = false;
         let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
         let mut next_link: Link = 0;
         loop {
@@ -239,6 +276,7 @@ impl Hub {
                 Some(event) = happened.recv() => self.handle(event),
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
+                        is_full = false;
                         next_link += 1;
                         let link = next_link;
                         let ping = ping_interval(self.config.peer_timeout);
@@ -255,7 +293,9 @@ impl Hub {
                     }
                     Err(error) => {
                         // Most likely out of file descriptors; some may be closed soon.
-                        tracing::warn!("the rendezvous service cannot accept: {error}");
+                        if !std::mem::replace(&mut is_full, true) {
+                            tracing::warn!("the rendezvous service cannot accept: {error}");
+                        }
                         tokio::time::sleep(Duration::from_millis(50)).await;
                     }
                 },

@@ -5,7 +5,7 @@
 //! [handshake](crate::handshake). A stranger, which does not know the job's token, is closed.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -52,14 +52,16 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens on a free port of `ip`.
+    /// Listens on a free port of the IP address of `at`, on its interface if the address says one
+    /// (link-local IPv6). The port of `at` does not count.
     ///
     /// # Errors
     ///
     /// If the system has no such address or no free port.
-    pub fn bind(ip: IpAddr) -> Result<Self, TransportError> {
-        let doing = || format!("listening on {ip}");
-        let socket = std::net::TcpListener::bind((ip, 0)).map_err(|e| environment(doing(), &e))?;
+    pub fn bind(mut at: SocketAddr) -> Result<Self, TransportError> {
+        at.set_port(0);
+        let doing = || format!("listening on {}", at.ip());
+        let socket = std::net::TcpListener::bind(at).map_err(|e| environment(doing(), &e))?;
         rustix::net::listen(&socket, BACKLOG).map_err(|e| environment(doing(), &e))?;
         socket.set_nonblocking(true).map_err(|e| environment(doing(), &e))?;
         let address = socket.local_addr().map_err(|e| environment(doing(), &e))?;
@@ -151,6 +153,17 @@ enum Met {
     Misfit(TransportError),
 }
 
+/// Returns a peer's address as this host reaches it. A link-local IPv6 address is valid on one
+/// interface, which each host numbers itself: here it is that of `own`.
+fn in_zone_of(own: SocketAddr, mut peer: SocketAddr) -> SocketAddr {
+    if let (SocketAddr::V6(own), SocketAddr::V6(peer)) = (own, &mut peer)
+        && peer.ip().is_unicast_link_local()
+    {
+        peer.set_scope_id(own.scope_id());
+    }
+    peer
+}
+
 async fn connect_all(
     listener: Listener,
     config: TcpConfig,
@@ -169,6 +182,7 @@ async fn connect_all(
     let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
     for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
         for channel in 0..CHANNELS {
+            let address = in_zone_of(own, address);
             meetings.spawn(call(party.clone(), lower, address, channel, words.clone()));
         }
     }
@@ -373,6 +387,18 @@ mod tests {
     use crate::transport::Transport;
 
     #[test]
+    fn link_local_peers_are_reached_by_the_own_interface() {
+        let address = |text: &str| text.parse::<SocketAddr>().unwrap();
+        for (own, peer, expected) in [
+            ("[fe80::1%3]:7", "[fe80::2%2]:9", "[fe80::2%3]:9"),
+            ("[fe80::1%3]:7", "[fd00::2]:9", "[fd00::2]:9"),
+            ("10.0.0.1:7", "10.0.0.2:9", "10.0.0.2:9"),
+        ] {
+            assert_eq!(in_zone_of(address(own), address(peer)), address(expected));
+        }
+    }
+
+    #[test]
     fn timeout_names_missing_peers_with_their_last_error() {
         let words = vec![String::new(), "refused".to_owned(), String::new(), String::new()];
         let named = |missing: &[u32]| {
@@ -388,7 +414,7 @@ mod tests {
     /// Connects process 0 and process 1, while `strangers` silent connections to process 0 are
     /// open. Returns both transports.
     fn pair(peer_timeout: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
-        let bind = || Listener::bind(IpAddr::from([127, 0, 0, 1])).unwrap();
+        let bind = || Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let listeners = [bind(), bind()];
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
         let config = |process| TcpConfig {

@@ -265,7 +265,7 @@ pub(crate) fn connect(processes: usize) -> Vec<Arc<Tcp>> {
 }
 
 pub(crate) fn listen() -> Listener {
-    Listener::bind(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap()
+    Listener::bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap()
 }
 
 pub(crate) fn config(process: usize, peers: Vec<std::net::SocketAddr>) -> TcpConfig {

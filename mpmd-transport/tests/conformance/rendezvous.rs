@@ -1,7 +1,7 @@
 //! Rendezvous over real sockets: processes that come, processes that are missing, and strangers.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
@@ -114,7 +114,7 @@ fn all_processes_get_the_same_list_of_members() {
     for result in &joined {
         let (rendezvous, joined) = result.as_ref().unwrap();
         assert_eq!(joined.members, expected);
-        assert_eq!(rendezvous.local_ip(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+        assert_eq!(rendezvous.local_address().ip(), IpAddr::V4(Ipv4Addr::LOCALHOST));
         let offset = Duration::from_nanos(rendezvous.clock_offset().unsigned_abs());
         assert!(offset < LONG, "one host has one clock; it is off by {offset:?}");
     }
@@ -124,6 +124,27 @@ fn all_processes_get_the_same_list_of_members() {
         result.unwrap().0.leave().unwrap();
     }
     assert!(server.wait_empty(LONG));
+}
+
+#[test]
+fn service_at_all_addresses_is_reached_by_both_kinds() {
+    let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+    let config = ServerConfig { processes: 2, token: token(), peer_timeout: LONG };
+    let server = Server::bind(any, config).unwrap();
+    let port = server.address().port();
+    let has_ipv6 = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
+    let hosts = ["127.0.0.1", if has_ipv6 { "[::1]" } else { "localhost" }];
+    let joins = hosts.into_iter().zip(0..).map(|(host, process)| {
+        let config = JoinConfig { server: format!("{host}:{port}"), ..config(&server, process, 2) };
+        thread::spawn(move || {
+            let rendezvous = Rendezvous::connect(config).unwrap();
+            let members = rendezvous.join(member(process)).unwrap().members.len();
+            rendezvous.leave().unwrap();
+            members
+        })
+    });
+    let joins: Vec<_> = joins.collect();
+    assert!(joins.into_iter().all(|join| join.join().unwrap() == 2));
 }
 
 #[test]

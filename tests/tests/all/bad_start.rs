@@ -53,9 +53,31 @@ fn job_of_one_process_needs_no_variables() {
 
 #[test]
 fn process_0_hosts_the_rendezvous_without_a_launcher() {
+    let mut hosts = vec!["127.0.0.1".to_owned()];
+    hosts.extend(ipv6_hosts());
+    for host in hosts {
+        hosted_by_process_0(&host);
+    }
+}
+
+/// Returns IPv6 addresses of this host: that of the loopback interface, and one with a zone. Empty
+/// on a host without IPv6.
+fn ipv6_hosts() -> Vec<String> {
+    let interfaces = std::fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
+    let link_local = interfaces.lines().find(|line| line.starts_with("fe80"));
+    let link_local = link_local.map(|line| {
+        let name = line.split_whitespace().last().unwrap();
+        let bits = u128::from_str_radix(&line[..32], 16).unwrap();
+        format!("[{}%{name}]", std::net::Ipv6Addr::from_bits(bits))
+    });
+    let loopback = interfaces.lines().any(|line| line.ends_with(" lo")).then(|| "[::1]".to_owned());
+    loopback.into_iter().chain(link_local).collect()
+}
+
+fn hosted_by_process_0(host: &str) {
     // Free a moment ago; nothing else here takes ports of its own choice.
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
-    let coordinator = port.expect("a port").to_string();
+    let coordinator = format!("{host}:{}", port.expect("a port").port());
     let mut job = Job::prepare(options(3).peer_timeout(PROMPT));
     // The process that the others look for comes last.
     for process in [2, 1, 0] {
@@ -65,7 +87,8 @@ fn process_0_hosts_the_rendezvous_without_a_launcher() {
     }
     let said = job.wait_well().concat();
     for process in 0..3 {
-        assert!(said.contains(&format!("hello from process {process} of 3: 42\n")), "{said}");
+        let expected = format!("hello from process {process} of 3: 42\n");
+        assert!(said.contains(&expected), "{coordinator}: {said}");
     }
 }
 

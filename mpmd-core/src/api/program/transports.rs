@@ -5,7 +5,7 @@
 //! `agree`, and then connects.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,16 +18,13 @@ use mpmd_transport::ucx::{self, UcxConfig};
 use mpmd_transport::{Pool, Transport, TransportError};
 
 pub use mpmd_base::block::Spin;
+pub use mpmd_launch::{TRANSPORTS as NAMES, check_transport as check};
 pub use mpmd_transport::probe;
 pub use mpmd_transport::ucx::{Report, examine};
 
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 use mpmd_launch::{LaunchError, variables};
-
-/// The valid names of transports. A transport may still be unavailable here, which shows when it is
-/// opened.
-pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 
 /// The default transport: shared memory between processes that can share it, else TCP.
 pub const DEFAULT: &str = AUTO;
@@ -38,23 +35,6 @@ const TCP: &str = "tcp";
 
 /// True if this program was built with the feature `ucx`.
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
-
-/// Checks that `name` is a valid name of a transport. Does not check that the transport is
-/// available.
-///
-/// # Errors
-///
-/// [`LaunchError::Variable`] of `MPMD_TRANSPORT`, with the valid names.
-pub fn check(name: &str) -> Result<(), LaunchError> {
-    if NAMES.contains(&name) {
-        return Ok(());
-    }
-    Err(LaunchError::Variable {
-        variable: variables::TRANSPORT.to_owned(),
-        value: name.to_owned(),
-        expected: format!("the name of a transport: {}", NAMES.join(", ")),
-    })
-}
 
 /// This process's endpoint of the requested transport: it has an address, but no peers yet.
 pub(super) enum Opened {
@@ -74,19 +54,20 @@ pub(super) enum Opened {
 pub(super) type Endpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
 
 impl Opened {
-    /// Opens the transport `name` for a job of `processes`. Network sockets listen at `ip`.
-    pub(super) fn open(name: &str, processes: usize, ip: IpAddr) -> Result<Self> {
+    /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP address
+    /// of `at`.
+    pub(super) fn open(name: &str, processes: usize, at: SocketAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
             shm::NAME => Self::Shm(shm::Opened::open()?),
-            TCP => Self::Tcp(Listener::bind(ip)?),
+            TCP => Self::Tcp(Listener::bind(at)?),
             ucx::NAME => Self::Ucx(ucx::Opened::open(processes)?),
             _ => Self::Auto {
                 shm: shm::Opened::open().map_err(|error| match error {
                     TransportError::Unavailable { why, .. } => why,
                     error => error.to_string(),
                 }),
-                tcp: Listener::bind(ip)?,
+                tcp: Listener::bind(at)?,
             },
         })
     }
@@ -305,16 +286,6 @@ mod tests {
     }
 
     #[test]
-    fn unknown_transport_name_lists_the_valid_ones() {
-        assert!(NAMES.iter().all(|name| check(name).is_ok()));
-        let said = check("pigeon").unwrap_err().to_string();
-        assert!(
-            said.contains("MPMD_TRANSPORT=pigeon") && said.ends_with("auto, shm, tcp, ucx"),
-            "{said}"
-        );
-    }
-
-    #[test]
     fn members_with_different_transports_get_an_error() {
         let (tcp, ucx) = (member("tcp", None), member("ucx", None));
         assert_eq!(agree(&[tcp.clone(), tcp.clone()]), Ok(()));
@@ -334,9 +305,9 @@ mod tests {
 
     #[test]
     fn auto_shares_memory_on_a_host_or_warns_once() {
-        let ip = std::net::Ipv4Addr::LOCALHOST.into();
+        let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
         let here = |host: &str| {
-            let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, ip));
+            let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, at));
             Member { host: host.into(), addresses, ..Member::default() }
         };
         let mut members = [here("left"), here("left"), here("right")];
@@ -379,20 +350,20 @@ mod tests {
 
     #[test]
     fn told_gives_the_address_or_only_the_name() {
-        let ip = std::net::Ipv4Addr::LOCALHOST.into();
-        let tcp = Opened::open("tcp", 2, ip);
+        let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
+        let tcp = Opened::open("tcp", 2, at);
         let told_of_tcp = told("tcp", &tcp);
         assert!(matches!(
             &told_of_tcp[..],
             [(name, at)] if name == "tcp" && at.starts_with("127.0.0.1:")
         ));
-        let pigeon = Opened::open("pigeon", 2, ip);
+        let pigeon = Opened::open("pigeon", 2, at);
         assert!(pigeon.is_err());
         assert_eq!(told("pigeon", &pigeon), [("pigeon".to_owned(), String::new())]);
         #[cfg(not(feature = "ucx"))]
         {
             let said =
-                Opened::open("ucx", 2, ip).err().map(|error| error.to_string()).unwrap_or_default();
+                Opened::open("ucx", 2, at).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(said.contains("built without it") && said.contains("--features ucx"), "{said}");
         }
     }
