@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use mpmd_base::block::{Instant, Mutex, now, since};
 use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
@@ -14,9 +15,41 @@ pub(crate) struct Status {
     program: Mutex<Doing>,
     /// Number of steps that the program has ended.
     steps: AtomicU64,
+    reports: Mutex<Reports>,
     /// By device: (name, its operations that have not ended, in order). The device works on the
     /// first. Only a device that runs asynchronously has more than one.
     devices: Vec<(String, Mutex<VecDeque<Running>>)>,
+}
+
+/// The times of hang reports while a process does nothing.
+#[derive(Default)]
+struct Reports {
+    /// Number of operations that were issued, and of those that have ended.
+    progress: (u64, u64),
+    /// The first report since then, and the first of the last round.
+    times: Option<(Duration, Duration)>,
+}
+
+impl Reports {
+    /// Returns the time since the first report if one is due now: rounds come after 1, 2, 4, 8, …
+    /// times the peer timeout. All waits of a process report in one round.
+    fn next(&mut self, progress: (u64, u64), now: Duration, timeout: Duration) -> Option<Duration> {
+        let Some((first, last)) = self.times.filter(|_| self.progress == progress) else {
+            (self.progress, self.times) = (progress, Some((now, now)));
+            return Some(Duration::ZERO);
+        };
+        let since_last = now.saturating_sub(last);
+        if since_last > timeout / 4 {
+            // Clocks and ticks vary a little.
+            let interval = (last - first).saturating_add(timeout);
+            if since_last < interval - timeout / 4 {
+                return None;
+            }
+            self.times = Some((first, now));
+            return Some(now - first);
+        }
+        Some(last - first)
+    }
 }
 
 /// The activity of the program thread.
@@ -44,6 +77,7 @@ impl Status {
         Self {
             program: Mutex::new(Doing::Program),
             steps: AtomicU64::new(0),
+            reports: Mutex::default(),
             devices: devices.into_iter().map(|name| (name, Mutex::default())).collect(),
         }
     }
@@ -192,13 +226,23 @@ impl Runtime {
         }
     }
 
-    /// Writes to the log and to stderr that something has waited longer than the peer timeout.
+    /// Writes to the log and to stderr that something has waited longer than the peer timeout. While
+    /// this process issues and ends nothing, it does so at growing intervals: a job may idle for
+    /// days.
     pub(crate) fn report_hang(&self, text: &str) {
+        let progress = (self.router.lock().count(), self.in_flight.counts().ended);
+        let timeout = self.config.peer_timeout;
+        let Some(idle) = self.status.reports.lock().next(progress, self.now(), timeout) else {
+            return;
+        };
         tracing::warn!(target: "mpmd::hang", "{text}");
         // Other processes have described their operations.
         let text = mpmd_launch::printable(text);
-        let message =
-            format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.peer_timeout);
+        let waited = match idle.is_zero() {
+            true => timeout,
+            false => Duration::from_secs(timeout.saturating_add(idle).as_secs()),
+        };
+        let message = format!("mpmd: still waiting after {waited:?}\n  {text}\n");
         // In one write: other processes of the job may write to the same terminal.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     }
@@ -221,6 +265,23 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+
+    #[test]
+    fn idle_process_reports_at_growing_intervals() {
+        let (mut reports, timeout) = (Reports::default(), Duration::from_secs(60));
+        // Two waits are reported in each minute of a day, the second a little later.
+        let mut minutes = Vec::new();
+        for minute in 0..24 * 60 {
+            let now = Duration::from_secs(60 * minute);
+            let due = reports.next((7, 2), now, timeout);
+            let second = reports.next((7, 2), now + Duration::from_millis(300), timeout);
+            assert_eq!(due.is_some(), second.is_some(), "{minute}");
+            minutes.extend(due.map(|idle| idle.as_secs() / 60));
+        }
+        assert_eq!(minutes, [0, 1, 3, 7, 15, 31, 63, 127, 255, 511, 1023]);
+        let later = Duration::from_secs(100_000);
+        assert_eq!(reports.next((8, 2), later, timeout), Some(Duration::ZERO));
+    }
 
     #[test]
     fn describe_names_current_operations_and_their_age() {
