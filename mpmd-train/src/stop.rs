@@ -1,10 +1,11 @@
-//! Ends a training on Ctrl-C or SIGTERM after its current step.
+//! Ends a training on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 after its current step.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use mpmd_core::launch::is_ignored;
 use mpmd_core::{ProcessId, Program, Result};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 
 /// The number of the last signal by which the user asked to stop, or zero. Clones are one flag.
@@ -13,8 +14,9 @@ pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
     /// Returns the flag of this process's signals. The first call installs handlers for the whole
-    /// process: from then on the first Ctrl-C or SIGTERM sets the flag, and a second one ends the
-    /// process at once.
+    /// process: from then on the first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 sets the flag, and a
+    /// second one ends the process at once. Schedulers send SIGUSR1 before the end of a job's time.
+    /// SIGHUP stays ignored under `nohup`.
     ///
     /// All calls return the same flag. So a signal in an epoch of a job that
     /// [recovers](mpmd_core::RecoveringBuilder) stops the training in the next one too.
@@ -37,7 +39,8 @@ impl StopFlag {
     /// Installs signal handlers that set this flag.
     fn watch(&self) -> std::io::Result<()> {
         let again = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
+        let signals = [SIGINT, SIGTERM, SIGHUP, SIGUSR1];
+        for signal in signals.into_iter().filter(|signal| !is_ignored(*signal)) {
             // The order matters: the first signal finds `again` unset, and then sets it.
             register_conditional_shutdown(signal, i32::from(exit_code(signal)), again.clone())?;
             register(signal, again.clone())?;
@@ -78,6 +81,14 @@ impl StopFlag {
 /// signal's number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
+}
+
+/// Returns the name of a signal by which a user stops a program.
+pub fn stop_name(signal: i32) -> &'static str {
+    match signal {
+        SIGINT => "Ctrl-C",
+        other => signal_hook::low_level::signal_name(other).unwrap_or("a signal"),
+    }
 }
 
 #[cfg(test)]

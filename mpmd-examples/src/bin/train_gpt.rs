@@ -6,9 +6,9 @@
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
 //! ```
 //!
-//! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling.
-//! It saves the checkpoint of `--save` and the file of `--losses-out`. Its exit code is then 130 or
-//! 143.
+//! Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 end the program after the current step of training,
+//! evaluation or sampling. It saves the checkpoint of `--save` and the file of `--losses-out`. Its
+//! exit code is then 128 plus the signal's number.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{SEPARATOR, Text, Windows};
-use mpmd::train::stop::{StopFlag, exit_code};
+use mpmd::train::stop::{StopFlag, exit_code, stop_name};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, ProcessId};
 use mpmd_examples::sample::{next_byte, printable};
@@ -259,13 +259,12 @@ fn run(
             plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| part.logits(x, cx))?;
         let continuation = sample(p, model, args, &stop)?;
         signal = stop.agree(p)?;
+        if let (true, Some(signal)) = (first, signal) {
+            eprintln!("stopped by {} after step {}", stop_name(signal), trainer.steps());
+        }
         if first && signal.is_none() {
             println!("\n{}{}\n", args.prompt, printable(&continuation));
         }
-    }
-    if let (true, Some(signal)) = (first, signal) {
-        let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-        eprintln!("stopped by {name} after step {}", trainer.steps());
     }
     Ok(signal)
 }

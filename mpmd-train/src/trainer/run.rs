@@ -18,7 +18,7 @@ use super::saves::Saves;
 use super::tensorboard::Events;
 use crate::checkpoint::Checkpoints;
 use crate::data::Data;
-use crate::stop::StopFlag;
+use crate::stop::{StopFlag, stop_name};
 
 /// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
 /// is read. So reading it does not drain the pipeline.
@@ -160,9 +160,9 @@ pub struct Outcome {
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Trains, evaluates and saves as `run` says. Blocks until the last report is read.
     ///
-    /// Two further steps are issued before the report of a step is read. If any process gets Ctrl-C
-    /// or SIGTERM, all processes stop after the same step, also during an evaluation. The second
-    /// signal ends its process at once.
+    /// Two further steps are issued before the report of a step is read. If any process gets Ctrl-C,
+    /// SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
+    /// evaluation. The second signal ends its process at once.
     ///
     /// # Errors
     ///
@@ -179,6 +179,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<Outcome> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
+        let is_saved = run.checkpoints.is_some();
         let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
@@ -239,6 +240,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
         let Observer { last, stopped, evaluation, .. } = observer;
+        if let Some(signal) = stopped.filter(|_| first && progress) {
+            let saved = if is_saved { "saved" } else { "not saved: it has no checkpoints" };
+            eprintln!("stopped by {} after step {}, {saved}", stop_name(signal), self.steps());
+        }
         Ok(Outcome { steps: self.steps(), last, stopped, evaluation })
     }
 
