@@ -62,6 +62,7 @@ enum Command {
 
 fn main() -> ExitCode {
     mpmd_launch::log_to_stderr();
+    mpmd_launch::end_with_stdout();
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Top(args) => top::top(&args),

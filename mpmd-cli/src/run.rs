@@ -18,8 +18,9 @@ use mpmd_launch::{Bind, EXEC, Launch, adopt, device_kinds, variables};
 /// processes if the launcher dies.
 pub(crate) const GUARD: &str = "__guard";
 
-/// The exit code of a shell for a program that does not exist.
+/// The exit codes of a shell for a program that does not exist, and for one that it cannot start.
 const NO_SUCH_PROGRAM: u8 = 127;
+const NOT_RUN: u8 = 126;
 
 /// Arguments of `mpmd run`.
 #[derive(Args, Debug)]
@@ -36,7 +37,7 @@ pub(crate) struct Run {
     restart: u32,
     /// Kill a random process again and again, on average after this time, to try how the program
     /// recovers. At most as many as --restart says
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
     chaos: Option<Duration>,
     /// The transport between the processes. By default that of MPMD_TRANSPORT, else auto: shared
     /// memory (shm) between processes of one host where possible, else tcp. `mpmd doctor` shows the
@@ -57,9 +58,10 @@ pub(crate) struct Run {
     /// or with one node, nothing is bound and a line says so
     #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
     bind: Bind,
-    /// The peer timeout: the longest time that a process waits for another
-    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
-    peer_timeout: Duration,
+    /// The peer timeout: the longest time that a process waits for another. By default that of
+    /// MPMD_PEER_TIMEOUT, else 60
+    #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
+    peer_timeout: Option<Duration>,
     /// The time that the other processes have to end after one has failed
     #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
     grace: Duration,
@@ -81,28 +83,20 @@ pub(crate) struct Run {
 
 impl Run {
     /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
-    /// process that failed first, 0 if none failed, and 127 if the program does not exist.
+    /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if it
+    /// cannot be executed.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
         };
         // Looked up here, so that the error is printed once and not by every process.
-        let Some(found) = find(program) else {
-            crate::files::complain(&format!("there is no program {}", program.display()));
-            return Ok(ExitCode::from(NO_SUCH_PROGRAM));
+        let found = match find(program) {
+            Ok(found) => found,
+            Err((code, why)) => {
+                crate::files::complain(&why);
+                return Ok(ExitCode::from(code));
+            }
         };
-        if self.transport.is_none()
-            && let Some(name) =
-                std::env::var(variables::TRANSPORT).ok().filter(|name| !name.trim().is_empty())
-        {
-            transports::check(name.trim())?;
-        }
-        if self.device.is_none()
-            && let Some(kinds) =
-                std::env::var(variables::DEVICE).ok().filter(|kinds| !kinds.trim().is_empty())
-        {
-            device_kinds(kinds.trim())?;
-        }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let mut launch = Launch::new(self.processes as usize, &this);
         if let Some(folder) = &self.trace {
@@ -112,6 +106,9 @@ impl Run {
         }
         if let Some(dump) = &self.dump {
             launch = launch.env(variables::DUMP, dump);
+        }
+        if let Some(peer_timeout) = self.peer_timeout {
+            launch = launch.peer_timeout(peer_timeout);
         }
         let outcome = launch
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
@@ -123,7 +120,6 @@ impl Run {
             .transport(self.transport)
             .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
             .device(self.device)
-            .peer_timeout(self.peer_timeout)
             .grace(self.grace)
             .prefix(!self.no_prefix)
             .bind(self.bind)
@@ -153,22 +149,35 @@ impl Exec {
         };
         adopt()?;
         let error = Command::new(program).args(args).exec();
-        Err(error).with_context(|| format!("starting {}", program.display()))
+        // In the words of all programs, so that the launcher shows it once.
+        eprintln!("error: {} cannot be started: {error}", program.display());
+        Ok(ExitCode::from(NOT_RUN))
     }
 }
 
-/// Returns the path at which a shell would find `program`, or `None` if there is no such executable
-/// file.
-pub(crate) fn find(program: &OsStr) -> Option<PathBuf> {
-    if program.as_bytes().contains(&b'/') {
-        return is_program(Path::new(program)).then(|| program.into());
+/// Returns the path at which a shell would find `program`, or (the exit code of a shell, the reason
+/// why it cannot be started).
+pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
+    let mut missing = (NO_SUCH_PROGRAM, format!("there is no program {}", program.display()));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places: Vec<PathBuf> = match program.as_bytes().contains(&b'/') {
+        true => vec![program.into()],
+        false => std::env::split_paths(&path).map(|folder| folder.join(program)).collect(),
+    };
+    for place in places {
+        let Ok(data) = place.metadata() else { continue };
+        if data.is_file() && data.permissions().mode() & 0o111 != 0 {
+            return Ok(place);
+        }
+        // A name that is looked up means no folder.
+        let name = place.display();
+        if data.is_dir() && Path::new(program) == place {
+            missing = (NOT_RUN, format!("{name} is a folder, not a program"));
+        } else if !data.is_dir() {
+            missing = (NOT_RUN, format!("{name} is no program: it may not be executed"));
+        }
     }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| is_program(file))
-}
-
-fn is_program(file: &Path) -> bool {
-    file.metadata().is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
+    Err(missing)
 }
 
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
@@ -188,6 +197,13 @@ fn bind() -> impl TypedValueParser<Value = Bind> {
     PossibleValuesParser::new(Bind::NAMES).map(|name| Bind::named(&name).unwrap_or_default())
 }
 
+/// Returns a time longer than zero.
+pub(crate) fn above_zero(text: &str) -> Result<Duration, String> {
+    let time = seconds(text)?;
+    if time.is_zero() { Err("it must be above 0".to_owned()) } else { Ok(time) }
+}
+
+/// Returns the time that a text says in seconds.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())

@@ -26,7 +26,7 @@
 mod numbers;
 
 use std::fmt;
-use std::io::{Write, stderr};
+use std::io::{IsTerminal, Write, stderr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -36,6 +36,7 @@ use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
 use mpmd::{Commits, Error, Program, testing::Simulation};
+use mpmd_launch::end_with_stdout;
 
 pub use numbers::{at_least, not_negative};
 
@@ -52,9 +53,10 @@ pub struct JobArgs {
     /// Number of processes of the job
     #[arg(long, value_name = "N")]
     pub processes: Option<usize>,
-    /// Transport between the processes; `inproc` runs them as threads of this process
-    #[arg(long, value_enum, default_value_t)]
-    pub transport: JobTransport,
+    /// Transport between the processes; `inproc` runs them as threads of this process. By default
+    /// that of MPMD_TRANSPORT, else `auto`
+    #[arg(long, value_enum)]
+    pub transport: Option<JobTransport>,
     /// Kind of the devices: `cpu`, `cuda`, or a list with one kind for each process, such as
     /// `cpu,cuda,cuda`; further processes use the last kind
     #[arg(long, value_name = "KIND,…", value_parser = devices)]
@@ -88,10 +90,9 @@ impl fmt::Display for Devices {
 }
 
 /// The transport between the processes of an example.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub enum JobTransport {
     /// Separate processes, over shared memory if possible.
-    #[default]
     Auto,
     /// Separate processes, over shared memory.
     Shm,
@@ -107,17 +108,22 @@ impl JobArgs {
     /// Returns the kinds of the devices of the job's processes. The list contains each kind at
     /// least once.
     ///
-    /// If a launcher has started the program, its setting counts, otherwise these arguments.
-    /// Returns `None` if no kind is set: all devices are then CPUs.
+    /// If a launcher has started the program, its setting counts, otherwise these arguments, then
+    /// `MPMD_DEVICE`. Returns `None` if no kind is set: all devices are then CPUs.
     ///
     /// # Errors
     ///
     /// If the environment variables of the job are invalid.
     pub fn device_kinds(&self) -> anyhow::Result<Option<Vec<DeviceKind>>> {
-        match JobEnv::from_env()? {
-            Some(env) => Ok(env.device_kinds),
-            None => Ok(self.device.as_ref().map(|Devices(kinds)| kinds.clone())),
+        if let Some(env) = JobEnv::from_env()? {
+            return Ok(env.device_kinds);
         }
+        if let Some(Devices(kinds)) = &self.device {
+            return Ok(Some(kinds.clone()));
+        }
+        let inherited = std::env::var(variables::DEVICE).unwrap_or_default();
+        let inherited = Some(inherited.trim()).filter(|text| !text.is_empty());
+        Ok(inherited.map(device_kinds).transpose()?)
     }
 
     /// Checks that all devices are CPUs, for programs without kernels for other devices.
@@ -161,7 +167,8 @@ pub struct Rejected(pub String);
 /// Runs `program` over `devices` devices. `args` and the environment decide how:
 ///
 /// - as this one process, if a launcher has started it;
-/// - as threads, with `--transport inproc` or with one process;
+/// - as this one process too, with one process;
+/// - as threads, with `--transport inproc`;
 /// - otherwise as child processes: this executable is started once for each process, with the same
 ///   arguments.
 ///
@@ -179,6 +186,7 @@ pub fn run<E: Into<anyhow::Error>>(
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
+    end_with_stdout();
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {
@@ -188,7 +196,17 @@ pub fn run<E: Into<anyhow::Error>>(
     if let Some(code) = args.refused(processes, devices) {
         return Ok(code);
     }
-    if args.transport == JobTransport::Inproc || processes == 1 {
+    if args.transport != Some(JobTransport::Inproc) && processes == 1 {
+        let mut builder = Program::builder().devices(devices);
+        if let Some(kinds) = &args.device {
+            builder = builder.device_kinds(&kinds.of(1));
+        }
+        if let Some(folder) = &args.trace {
+            builder = builder.trace(folder);
+        }
+        return Ok(report(0, builder.run(program)));
+    }
+    if args.transport == Some(JobTransport::Inproc) {
         let mut simulation = Simulation::new(processes, devices);
         if let Some(kinds) = &args.device {
             simulation =
@@ -218,6 +236,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     program: impl Fn(&mut Program, &Commits) -> Result<(), E>,
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
+    end_with_stdout();
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {
         let program =
@@ -225,7 +244,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         let result = Program::builder().devices(devices).spares(1).run(program);
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
-    if args.transport == JobTransport::Inproc || processes == 1 {
+    if args.transport == Some(JobTransport::Inproc) || processes == 1 {
         eprintln!("error: a job that recovers has several processes, not one");
         return Ok(ExitCode::from(2));
     }
@@ -244,8 +263,14 @@ impl JobArgs {
         // One message instead of one from each process.
         let kinds = self.device.as_ref().map_or(0, |Devices(kinds)| kinds.len());
         if processes == 0 || !devices.is_multiple_of(processes) {
+            let possible: Vec<String> = (1..=devices)
+                .filter(|count| devices.is_multiple_of(*count))
+                .map(|count| count.to_string())
+                .collect();
             eprintln!(
-                "error: {devices} devices cannot be spread evenly over {processes} processes"
+                "error: {devices} devices cannot be spread evenly over {processes} processes; \
+                 --processes may be {}",
+                possible.join(", ")
             );
         } else if kinds > processes {
             eprintln!("error: {kinds} kinds of devices for {processes} processes");
@@ -258,7 +283,7 @@ impl JobArgs {
     /// Returns the launch of this program as several processes.
     fn launch(&self, processes: usize) -> Result<Launch, LaunchError> {
         let mut launch = Launch::this_program_again(processes)?
-            .transport(Some(self.transport.name().to_owned()))
+            .transport(self.transport.map(|transport| transport.name().to_owned()))
             .device(self.device.as_ref().map(Devices::to_string));
         if let Some(folder) = &self.trace {
             launch = launch.env(variables::TRACE, folder);
@@ -317,7 +342,13 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
             ExitCode::FAILURE
         }
         Err(error) => {
-            say(&format!("process {process}: error: {error}"));
+            // On a terminal the launcher cannot see that this process has said the same.
+            let is_said = error.failure().is_some()
+                && std::env::var_os(variables::LAUNCHER_PID).is_some()
+                && stderr().is_terminal();
+            if !is_said {
+                say(&format!("process {process}: error: {error}"));
+            }
             ExitCode::FAILURE
         }
     }

@@ -10,6 +10,8 @@ use mpmd_proto::FailureKind;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
 use rustix::process::Signal;
 
+use super::words::Error;
+
 /// The failure that ended a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
@@ -23,9 +25,41 @@ pub struct JobFailure {
     /// The failure as the processes or the rendezvous reported it. `None` if there is no report, or
     /// if it adds nothing to the way in which the process ended.
     pub why: Option<String>,
+    /// True if all processes of the job have failed alike, so that none was first.
+    pub is_shared: bool,
 }
 
 impl JobFailure {
+    /// Compares the failure with the errors that the processes have printed. It is shared if all
+    /// have ended alike, each over an error of its own. `ends` is by process. Returns what the
+    /// message of this failure does not contain, to be shown before it.
+    pub(super) fn absorb(&mut self, errors: Vec<Error>, ends: &[ExitKind]) -> Vec<Error> {
+        let is_failed = |end: &ExitKind| matches!(end, ExitKind::Exit(code) if *code != 0);
+        let all_alike = ends.len() > 1 && ends.iter().all(|end| is_failed(end) && *end == ends[0]);
+        // A process that passes on the failure of another prints the whole message.
+        let is_own = |error: &&Error| {
+            let (message, why) = (error.message(), self.why.as_deref());
+            (0..ends.len()).all(|process| error.processes.contains(&process))
+                && why.is_none_or(|why| why != message && is_in(&message, why))
+        };
+        let own = errors.iter().find(is_own).filter(|_| all_alike).map(Error::message);
+        if own.is_some() || (all_alike && self.why.is_none() && errors.is_empty()) {
+            self.processes = (0..ends.len() as u32).map(ProcessId).collect();
+            self.how = ends[0];
+            self.why = own;
+            self.is_shared = true;
+        }
+        let why = self.why.as_deref();
+        let rest = errors.into_iter().filter_map(|error| {
+            match why.is_some_and(|why| is_in(&error.message(), why)) {
+                false => Some(error),
+                true if error.backtrace().is_empty() => None,
+                true => Some(Error { text: error.backtrace().to_owned(), ..error }),
+            }
+        });
+        rest.collect()
+    }
+
     /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
     pub fn code(&self) -> i32 {
         if self.how == ExitKind::Exit(0) { 1 } else { self.how.code() }
@@ -35,11 +69,22 @@ impl JobFailure {
 impl fmt::Display for JobFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.processes.as_slice() {
+            several if self.is_shared => {
+                let (count, code) = (several.len(), self.how.code());
+                write!(f, "all {count} processes failed: they ended with exit code {code}")?;
+            }
             [process] => write!(f, "process {process} failed first: {}", self.how)?,
             several => write!(f, "processes {} failed first", listed(several))?,
         }
         self.why.iter().try_for_each(|why| write!(f, "; {why}"))
     }
+}
+
+/// True if a failure's text `why` is this message, or ends with it after the description of a
+/// process.
+fn is_in(message: &str, why: &str) -> bool {
+    let before = why.trim_end().strip_suffix(message);
+    before.is_some_and(|before| before.is_empty() || before.ends_with(": "))
 }
 
 /// The end of a process.
@@ -74,24 +119,29 @@ impl fmt::Display for ExitKind {
             Self::Exit(code) => write!(f, "it ended with exit code {code}"),
             Self::Signal(number) => {
                 write!(f, "it was ended by signal {number}")?;
-                const NAMES: [(Signal, &str); 11] = [
-                    (Signal::HUP, "SIGHUP"),
-                    (Signal::INT, "SIGINT"),
-                    (Signal::QUIT, "SIGQUIT"),
-                    (Signal::ILL, "SIGILL"),
-                    (Signal::ABORT, "SIGABRT"),
-                    (Signal::BUS, "SIGBUS"),
-                    (Signal::FPE, "SIGFPE"),
-                    (Signal::KILL, "SIGKILL"),
-                    (Signal::SEGV, "SIGSEGV"),
-                    (Signal::PIPE, "SIGPIPE"),
-                    (Signal::TERM, "SIGTERM"),
-                ];
-                let name = NAMES.iter().find(|(signal, _)| signal.as_raw() == number);
-                name.map_or(Ok(()), |(_, name)| write!(f, " ({name})"))
+                signal_name(number).map_or(Ok(()), |name| write!(f, " ({name})"))
             }
         }
     }
+}
+
+/// Returns the name of a signal that ends processes.
+pub(super) fn signal_name(number: i32) -> Option<&'static str> {
+    const NAMES: [(Signal, &str); 12] = [
+        (Signal::HUP, "SIGHUP"),
+        (Signal::INT, "SIGINT"),
+        (Signal::QUIT, "SIGQUIT"),
+        (Signal::ILL, "SIGILL"),
+        (Signal::ABORT, "SIGABRT"),
+        (Signal::BUS, "SIGBUS"),
+        (Signal::FPE, "SIGFPE"),
+        (Signal::KILL, "SIGKILL"),
+        (Signal::USR1, "SIGUSR1"),
+        (Signal::SEGV, "SIGSEGV"),
+        (Signal::PIPE, "SIGPIPE"),
+        (Signal::TERM, "SIGTERM"),
+    ];
+    NAMES.iter().find(|(signal, _)| signal.as_raw() == number).map(|(_, name)| *name)
 }
 
 /// The launcher's information on a job that has failed.
@@ -126,7 +176,7 @@ impl Known<'_> {
                 };
             }
         }
-        JobFailure { processes: vec![first], how, why: None }
+        JobFailure { processes: vec![first], how, why: None, is_shared: false }
     }
 
     /// Returns the failure at the root of a report: that of the process which it accuses, or of the
@@ -189,8 +239,11 @@ impl Known<'_> {
         // A process number beyond the job comes from a broken process.
         let of = |process: &ProcessId| self.ends.get(process.index()).copied();
         match processes.first().and_then(of) {
-            Some(how) => JobFailure { processes, how, why },
-            None => JobFailure { processes: vec![self.first.0], how: self.first.1, why },
+            Some(how) => JobFailure { processes, how, why, is_shared: false },
+            None => {
+                let (first, how) = self.first;
+                JobFailure { processes: vec![first], how, why, is_shared: false }
+            }
         }
     }
 }
@@ -234,6 +287,51 @@ mod tests {
             hashes.iter().map(|(by, hash)| report(*by, Diverged, 1, *hash)).collect();
         let said = cause(processes, &reports);
         said.strip_suffix("; Diverged of 1").unwrap_or_else(|| panic!("{said}")).to_owned()
+    }
+
+    /// Compares a failure over `why` of process 0, of three that ended with code 1, with errors
+    /// as (processes, text). Returns the message and the texts that are still to be shown.
+    fn absorbed(why: Option<&str>, errors: &[(&[usize], &str)]) -> (String, Vec<String>) {
+        let errors = errors.iter().map(|(processes, text)| Error {
+            processes: processes.to_vec(),
+            text: (*text).to_owned(),
+        });
+        let (processes, how) = (vec![ProcessId(0)], ExitKind::Exit(1));
+        let why = why.map(str::to_owned);
+        let mut failure = JobFailure { processes, how, why, is_shared: false };
+        let rest = failure.absorb(errors.collect(), &[how; 3]);
+        (failure.to_string(), rest.into_iter().map(|error| error.text).collect())
+    }
+
+    #[test]
+    fn error_of_all_processes_is_shared_unless_it_came_from_one() {
+        let all = "all 3 processes failed: they ended with exit code 1";
+        let first = "process 0 failed first: it ended with exit code 1";
+        let shared = [(&[0, 1, 2][..], "Error: no such file\n")];
+        assert_eq!(absorbed(None, &shared), (format!("{all}; no such file"), vec![]));
+        let why = "process 0 ended before its program finished: no such file";
+        assert_eq!(absorbed(Some(why), &shared), (format!("{all}; no such file"), vec![]));
+        // The others print the failure that they were told.
+        let passed_on = [(&[0, 1, 2][..], "Error: operation 3 failed on process 0\n")];
+        let why = "operation 3 failed on process 0";
+        assert_eq!(absorbed(Some(why), &passed_on), (format!("{first}; {why}"), vec![]));
+        // A program whose result is bad prints no error.
+        assert_eq!(absorbed(None, &[]), (all.to_owned(), vec![]));
+        let different = [(&[0][..], "Error: full\n"), (&[1, 2][..], "Error: it is gone\n")];
+        assert_eq!(absorbed(None, &different).0, first);
+    }
+
+    #[test]
+    fn errors_that_the_cause_contains_are_not_shown_again() {
+        let why = "process 0 ended before its program finished: full";
+        let printed = [
+            (&[0][..], "Error: full\nStack backtrace:\n 0: main\n"),
+            (&[1], "process 1: error: process 0 ended before its program finished: full\n"),
+            (&[2], "Error: process 0 is gone\n"),
+        ];
+        let (message, rest) = absorbed(Some(why), &printed);
+        assert_eq!(message, format!("process 0 failed first: it ended with exit code 1; {why}"));
+        assert_eq!(rest, ["Stack backtrace:\n 0: main\n", "Error: process 0 is gone\n"]);
     }
 
     #[test]

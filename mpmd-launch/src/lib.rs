@@ -32,20 +32,28 @@ mod guard;
 mod log;
 mod output;
 mod replace;
+mod signals;
 mod spawn;
 mod supervise;
 pub mod testing;
+mod words;
 
 pub use bind::{Bind, Binding, HostCores, Unbound};
 pub use cause::{ExitKind, JobFailure};
-#[doc(hidden)]
-pub use env::kinds_by_process;
 pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
+#[doc(hidden)]
+pub use env::{
+    TRANSPORTS, UnknownVariable, check_transport, kinds_by_process, peer_timeout, unknown_variables,
+};
 pub use error::LaunchError;
 pub use log::log_to_stderr;
+#[doc(hidden)]
+pub use log::{NO_READER, end_with_stdout};
 pub use output::printable;
 #[doc(hidden)]
-pub use spawn::EXEC;
+pub use signals::is_ignored;
+#[doc(hidden)]
+pub use spawn::{DEFAULT_PEER_TIMEOUT, EXEC};
 pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use supervise::Outcome;
 
@@ -71,8 +79,7 @@ pub mod variables {
     /// 0600 or 0400, the same on all hosts. It has 32 to 4096 bytes of any kind; white space at its
     /// ends does not count.
     pub const JOB_TOKEN_FILE: &str = "MPMD_JOB_TOKEN_FILE";
-    /// The transport to use, `shm`, `tcp` or `ucx`. The same on
-    /// all processes.
+    /// The transport to use: `auto`, `shm`, `tcp` or `ucx`. The same on all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
     /// With `0`, processes of one host do not lend each other memory of their CUDA devices; for
     /// comparisons. If one of two processes sets it, neither lends to the other.
@@ -93,7 +100,7 @@ pub mod variables {
     /// The path of collectives of CUDA devices in kernels: `host`, or `nccl` for the cases that
     /// NCCL supports. The same on all processes.
     pub const CUDA_COLLECTIVES: &str = "MPMD_CUDA_COLLECTIVES";
-    /// The peer timeout: how long processes wait for each other, in seconds.
+    /// The peer timeout: how long processes wait for each other, in seconds, more than zero.
     pub const PEER_TIMEOUT: &str = "MPMD_PEER_TIMEOUT";
     /// The name of this process's host, if it differs from the system's name: in containers, and in
     /// tests that simulate several hosts. The planner treats processes with the same name as

@@ -2,7 +2,12 @@
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Read, Write};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::words::LastWords;
 
 /// Returns a text of another process or of a file without control characters, which could command
 /// a terminal. Line ends and tabs stay. Others become `\\u001b` and the like, as in JSON.
@@ -36,16 +41,15 @@ impl Stream {
     }
 
     /// Writes `bytes`, which are whole lines, at once, so that lines of two processes never mix.
-    /// Ignores errors.
-    fn write(self, bytes: &[u8]) {
-        // An error is ignored: the reader may be gone, and the processes continue.
-        let _ = match self {
+    pub(super) fn write(self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            _ if bytes.is_empty() => Ok(()),
             Self::Out => {
                 let mut out = io::stdout().lock();
                 out.write_all(bytes).and_then(|()| out.flush())
             }
             Self::Err => io::stderr().lock().write_all(bytes),
-        };
+        }
     }
 }
 
@@ -58,8 +62,19 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
 }
 
-/// Copies a process's output to `to` until it ends, with `prefix` before each line. Blocks.
-pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
+/// Copies a process's standard output until it ends, with `prefix` before each line. If writing
+/// fails, calls `failed` once, and goes on reading: the process must not wait. Blocks.
+pub(super) fn copy(mut from: impl Read, prefix: &str, failed: impl FnOnce(io::Error)) {
+    let mut failed = Some(failed);
+    let mut write = |bytes: &[u8]| {
+        if failed.is_some()
+            && let Err(error) = Stream::Out.write(bytes)
+        {
+            if let Some(failed) = failed.take() {
+                failed(error);
+            }
+        }
+    };
     let mut lines = Lines::new(prefix);
     let mut bytes = vec![0; 16 * 1024];
     loop {
@@ -69,12 +84,49 @@ pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
             Err(_) => break,
         }
-        let whole = lines.take();
-        if !whole.is_empty() {
-            to.write(&whole);
-        }
+        write(&lines.take());
     }
-    to.write(&lines.end());
+    write(&lines.end());
+}
+
+/// Copies a process's standard error as [`copy`] does, but holds back its last errors in `words`
+/// for a moment. Blocks.
+pub(super) fn copy_errors(mut from: impl Read + AsFd, prefix: &str, words: &LastWords) {
+    // An error is ignored: there is no other place for it.
+    let write = |lines: &[u8]| _ = Stream::Err.write(&prefixed(prefix, lines));
+    // `words` sees the lines without prefix.
+    let mut lines = Lines::new("");
+    let mut bytes = vec![0; 16 * 1024];
+    loop {
+        if let Some(due) = words.due(Instant::now())
+            && (due.is_zero() || !has_input(&from, due))
+        {
+            write(words.take().concat().as_bytes());
+            continue;
+        }
+        match from.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(n) => lines.push(&bytes[..n], Instant::now()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        }
+        write(&words.pass(&lines.take(), Instant::now()));
+    }
+    write(&words.pass(&lines.end(), Instant::now()));
+}
+
+/// Waits until `from` has input or has ended. Returns false if it has not after `within`.
+fn has_input(from: &impl AsFd, within: Duration) -> bool {
+    let mut inputs = [PollFd::new(from, PollFlags::IN)];
+    let within = Timespec::try_from(within).ok();
+    // After an error, such as an interruption, reading shows it.
+    within.is_some_and(|within| poll(&mut inputs, Some(&within)) != Ok(0))
+}
+
+/// Returns `lines` with a prefix before each.
+pub(super) fn prefixed(prefix: &str, lines: &[u8]) -> Vec<u8> {
+    let lines = lines.split_inclusive(|byte| *byte == b'\n');
+    lines.flat_map(|line| [prefix.as_bytes(), line].concat()).collect()
 }
 
 /// The longest line in bytes; a longer one is split.

@@ -119,6 +119,11 @@ impl Standing {
         self.parts.iter().filter(move |(of, _)| of.index() == number).map(|(_, part)| *part)
     }
 
+    /// True if the job has never formed, and no process has failed over that.
+    pub(super) fn has_no_member(&self) -> bool {
+        !self.is_complete && self.parts.is_empty() && self.reports.is_empty()
+    }
+
     /// True if the process that was started with this number has joined the job.
     pub(super) fn is_known(&self, number: usize) -> bool {
         self.parts(number).next().is_some()

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use rustix::process::{
-    Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal, test_kill_process,
+    Pid, Resource, Signal, getppid, getrlimit, kill_process_group, set_parent_process_death_signal,
+    setrlimit, test_kill_process,
 };
 
-use super::{Bind, Binding, LaunchError, Unbound, variables};
+use super::{Bind, Binding, JobEnv, LaunchError, Unbound, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
 ///
@@ -36,7 +37,7 @@ pub struct Launch {
     bind: Bind,
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
-    pub(super) peer_timeout: Duration,
+    peer_timeout: Option<Duration>,
     pub(super) grace: Duration,
     pub(super) output: OutputMode,
     pub(super) guard: Option<(OsString, Vec<OsString>)>,
@@ -71,7 +72,7 @@ impl Launch {
             bind: Bind::None,
             variables: Vec::new(),
             prefix: true,
-            peer_timeout: Duration::from_secs(60),
+            peer_timeout: None,
             grace: Duration::from_secs(6),
             output: OutputMode::Prefixed,
             guard: None,
@@ -121,20 +122,22 @@ impl Launch {
         self
     }
 
-    /// Sets the transport of the processes. By default they choose it.
+    /// Sets the transport of the processes, in place of [`variables::TRANSPORT`]. By default they
+    /// choose it.
     pub fn transport(mut self, transport: Option<String>) -> Self {
         self.transport = transport;
         self
     }
 
-    /// Sets the number of devices of each process. By default the program chooses it.
+    /// Sets the number of devices of each process, in place of
+    /// [`variables::DEVICES_PER_PROCESS`]. By default the program chooses it.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
         self
     }
 
-    /// Sets the kinds of the processes' devices, in the format of [`variables::DEVICE`]. By default
-    /// the program chooses them.
+    /// Sets the kinds of the processes' devices, in the format of [`variables::DEVICE`] and in its
+    /// place. By default the program chooses them.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
         self
@@ -160,10 +163,10 @@ impl Launch {
         self
     }
 
-    /// Sets the peer timeout: the time for which the processes wait for each other. It is 60
-    /// seconds by default.
+    /// Sets the peer timeout: the time for which the processes wait for each other. It is that of
+    /// [`variables::PEER_TIMEOUT`] by default, else 60 seconds.
     pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
-        self.peer_timeout = peer_timeout;
+        self.peer_timeout = Some(peer_timeout);
         self
     }
 
@@ -199,6 +202,7 @@ impl Launch {
         command
             .args(&self.args)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .envs(self.settings())
             .env(variables::RANK, process.to_string())
             .env(variables::WORLD_SIZE, self.processes.to_string())
             .env(variables::LOCAL_RANK, process.to_string())
@@ -209,7 +213,6 @@ impl Launch {
             .env(variables::COORDINATOR, server.address().to_string())
             .env(variables::HOSTED, "1")
             .env(variables::JOB_TOKEN, token.to_hex())
-            .env(variables::PEER_TIMEOUT, self.peer_timeout.as_secs_f64().to_string())
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())
             .process_group(0);
@@ -218,16 +221,33 @@ impl Launch {
                 command.env(name, value);
             }
         }
-        if let Some(transport) = &self.transport {
-            command.env(variables::TRANSPORT, transport);
-        }
-        if let Some(devices) = self.devices_per_process {
-            command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
-        }
-        if let Some(device) = &self.device {
-            command.env(variables::DEVICE, device);
-        }
         command
+    }
+
+    /// Returns the variables of the settings that the caller has made. The processes inherit the
+    /// others.
+    fn settings(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let timeout = self.peer_timeout.map(|timeout| timeout.as_secs_f64().to_string());
+        let settings = [
+            (variables::PEER_TIMEOUT, timeout),
+            (variables::TRANSPORT, self.transport.clone()),
+            (variables::DEVICES_PER_PROCESS, self.devices_per_process.map(|n| n.to_string())),
+            (variables::DEVICE, self.device.clone()),
+        ];
+        settings.into_iter().filter_map(|(name, value)| Some((name, value?)))
+    }
+
+    /// Returns the settings of the processes as they will read them. Fails if one is invalid: the
+    /// user gets the error once, and nothing starts.
+    fn read_settings(&self) -> Result<JobEnv, LaunchError> {
+        let settings: Vec<_> = self.settings().collect();
+        let look = |name: &str| {
+            let set = settings.iter().find(|(of, _)| *of == name).map(|(_, value)| value.clone());
+            let added = || self.variables.iter().rev().find(|(of, _)| of == name);
+            let added = || added().map(|(_, value)| value.to_string_lossy().into_owned());
+            set.or_else(added).or_else(|| std::env::var(name).ok())
+        };
+        JobEnv::settings(&look, self.processes)
     }
 
     /// Assigns cores to the processes, if they are to be bound and can be.
@@ -249,11 +269,39 @@ impl Launch {
         let token =
             Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
         let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let config =
-            ServerConfig { processes, token: token.clone(), peer_timeout: self.peer_timeout };
+        let peer_timeout = self.read_settings()?.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
+        let config = ServerConfig { processes, token: token.clone(), peer_timeout };
         Ok((Server::bind(here, config)?, token))
     }
 }
+
+/// Lets this process open the files that it needs to run a job of `processes`: two pipes and a
+/// connection of each.
+///
+/// # Errors
+///
+/// If the system allows fewer.
+pub(super) fn make_room(processes: usize) -> Result<(), LaunchError> {
+    let needed = 64 + 4 * processes as u64;
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= needed) {
+        return Ok(());
+    }
+    let refused = |why: String| {
+        LaunchError::environment(format!("preparing the start of {processes} processes"), why)
+    };
+    if let Some(most) = limit.maximum.filter(|most| *most < needed) {
+        return Err(refused(format!(
+            "the launcher needs {needed} open files and may have {most}: raise the limit \
+             (ulimit -n), or start fewer processes"
+        )));
+    }
+    limit.current = Some(needed);
+    setrlimit(Resource::Nofile, limit).map_err(|error| refused(error.to_string()))
+}
+
+/// The peer timeout of a job that sets none.
+pub const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Defaults for UCX, unless the user sets them: leave faults to Rust, catch no signals. UCX reads
 /// them when it is loaded, before the program runs.

@@ -1,9 +1,10 @@
 //! Supervision of a job's processes: starts them, forwards signals, and waits until all have ended.
 //! After a first failure it ends the others, and finds the cause for the `Outcome`.
 
+use std::io::IsTerminal;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
@@ -12,15 +13,16 @@ use mpmd_transport::rendezvous::Server;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid,
 };
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::oneshot;
 
 use super::cause::{ExitKind, JobFailure, Known};
 use super::error::LaunchError;
 use super::guard::Guard;
+use super::log::NO_READER;
 use super::output::{self, Stream};
 use super::replace::{LOOK, Meaning, Replacing, Standing};
-use super::spawn::{Launch, OutputMode};
+use super::signals::{Event, Signals, stop_name};
+use super::spawn::{Launch, OutputMode, make_room};
+use super::words::{self, HOLD, LastWords};
 
 /// The end of a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -28,30 +30,38 @@ use super::spawn::{Launch, OutputMode};
 pub struct Outcome {
     /// The failure that ended the job, if one did.
     pub first_failure: Option<JobFailure>,
+    /// The signal to the launcher, such as Ctrl-C, by which the user stopped the job, if it ended
+    /// over that and not over a failure.
+    pub stopped_by: Option<i32>,
     /// Exit code of each process, by process: 128 plus the signal's number for a process that a
     /// signal ended.
     pub codes: Vec<i32>,
 }
 
 impl Outcome {
-    /// Returns the exit code for the job: that of the process at fault, or 0 if no process failed.
+    /// Returns the exit code for the job: that of the process at fault; 128 plus the number of the
+    /// signal by which the user stopped it; or 0 if no process failed.
     pub fn code(&self) -> i32 {
-        self.first_failure.as_ref().map_or(0, JobFailure::code)
+        let stopped = self.stopped_by.map_or(0, |signal| 128 + signal);
+        self.first_failure.as_ref().map_or(stopped, JobFailure::code)
     }
 }
 
 impl Launch {
     /// Starts the processes and blocks until all of them and their children have ended.
     ///
-    /// Forwards SIGINT, SIGTERM and SIGHUP to them; from then on these signals alone no longer end
-    /// this process. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT continues them. The
-    /// time between does not count for any timeout. The calling thread must not end before the job.
+    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to them; from then on these signals alone no
+    /// longer end this process. SIGHUP stays ignored if it is, as under `nohup`. SIGTSTP (Ctrl-Z)
+    /// stops the processes and this one, SIGCONT continues them. The time between does not count
+    /// for any timeout. The calling thread must not end before the job.
     ///
     /// # Errors
     ///
     /// If the job could not be started; then none of its processes remains. Failures of a started
     /// job are in the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
+        super::env::check_names()?;
+        make_room(self.processes + self.spares)?;
         let (server, token) = self.serve()?;
         let (events, happened) = mpsc::channel();
         // Before the first process starts: from then on no signal may end the launcher and leave
@@ -74,14 +84,30 @@ impl Launch {
     }
 }
 
-enum Event {
-    Ended(usize),
-    /// SIGINT, SIGTERM or SIGHUP, which requests the end of this process.
-    Signal(Signal),
-    /// SIGTSTP, which Ctrl-Z sends.
-    Stop,
-    /// SIGCONT.
-    Continue,
+impl Launch {
+    /// Returns the prefix of the lines of a process.
+    fn prefix_of(&self, stream: Stream, process: usize) -> String {
+        match self.prefix {
+            true => output::prefix(process, self.processes, stream.is_coloured()),
+            false => String::new(),
+        }
+    }
+
+    /// Shows errors that were held back, with the numbers of their processes.
+    fn show(&self, errors: &[words::Error]) {
+        for words::Error { processes, text } in errors {
+            let prefix = match processes.as_slice() {
+                [process] => self.prefix_of(Stream::Err, *process),
+                _ if !self.prefix => String::new(),
+                several => {
+                    let numbers: Vec<String> = several.iter().map(ToString::to_string).collect();
+                    format!("[{}] ", numbers.join(","))
+                }
+            };
+            // There is no other place for an error of writing.
+            let _ = Stream::Err.write(&output::prefixed(&prefix, text.as_bytes()));
+        }
+    }
 }
 
 /// The progress of ending a job.
@@ -121,6 +147,17 @@ struct Running {
     pid: Pid,
     how: Option<ExitKind>,
     output: Vec<Receiver<()>>,
+    words: Arc<LastWords>,
+}
+
+impl Running {
+    /// Waits until all output of an ended process is read, at most until `until`.
+    fn wait_for_output(&self, until: Instant) {
+        for output in &self.output {
+            // The wait ends by disconnection when the output's thread ends.
+            let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
+        }
+    }
 }
 
 impl Processes {
@@ -133,9 +170,13 @@ impl Processes {
         mut command: Command,
         events: &Sender<Event>,
     ) -> Result<(), LaunchError> {
-        let piped = launch.output != OutputMode::Quiet0 || process > 0;
-        if piped {
-            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let is_direct = launch.output == OutputMode::Quiet0 && process == 0;
+        if !is_direct {
+            command.stdout(Stdio::piped());
+        }
+        // On a terminal the process itself draws its progress.
+        if !is_direct || !std::io::stderr().is_terminal() {
+            command.stderr(Stdio::piped());
         }
         // On this thread: the kernel ends a child with a parent-death signal when the thread that
         // started it ends.
@@ -148,23 +189,22 @@ impl Processes {
         // From here on the child is ended also if a later step fails.
         let place = self.running.len();
         let (number, how, output) = (process, None, Vec::new());
-        self.running.push(Running { number, share, child, pid, how, output });
-        let prefix = |stream: Stream| {
-            let color = stream.is_coloured();
-            if launch.prefix {
-                output::prefix(process, launch.processes, color)
-            } else {
-                String::new()
-            }
-        };
+        let words = Arc::<LastWords>::default();
+        self.running.push(Running { number, share, child, pid, how, output, words: words.clone() });
+        let prefix =
+            |stream| if is_direct { String::new() } else { launch.prefix_of(stream, process) };
         let mut output = Vec::new();
         if let Some(stdout) = stdout {
-            let prefix = prefix(Stream::Out);
-            output.push(thread("mpmd-stdout", move || output::copy(stdout, Stream::Out, &prefix))?);
+            let (prefix, events) = (prefix(Stream::Out), events.clone());
+            // The receiver is gone if the job has ended.
+            let failed = move |error| drop(events.send(Event::NoOutput(error)));
+            let copy = move || output::copy(stdout, &prefix, failed);
+            output.push(thread("mpmd-stdout", copy)?);
         }
         if let Some(stderr) = stderr {
             let prefix = prefix(Stream::Err);
-            output.push(thread("mpmd-stderr", move || output::copy(stderr, Stream::Err, &prefix))?);
+            let copy = move || output::copy_errors(stderr, &prefix, &words);
+            output.push(thread("mpmd-stderr", copy)?);
         }
         let events = events.clone();
         thread("mpmd-wait", move || {
@@ -202,11 +242,15 @@ impl Processes {
             };
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
-        let mut interrupted = false;
+        let mut interrupted: Option<Signal> = None;
         let mut lost = None;
+        // The errors that are held back are shown at the end, or now if that is late.
+        let mut show_at: Option<Instant> = None;
+        let mut shown = Vec::new();
         while self.running.iter().any(|running| running.how.is_none()) {
             let event = match ending {
                 Ending::Grace(until) | Ending::Asked(until) => {
+                    let until = until.min(*show_at.get_or_insert_with(|| Instant::now() + HOLD));
                     happened.recv_timeout(until.saturating_duration_since(Instant::now()))
                 }
                 Ending::NotYet if replacing.must_look() => happened.recv_timeout(LOOK),
@@ -216,12 +260,26 @@ impl Processes {
                 }
             };
             match event {
+                Err(RecvTimeoutError::Timeout)
+                    if shown.is_empty() && show_at.is_some_and(|at| at <= Instant::now()) =>
+                {
+                    show_at = Some(after(Instant::now(), Duration::MAX));
+                    shown = self.take_words();
+                    launch.show(&shown);
+                }
                 Ok(Event::Ended(ended)) => {
                     let how = self.reap(ended);
-                    let is_ending = interrupted || !matches!(ending, Ending::NotYet);
+                    let is_ending = interrupted.is_some() || !matches!(ending, Ending::NotYet);
                     let Running { number, share, pid, .. } = self.running[ended];
                     let job = Standing::of(server, launch.processes);
-                    let process = match replacing.judge(number, how, &job) {
+                    let meaning = replacing.judge(number, how, &job);
+                    if !matches!(meaning, Meaning::Failed(_)) && server.is_complete() {
+                        // The job goes on, so its end may be far.
+                        self.running[ended].wait_for_output(Instant::now() + SAME_MOMENT);
+                        let words = self.running[ended].words.take();
+                        launch.show(&words::merged([(number, words)]));
+                    }
+                    let process = match meaning {
                         Meaning::Nothing => continue,
                         Meaning::NotNeeded => {
                             if !is_ending && server.failure().is_none() {
@@ -253,7 +311,7 @@ impl Processes {
                     match (first, ending) {
                         (None, _) => first = Some((process, how, Instant::now())),
                         (Some((_, before, when)), Ending::Grace(_))
-                            if !interrupted
+                            if interrupted.is_none()
                                 && when.elapsed() < SAME_MOMENT
                                 && matches!(
                                     (before, how),
@@ -269,8 +327,18 @@ impl Processes {
                     }
                 }
                 Ok(Event::Signal(signal)) => {
-                    interrupted = true;
+                    interrupted = Some(signal);
                     self.signal(signal);
+                    if matches!(ending, Ending::NotYet) {
+                        ending = Ending::Grace(after(Instant::now(), grace));
+                    }
+                }
+                Ok(Event::NoOutput(error)) => {
+                    if error.kind() != std::io::ErrorKind::BrokenPipe {
+                        eprintln!("mpmd: the job ends: its output cannot be written: {error}");
+                    }
+                    interrupted = Some(Signal::PIPE);
+                    self.signal(Signal::TERM);
                     if matches!(ending, Ending::NotYet) {
                         ending = Ending::Grace(after(Instant::now(), grace));
                     }
@@ -340,10 +408,7 @@ impl Processes {
             }
         }
         let until = Instant::now() + LAST_OUTPUT;
-        for output in self.running.iter().flat_map(|running| &running.output) {
-            // The wait ends by disconnection when the output's thread ends.
-            let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
-        }
+        self.running.iter().for_each(|running| running.wait_for_output(until));
         let ends: Vec<(usize, ExitKind)> = self
             .running
             .iter()
@@ -371,17 +436,61 @@ impl Processes {
             (None, Some(place)) => (Some((place, by_place[place.index()])), true),
             (None, None) => (None, false),
         };
+        let (reports, unformed) = (server.reports(), server.failure());
+        // A process that writes to the launcher's own output may find its reader gone, too.
+        let has_no_reader = first.is_some_and(|(_, how)| how.code() == NO_READER);
+        let interrupted = interrupted.or(has_no_reader.then_some(Signal::PIPE));
+        let stopped_by = interrupted.map(Signal::as_raw).filter(|signal| {
+            // The launcher asks with SIGTERM and then SIGKILL.
+            let is_asked = |by: i32| {
+                by == *signal || [Signal::TERM, Signal::KILL].map(Signal::as_raw).contains(&by)
+            };
+            let has_report = |process| reports.iter().any(|(by, _)| by.index() == process);
+            let is_stopped = |(process, how): (usize, &ExitKind)| match *how {
+                ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || has_report(process),
+                ExitKind::Signal(by) => is_asked(by),
+            };
+            (first.is_some() || *signal == Signal::PIPE.as_raw())
+                && by_place.iter().enumerate().all(is_stopped)
+                && reports.iter().all(|(_, report)| report.failure.is_peer_failure())
+        });
+        let mut errors = self.take_words();
+        let is_shown = |error: &words::Error| {
+            shown.iter().any(|shown: &words::Error| shown.message() == error.message())
+        };
+        errors.retain(|error| !is_shown(error));
+        if let Some(signal) = stopped_by {
+            // A program that ends in order says so itself.
+            let is_cut = by_place.iter().any(|how| matches!(how, ExitKind::Signal(_)));
+            if is_cut && signal != Signal::PIPE.as_raw() {
+                eprintln!("mpmd: stopped by {}", stop_name(signal));
+            }
+            return Outcome { first_failure: None, stopped_by, codes };
+        }
         let first_failure = first.map(|first| {
-            let (reports, unformed) = (server.reports(), server.failure());
             let known =
                 Known { first, ends: &by_place, reports: &reports, unformed: unformed.as_ref() };
             let mut failure = known.cause();
             if is_open && failure.why.is_none() {
                 failure.why = Some("no process has ended the program in its place".to_owned());
             }
+            errors = failure.absorb(std::mem::take(&mut errors), &by_place);
             failure
         });
-        Outcome { first_failure, codes }
+        launch.show(&errors);
+        if first_failure.is_none() && interrupted.is_none() && job.has_no_member() {
+            eprintln!(
+                "mpmd: no process has joined the job: the program does not use mpmd, or has ended \
+                 before `Program::run`"
+            );
+        }
+        Outcome { first_failure, stopped_by, codes }
+    }
+
+    /// Takes the errors of all processes that nobody has shown, each once.
+    fn take_words(&self) -> Vec<words::Error> {
+        let taken = self.running.iter().map(|running| (running.number, running.words.take()));
+        words::merged(taken)
     }
 
     /// Returns a share of the cores that no process needs: that of the process that is replaced, or
@@ -431,63 +540,4 @@ fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<(
         work();
     });
     spawned.map(|_| end).map_err(|e| LaunchError::environment("starting a thread", e))
-}
-
-/// Turns the signals that would end or stop this process into events, until it is dropped.
-struct Signals {
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Signals {
-    fn forward_to(events: Sender<Event>) -> Result<Self, LaunchError> {
-        let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
-        let (stop, mut stopped) = oneshot::channel::<()>();
-        let (mut interrupt, mut terminate, mut hang_up, mut stop_asked, mut continued) = {
-            let _inside = runtime.enter();
-            let listen = |kind| signal(kind).map_err(failed);
-            let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
-            (
-                listen(SignalKind::interrupt())?,
-                listen(SignalKind::terminate())?,
-                listen(SignalKind::hangup())?,
-                listen(other(Signal::TSTP))?,
-                listen(other(Signal::CONT))?,
-            )
-        };
-        let forward = async move {
-            loop {
-                let event = tokio::select! {
-                    // `biased` keeps the order: a stop comes before the SIGCONT that ended it.
-                    biased;
-                    _ = &mut stopped => break,
-                    Some(()) = interrupt.recv() => Event::Signal(Signal::INT),
-                    Some(()) = terminate.recv() => Event::Signal(Signal::TERM),
-                    Some(()) = hang_up.recv() => Event::Signal(Signal::HUP),
-                    Some(()) = stop_asked.recv() => Event::Stop,
-                    Some(()) = continued.recv() => Event::Continue,
-                };
-                if events.send(event).is_err() {
-                    break;
-                }
-            }
-        };
-        let thread = std::thread::Builder::new()
-            .name("mpmd-signals".into())
-            .spawn(move || runtime.block_on(forward))
-            .map_err(failed)?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
-    }
-}
-
-impl Drop for Signals {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            // The thread only forwards events; a panic of it has been printed.
-            let _ = thread.join();
-        }
-    }
 }

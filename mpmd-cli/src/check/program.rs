@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::others::Others;
 use super::report::Report;
-use crate::run::{find, seconds};
+use crate::run::{above_zero, find};
 
 /// The interval at which the program's exit is polled.
 const LOOK: Duration = Duration::from_millis(5);
@@ -38,7 +38,7 @@ pub(crate) struct ProgramArgs {
     steps: Option<u64>,
     /// The time limit for one dry run of the program; after this time no dry run is started for a
     /// further process
-    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = above_zero)]
     peer_timeout: Duration,
     /// Keep the dry run of process 0 in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
@@ -58,9 +58,7 @@ impl ProgramArgs {
     ) -> anyhow::Result<ExitCode> {
         let folder = tempfile::tempdir().context("making a folder for the dry runs")?;
         let (name, args) = program.split_first().context("no program is given")?;
-        let Some(program) = find(name) else {
-            anyhow::bail!("there is no program {}", name.display())
-        };
+        let program = find(name).map_err(|(_, why)| anyhow::anyhow!(why))?;
         let file = match &self.out {
             // Made absolute in case the program runs in another folder.
             Some(out) => std::path::absolute(out)?,

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use mpmd_base::bytes_text;
 use mpmd_core::transports::{self, Spin};
-use mpmd_launch::{cuda_collectives, device_kinds, spin, variables};
+use mpmd_launch::{
+    cuda_collectives, device_kinds, peer_timeout, spin, unknown_variables, variables,
+};
 use mpmd_layout::topology::CudaCollectives;
 
 use super::facts::{Facts, Interface, Sharing, Ucx, wants_cuda};
@@ -396,33 +398,25 @@ fn interfaces(facts: &Facts) -> Finding {
 
 /// Returns findings for variables with invalid or harmful values; none if all are good.
 fn set_wrong(facts: &Facts) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    if let Some(Err(error)) = facts.variables.get(variables::SPIN).map(|text| spin(text.trim())) {
-        findings.push(finding(
-            variables::SPIN,
-            error.to_string(),
-            Verdict::Problem,
-            "unset it or correct it",
-        ));
-    }
-    if let Some(Err(error)) = facts.device.as_ref().map(|text| device_kinds(text)) {
-        findings.push(finding(
-            variables::DEVICE,
-            error.to_string(),
-            Verdict::Problem,
-            "unset it or correct it",
-        ));
-    }
-    if let Some(Err(error)) =
-        facts.variables.get(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text.trim()))
-    {
-        findings.push(finding(
+    let set = |name| facts.variables.get(name).map(|text| text.trim()).filter(|it| !it.is_empty());
+    let device = facts.device.as_ref();
+    let checked = [
+        (variables::SPIN, set(variables::SPIN).map(|text| spin(text).err())),
+        (variables::DEVICE, device.map(|text| device_kinds(text).err())),
+        (
             variables::CUDA_COLLECTIVES,
-            error.to_string(),
-            Verdict::Problem,
-            "unset it or correct it",
-        ));
-    }
+            set(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text).err()),
+        ),
+        (
+            variables::PEER_TIMEOUT,
+            set(variables::PEER_TIMEOUT).map(|text| peer_timeout(text).err()),
+        ),
+    ];
+    let wrong = checked.into_iter().filter_map(|(name, error)| Some((name, error??)));
+    let wrong = wrong.map(|(name, error)| {
+        finding(name, error.to_string(), Verdict::Problem, "unset it or correct it")
+    });
+    let mut findings: Vec<Finding> = wrong.collect();
     if let Some(only) = facts.variables.get("UCX_TLS") {
         let advice = "UCX uses only these transports and no others that it finds";
         findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
@@ -438,7 +432,15 @@ fn all_variables(facts: &Facts) -> Finding {
     } else {
         lines.join("\n")
     };
-    finding("variables", value, Verdict::Ok, "")
+    let unknown = unknown_variables(facts.variables.clone());
+    let misspelt = unknown.iter().any(|variable| variable.meant.is_some());
+    let verdict = match (misspelt, unknown.is_empty()) {
+        (true, _) => Verdict::Problem,
+        (false, false) => Verdict::Note,
+        (false, true) => Verdict::Ok,
+    };
+    let advice: Vec<String> = unknown.iter().map(ToString::to_string).collect();
+    finding("variables", value, verdict, advice.join("; "))
 }
 
 #[cfg(test)]
@@ -652,6 +654,8 @@ mod tests {
         let mut wrong = with(None);
         wrong.variables.insert(variables::CUDA_COLLECTIVES.to_owned(), "gloo".to_owned());
         check(&wrong, "MPMD_CUDA_COLLECTIVES", Verdict::Problem, &["host or nccl"]);
+        wrong.variables.insert(variables::PEER_TIMEOUT.to_owned(), "0".to_owned());
+        check(&wrong, "MPMD_PEER_TIMEOUT", Verdict::Problem, &["seconds above 0"]);
         check(
             &with(Some("gpu")),
             "MPMD_DEVICE",
@@ -730,5 +734,11 @@ mod tests {
         check(&facts, "variables", Verdict::Ok, &["MPMD_RANK=0\nUCX_TLS=tcp,self"]);
         check(&facts, "UCX_TLS", Verdict::Note, &["tcp,self", "no others"]);
         check(&well(), "variables", Verdict::Ok, &["none"]);
+        let with =
+            |name: &str| Facts { variables: [(name.to_owned(), "1".to_owned())].into(), ..well() };
+        let texts = ["MPMD_TRANSPRT=1", "set MPMD_TRANSPORT, if that is meant"];
+        check(&with("MPMD_TRANSPRT"), "variables", Verdict::Problem, &texts);
+        let texts = ["there is no variable MPMD_X_SERVICE_HOST; it has no effect"];
+        check(&with("MPMD_X_SERVICE_HOST"), "variables", Verdict::Note, &texts);
     }
 }

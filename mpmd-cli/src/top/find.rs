@@ -12,6 +12,12 @@ use mpmd_transport::rendezvous::Token;
 pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
     let Some(words) = words else { return only_job() };
     if let Ok(pid) = words.parse() {
+        if !fs::exists(format!("/proc/{pid}")).unwrap_or(true) {
+            bail!(
+                "no process {pid} runs on this machine: give the id of a process of the job, its \
+                 address as host:port, or nothing if it is the only one"
+            );
+        }
         let env = JobEnv::of_process(pid, None);
         let Some(env) = env.with_context(|| format!("looking at process {pid}"))? else {
             bail!("process {pid} belongs to no job: a job has a launcher, such as mpmd run");

@@ -15,7 +15,9 @@ fn mpmd(args: &[&str], script: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.arg("run").args(args).args(["--", "sh", "-c", script]);
     // Variables that may be set where the tests run.
-    for name in ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT"] {
+    for name in
+        ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_PEER_TIMEOUT"]
+    {
         command.env_remove(name);
     }
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -178,7 +180,9 @@ fn processes_may_end_by_themselves_after_a_failure() {
 
 #[test]
 fn signals_are_forwarded_and_may_end_a_job_well() {
-    for (signal, name) in [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP")] {
+    for (signal, name) in
+        [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP"), (Signal::USR1, "USR1")]
+    {
         let script = format!(
             "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do \
              sleep 0.1; done"
@@ -190,14 +194,28 @@ fn signals_are_forwarded_and_may_end_a_job_well() {
         job.signal(signal);
         let (code, out, err) = job.end();
         assert_eq!((code, out.matches("heard").count()), (Some(0), 2), "{name}: {out}{err}");
+        assert!(!err.contains("mpmd: "), "{name}: {err}");
     }
     let mut job = Job::start(mpmd(&["-n", "2"], "echo ready; exec sleep 60"));
     job.line();
     job.line();
     job.signal(Signal::INT);
     let (code, _, err) = job.end();
-    assert_eq!(code, Some(130), "{err}");
-    assert!(err.contains("SIGINT"), "{err}");
+    assert_eq!((code, err.as_str()), (Some(130), "mpmd: stopped by Ctrl-C (SIGINT)\n"));
+    // A program that says itself how it was stopped, and one that fails then.
+    for (then, expected, last) in [
+        ("exit 130", 130, ""),
+        ("echo Error: no disk >&2; exit 4", 4, "they ended with exit code 4; no disk\n"),
+    ] {
+        let script = format!("trap '{then}' INT; echo ready; while :; do sleep 0.05; done");
+        let mut job = Job::start(mpmd(&["-n", "2"], &script));
+        job.line();
+        job.line();
+        job.signal(Signal::INT);
+        let (code, _, err) = job.end();
+        assert_eq!(code, Some(expected), "{err}");
+        assert!(err.ends_with(last) && err.lines().count() <= 1, "{err}");
+    }
 }
 
 #[test]
@@ -256,13 +274,151 @@ fn process_of_a_dead_launcher_does_not_start() {
 }
 
 #[test]
-fn a_missing_program_is_named() {
-    for program in ["no-such-program-here", "/no/such/program", "/etc/passwd"] {
+fn a_program_that_cannot_start_is_named_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("broken");
+    std::fs::write(&broken, "#!/no/such/interpreter\n").unwrap();
+    std::fs::set_permissions(&broken, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let broken = broken.to_str().unwrap();
+    for (program, code, why) in [
+        ("no-such-program-here", 127, "mpmd: there is no program no-such-program-here\n"),
+        ("/no/such/program", 127, "mpmd: there is no program /no/such/program\n"),
+        ("/etc/passwd", 126, "mpmd: /etc/passwd is no program: it may not be executed\n"),
+        ("/etc", 126, "mpmd: /etc is a folder, not a program\n"),
+        (
+            broken,
+            126,
+            &format!(
+                "mpmd: all 2 processes failed: they ended with exit code 126; {broken} cannot be \
+                 started: No such file or directory (os error 2)\n"
+            ),
+        ),
+    ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
         let output = command.args(["run", "-n", "2", program]).output().unwrap();
-        assert_eq!(output.status.code(), Some(127));
-        assert_eq!(text(&output.stderr), format!("mpmd: there is no program {program}\n"));
+        assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(code), why));
     }
+}
+
+#[test]
+fn errors_of_all_processes_are_shown_once() {
+    let run = |script: &str| {
+        let output = mpmd(&["-n", "3"], script).output().unwrap();
+        (output.status.code(), text(&output.stderr))
+    };
+    // One says "process 1: error: ...", as mpmd's own programs do.
+    let all = "echo a warning >&2; [ $MPMD_RANK = 1 ] && p='process 1: e' || p=E; \
+               printf \"${p}rror: no such file\\n\\nStack backtrace:\\n   0: main\\n\" >&2; exit 2";
+    let (code, err) = run(all);
+    assert_eq!(code, Some(2), "{err}");
+    assert_eq!(err.matches("no such file").count(), 1, "{err}");
+    assert_eq!(err.matches("0: main").count(), 1, "{err}");
+    assert_eq!(err.matches("] a warning\n").count(), 3, "{err}");
+    let last = "\nmpmd: all 3 processes failed: they ended with exit code 2; no such file\n";
+    assert!(err.ends_with(last), "{err}");
+    // The error of one, and another of the others.
+    let (code, err) = run("[ $MPMD_RANK = 1 ] && echo 'Error: no disk' >&2 && exit 3; sleep 0.3; \
+         echo Error: it is gone >&2; exit 1");
+    assert_eq!(code, Some(3), "{err}");
+    let expected = "[0,2] Error: it is gone\n[1] Error: no disk\n\
+                    mpmd: process 1 failed first: it ended with exit code 3\n";
+    assert_eq!(err, expected);
+}
+
+#[test]
+fn error_is_shown_while_others_go_on() {
+    let script = "[ $MPMD_RANK = 1 ] && echo 'Error: no disk' >&2 && exit 3; \
+                  while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done";
+    let mut job = Job::start(mpmd(&["-n", "2", "--grace", "30"], script));
+    let mut lines = BufReader::new(job.child.stderr.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "[1] Error: no disk");
+    // The error of a program that goes on, too.
+    let script = "echo error: not yet >&2; sleep 60";
+    let mut job = Job::start(mpmd(&["-n", "1", "--no-prefix"], script));
+    let mut lines = BufReader::new(job.child.stderr.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "error: not yet");
+}
+
+#[test]
+fn settings_of_the_environment_reach_the_processes() {
+    let script = "echo $MPMD_PEER_TIMEOUT $MPMD_TRANSPORT";
+    let set = |args: &[&str]| {
+        let mut command = mpmd(&[&["-n", "1", "--no-prefix"], args].concat(), script);
+        command.env("MPMD_PEER_TIMEOUT", "2.5").env("MPMD_TRANSPORT", "tcp");
+        lines(&command.output().unwrap())
+    };
+    assert_eq!(set(&[]), ["2.5 tcp"]);
+    assert_eq!(set(&["--peer-timeout", "7", "--transport", "auto"]), ["7 auto"]);
+    assert_eq!(lines(&mpmd(&["-n", "1", "--no-prefix"], script).output().unwrap()), [""]);
+}
+
+#[test]
+fn senseless_settings_are_refused_before_the_start() {
+    let refused = |args: &[&str], (name, value): (&str, &str), expected: &str| {
+        let mut command = mpmd(&[&["-n", "2"], args].concat(), "echo begun");
+        let output = command.env(name, value).output().unwrap();
+        let err = text(&output.stderr);
+        assert_eq!((output.status.success(), text(&output.stdout).as_str()), (false, ""), "{err}");
+        assert!(err.contains(expected), "{expected}: {err}");
+        assert_eq!(err.matches(expected).count(), 1, "{err}");
+    };
+    let none = ("MPMD_TEST_NONE", "");
+    refused(&["--peer-timeout", "0"], none, "it must be above 0");
+    refused(&["--chaos", "0", "--restart", "1"], none, "it must be above 0");
+    for (name, value) in [
+        ("MPMD_PEER_TIMEOUT", "soon"),
+        ("MPMD_PEER_TIMEOUT", "0"),
+        ("MPMD_SPIN", "often"),
+        ("MPMD_DEVICE", "gpu"),
+        ("MPMD_CHECK", "everything"),
+        ("MPMD_DEVICES_PER_PROCESS", "0"),
+    ] {
+        refused(&[], (name, value), &format!("{name}={value} makes no sense: it must be"));
+    }
+    refused(&[], ("MPMD_PEER_TIMOUT", "5"), "set MPMD_PEER_TIMEOUT, if that is meant");
+    let mut command = mpmd(&["-n", "1"], "echo begun");
+    let output = command.env("MPMD_X_SERVICE_HOST", "10.0.0.1").output().unwrap();
+    assert_eq!(lines(&output), ["[0] begun"]);
+}
+
+#[test]
+fn job_that_needs_too_many_files_does_not_start() {
+    let mpmd = env!("CARGO_BIN_EXE_mpmd");
+    let limited = |hard: u32| {
+        let script = format!("ulimit -Sn 80 && ulimit -Hn {hard} && exec {mpmd} run -n 40 -- true");
+        Command::new("sh").args(["-c", &script]).output().unwrap()
+    };
+    let output = limited(100);
+    let why = "mpmd: preparing the start of 40 processes failed: the launcher needs 224 open files \
+               and may have 100: raise the limit (ulimit -n), or start fewer processes\n";
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(1), why));
+    let output = limited(300);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+#[test]
+fn closed_output_ends_the_job_quietly_and_a_full_disk_loudly() {
+    let endless = "while :; do echo more; sleep 0.01; done";
+    let mut child = mpmd(&["-n", "2"], endless).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(141), ""));
+    let mut command = mpmd(&["-n", "2"], endless);
+    command.stdout(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    let output = command.output().unwrap();
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(141), "{err}");
+    let why = "mpmd: the job ends: its output cannot be written: No space left on device \
+               (os error 28)\n";
+    assert_eq!(err, why);
+}
+
+#[test]
+fn job_that_nobody_has_joined_says_so() {
+    let output = mpmd(&["-n", "2"], "exit 0").output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let err = text(&output.stderr);
+    assert!(err.starts_with("mpmd: no process has joined the job") && err.lines().count() == 1);
 }
 
 #[test]
@@ -303,14 +459,15 @@ fn a_huge_line_passes_in_pieces() {
 fn binding_is_a_choice_and_a_line_says_if_it_fails() {
     let output = mpmd(&["-n", "1", "--bind", "core"], "echo ${MPMD_CORES:-none}").output().unwrap();
     let cores = thread::available_parallelism().unwrap();
-    assert_eq!((lines(&output), text(&output.stderr)), (vec![format!("[0] {cores}")], "".into()));
+    assert_eq!(lines(&output), [format!("[0] {cores}")]);
+    assert!(!text(&output.stderr).contains("bound"), "{output:?}");
     let output = mpmd(&["-n", "1"], "echo ${MPMD_CORES:-none}").output().unwrap();
     assert_eq!(lines(&output), ["[0] none"]);
     let more = (cores.get() + 1).to_string();
     let output = mpmd(&["-n", &more, "--bind", "core"], "exit 0").output().unwrap();
     let why = format!("mpmd: the processes are not bound: {more} processes are more than the ");
     let err = text(&output.stderr);
-    assert!(err.starts_with(&why) && err.lines().count() == 1, "{err}");
+    assert!(err.starts_with(&why) && err.matches("bound").count() == 1, "{err}");
     assert_eq!(output.status.code(), Some(0));
     let output = mpmd(&["-n", "1", "--bind", "socket"], "exit 0").output().unwrap();
     assert!(text(&output.stderr).contains("possible values: none, core, numa"), "{output:?}");

@@ -220,7 +220,7 @@ fn wrong_jobs_and_tokens_are_refused() {
     refused(&["127.0.0.1:7"], None, "token of the job is needed, in MPMD_JOB_TOKEN");
     refused(&["127.0.0.1:7"], Some("abc"), "in MPMD_JOB_TOKEN");
     refused(&[&std::process::id().to_string()], None, "belongs to no job");
-    refused(&["4294967295"], None, "reading the variables of process 4294967295");
+    refused(&["4294967295"], None, "no process 4294967295 runs on this machine");
     let job = Job::start("tokens");
     let variables = std::fs::read(format!("/proc/{}/environ", job.pids[0])).unwrap();
     let variables = String::from_utf8_lossy(&variables);

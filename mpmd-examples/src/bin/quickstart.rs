@@ -11,6 +11,10 @@ const WIDTH: usize = 32;
 const TIME: usize = 64;
 
 fn main() -> Result<()> {
+    if std::env::args().len() > 1 {
+        println!("usage: quickstart, without arguments: trains a small model on text");
+        return Ok(());
+    }
     Program::builder().devices(2).run(|p| {
         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
 

@@ -135,14 +135,44 @@ fn loss_is_the_same_on_any_number_of_processes() {
 fn mismatched_sizes_are_reported_with_an_exit_code() {
     let Run { code, err, .. } = run(PIPELINE, "--processes 3");
     assert_eq!(code, Some(2));
-    assert_eq!(err.trim_end(), "error: 8 devices cannot be spread evenly over 3 processes");
+    let expected = "error: 8 devices cannot be spread evenly over 3 processes; --processes may be \
+                    1, 2, 4, 8";
+    assert_eq!(err.trim_end(), expected);
     let Run { code, err, .. } = run(PIPELINE, "--width 7 --processes 4");
     assert_eq!(code, Some(1));
-    for process in 0..4 {
-        assert_eq!(count(&err, &format!("process {process}: error: ")), 1, "{err}");
+    assert_eq!(count(&err, "all 4 processes failed: they ended with exit code 1; "), 1, "{err}");
+    assert_eq!((count(&err, "[7, 7]"), err.lines().count()), (1, 1), "{err}");
+}
+
+#[test]
+fn variables_reach_jobs_that_programs_start() {
+    let with = |args: &str, name: &str, value: &str| {
+        let mut command = Command::new(BASIC);
+        command.args(args.split_whitespace()).args(["--rows", "8", "--columns", "8"]);
+        let output = command.env(name, value).output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|it| String::from_utf8(it).unwrap());
+        (output.status.code(), out, err)
+    };
+    for args in ["--processes 2", "--processes 1"] {
+        for (name, value) in
+            [("MPMD_TRANSPORT", "pigeon"), ("MPMD_PEER_TIMEOUT", "0"), ("MPMD_SPIN", "often")]
+        {
+            let (code, out, err) = with(args, name, value);
+            let expected = format!("{name}={value} makes no sense: it must be");
+            assert_eq!((code, out.as_str(), count(&err, &expected)), (Some(1), "", 1), "{err}");
+        }
+        let (code, _, err) = with(args, "MPMD_X_SERVICE_HOST", "10.0.0.1");
+        let expected = "there is no variable MPMD_X_SERVICE_HOST; it has no effect";
+        assert_eq!((code, count(&err, expected)), (Some(0), 1), "{err}");
     }
-    // Once from each process, and once from the launcher, which names the cause.
-    assert_eq!(count(&err, "[7, 7]"), 5, "{err}");
+    let (code, out, err) = with("--processes 2", "MPMD_TRANSPORT", "tcp");
+    assert_eq!((code, count(&out, "everywhere")), (Some(0), 6), "{err}");
+}
+
+#[test]
+fn quickstart_with_arguments_trains_nothing() {
+    let Run { code, out, .. } = run(QUICKSTART, "--help");
+    assert_eq!((code, count(&out, "usage: quickstart"), count(&out, "nats")), (Some(0), 1, 0));
 }
 
 #[test]

@@ -5,11 +5,14 @@
 
 mod address;
 mod device;
+mod known;
 mod launchers;
 mod secret;
 mod spin;
 #[cfg(test)]
 mod tests;
+mod timeout;
+mod transport;
 mod vars;
 
 use std::collections::HashMap;
@@ -18,12 +21,16 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_transport::rendezvous::Token;
+use mpmd_transport::rendezvous::{Token, split_address};
 
 pub use device::{cuda_collectives, device_kinds, kinds_by_process};
+pub(super) use known::check as check_names;
+pub use known::{UnknownVariable, unknown_variables};
 pub use spin::spin;
+pub use timeout::peer_timeout;
+pub use transport::{TRANSPORTS, check_transport};
 
-use address::{no_address, split_address};
+use address::no_address;
 use launchers::Said;
 use vars::Vars;
 
@@ -114,8 +121,9 @@ impl JobEnv {
     /// # Errors
     ///
     /// If a launcher's variables are incomplete, or a value is invalid. The error names every
-    /// variable that was read, or the invalid one.
+    /// variable that was read, or the invalid one. If a name is a misspelt one of ours.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
+        known::check()?;
         // A variable that is not Unicode counts as unset. But a process with an unreadable
         // `MPMD_DRY_RUN` must fail, not run the program.
         if let Some(file) = std::env::var_os(ours::DRY_RUN)
@@ -128,6 +136,45 @@ impl JobEnv {
             });
         }
         Self::from_vars(&|name| std::env::var(name).ok(), &secret::owners())
+    }
+
+    /// Returns the settings of a job of this process alone, which no launcher has started: those
+    /// variables that count under every launcher.
+    ///
+    /// # Errors
+    ///
+    /// If a value is invalid.
+    #[doc(hidden)]
+    pub fn alone() -> Result<Self, LaunchError> {
+        Self::settings(&|name| std::env::var(name).ok(), 1)
+    }
+
+    /// Returns the settings of a job of `processes` before it starts: those variables that count
+    /// under every launcher, without its rendezvous and its token.
+    ///
+    /// # Errors
+    ///
+    /// If a value is invalid.
+    pub(super) fn settings(
+        look: &dyn Fn(&str) -> Option<String>,
+        processes: usize,
+    ) -> Result<Self, LaunchError> {
+        const OTHERS: [&str; 4] =
+            [ours::COORDINATOR, ours::SPARES, ours::JOB_TOKEN, ours::JOB_TOKEN_FILE];
+        let look = |name: &str| if OTHERS.contains(&name) { None } else { look(name) };
+        let said = Said {
+            source: "mpmd",
+            process: 0,
+            processes,
+            local_process: None,
+            coordinator: Ok("127.0.0.1:1".into()),
+            hosted: false,
+            job: String::new(),
+        };
+        let env = complete(&Vars::new(&look, &[]), said)?;
+        // A process joins first, so that all hear of its wrong name.
+        env.transport.as_deref().map_or(Ok(()), check_transport)?;
+        Ok(env)
     }
 
     /// Reads the environment that the process `pid` was started with, as
@@ -203,7 +250,7 @@ impl JobEnv {
 
     /// Returns the address at which process 0 must listen if it runs the rendezvous service. It has
     /// the coordinator's port. The address is of all interfaces, unless the coordinator is on the
-    /// loopback interface.
+    /// loopback interface. A service at `[::]` is also reached by IPv4.
     ///
     /// # Errors
     ///
@@ -213,9 +260,10 @@ impl JobEnv {
             split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
         let ip = match host.parse() {
             Ok(ip) if ip.is_loopback() => ip,
-            Ok(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+            Ok(IpAddr::V4(_)) => Ipv4Addr::UNSPECIFIED.into(),
             Err(_) if host == "localhost" => Ipv4Addr::LOCALHOST.into(),
-            Ok(IpAddr::V4(_)) | Err(_) => Ipv4Addr::UNSPECIFIED.into(),
+            // A name may have addresses of both kinds, or of one.
+            Ok(IpAddr::V6(_)) | Err(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
         Ok(SocketAddr::new(ip, port))
     }
@@ -363,19 +411,6 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             expected: format!("{}, its name from now on", ours::PEER_TIMEOUT),
         });
     }
-    let peer_timeout = match vars.number::<f64>(ours::PEER_TIMEOUT)? {
-        None => None,
-        // More than a `Duration` can hold. `Duration::MAX` itself becomes such a value when written
-        // in decimals.
-        Some(seconds) if seconds >= u64::MAX as f64 => Some(Duration::MAX),
-        Some(seconds) => {
-            Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
-                variable: ours::PEER_TIMEOUT.into(),
-                value: seconds.to_string(),
-                expected: "a number of seconds".into(),
-            })?)
-        }
-    };
     Ok(JobEnv {
         process: ProcessId(process),
         processes,
@@ -393,7 +428,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             .get(ours::CUDA_COLLECTIVES)
             .map(|text| cuda_collectives(&text))
             .transpose()?,
-        peer_timeout,
+        peer_timeout: vars.get(ours::PEER_TIMEOUT).map(|text| peer_timeout(&text)).transpose()?,
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),
         check_uncommitted,

@@ -17,14 +17,11 @@ use crate::error::{Error, Result};
 use crate::exec::dry_run::{DryRunBuilder, Order};
 use crate::exec::{Dump, Runtime, RuntimeConfig};
 use crate::trace::Trace;
-use mpmd_launch::variables;
+use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{
     CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
 };
 use mpmd_record::trace::About;
-
-/// The peer timeout of a program, if neither the program nor its launcher sets one.
-pub(super) const DEFAULT_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Settings of a [`Program`], with defaults that suit most.
 #[derive(Clone, Debug)]
@@ -110,7 +107,8 @@ impl Builder {
 
     /// Sets the peer timeout. After this time an operation is reported as hanging, a missing
     /// process is given up, and a silent peer counts as lost. The default is the launcher's value
-    /// (`mpmd run --peer-timeout`), else 60 seconds.
+    /// (`mpmd run --peer-timeout`), else that of `MPMD_PEER_TIMEOUT`, else 60 seconds. Zero is an
+    /// error of the call that joins the job.
     pub fn peer_timeout(mut self, peer_timeout: Duration) -> Self {
         self.peer_timeout = Some(peer_timeout);
         self
@@ -377,8 +375,14 @@ impl Builder {
         }
         let devices = self.devices.or(launched).unwrap_or(processes);
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
+            let possible: Vec<String> = (1..=devices)
+                .filter(|count| devices.is_multiple_of(*count))
+                .map(|count| count.to_string())
+                .collect();
             return Err(Error::Environment(format!(
-                "{devices} devices cannot be spread evenly over {processes} processes"
+                "{devices} devices cannot be spread evenly over {processes} processes: start {} \
+                 processes, or change the number of devices",
+                possible.join(", ")
             )));
         }
         let each = devices / processes;

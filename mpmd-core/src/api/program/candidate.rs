@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_launch::LaunchError;
+use mpmd_launch::{DEFAULT_PEER_TIMEOUT, LaunchError};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
@@ -14,7 +14,7 @@ use mpmd_transport::rendezvous::{
     Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server,
 };
 
-use super::builder::{DEFAULT_PEER_TIMEOUT, gpus_of};
+use super::builder::gpus_of;
 use super::membership::{Membership, Returning, blame};
 use super::neighbours::Neighbours;
 use super::transports::{self, Opened};

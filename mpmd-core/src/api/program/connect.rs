@@ -4,10 +4,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_launch::{DryRunEnv, JobEnv, LaunchError};
+use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
+use mpmd_layout::topology::Topology;
 use mpmd_transport::rendezvous::{Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig};
 
-use super::builder::{DEFAULT_PEER_TIMEOUT, has_cuda};
+use super::builder::has_cuda;
 use super::candidate::{Candidate, Start};
 use super::membership::Returning;
 use super::transports::{self, Opened};
@@ -21,13 +22,14 @@ use crate::warning::warn_user;
 /// this process alone. Blocks until all processes are connected.
 pub(super) fn from_env(builder: Builder) -> Result<Program> {
     let builder = with_settings(builder)?;
-    start(builder, JobEnv::from_env()?.as_ref())
+    let env = JobEnv::from_env()?.map_or_else(JobEnv::alone, Ok)?;
+    start(with_env(builder, &env)?, &env)
 }
 
 /// This process's part in a job over its epochs.
 pub(crate) struct Job {
     builder: Builder,
-    env: Option<JobEnv>,
+    env: JobEnv,
 }
 
 impl Job {
@@ -35,8 +37,11 @@ impl Job {
     /// the launcher says nothing else.
     pub(crate) fn of_environment(builder: Builder, spares: usize) -> Result<Self> {
         let builder = with_settings(builder)?;
-        let env = JobEnv::from_env()?.map(|env| env.with_spares(spares)).transpose()?;
-        Ok(Self { builder, env })
+        let env = match JobEnv::from_env()? {
+            Some(env) => env.with_spares(spares)?,
+            None => JobEnv::alone()?,
+        };
+        Ok(Self { builder: with_env(builder, &env)?, env })
     }
 
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
@@ -44,21 +49,15 @@ impl Job {
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
         let (mut identity, mut server) = (None, None);
         if let Some(returning) = returning {
-            if let Some(env) = &mut self.env {
-                env.process = returning.process;
-            }
+            self.env.process = returning.process;
             self.builder.epoch = returning.epoch + 1;
             (identity, server) = (Some(returning.identity), returning.server);
         }
-        match &self.env {
-            Some(env) if env.dry_run.is_none() && (env.processes > 1 || env.hosted) => {
-                join(self.builder.clone(), env, identity, server, true)
-            }
-            env => {
-                let program = start(self.builder.clone(), env.as_ref())?;
-                Ok(Start::Program(Box::new(program)))
-            }
+        let (builder, env) = (self.builder.clone(), &self.env);
+        if env.dry_run.is_none() && (env.processes > 1 || env.hosted) {
+            return join(builder, env, identity, server, true);
         }
+        Ok(Start::Program(Box::new(start(builder, env)?)))
     }
 }
 
@@ -88,23 +87,18 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
     Ok(builder)
 }
 
-/// Joins the job of this environment, or starts its dry run. Without one, starts a job of this
-/// process alone.
-fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
-    let Some(env) = env else {
-        if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
-            && !text.trim().is_empty()
+/// Returns the builder with the settings of the job's environment that the program has not set
+/// itself. Process 0 warns of variables that have no effect.
+fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
+    if env.process.index() == 0 && env.dry_run.is_none() {
+        for unknown in
+            mpmd_launch::unknown_variables(std::env::vars_os().filter_map(|(name, value)| {
+                Some((name.into_string().ok()?, value.into_string().ok()?))
+            }))
         {
-            builder.kinds = Some(mpmd_launch::kinds_by_process(text.trim(), 1)?);
+            warn_user(&unknown.to_string());
         }
-        if let (None, Ok(text)) =
-            (builder.collectives, std::env::var(mpmd_launch::variables::CUDA_COLLECTIVES))
-            && !text.trim().is_empty()
-        {
-            builder.collectives = Some(mpmd_launch::cuda_collectives(text.trim())?);
-        }
-        return builder.alone();
-    };
+    }
     builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
     builder.collectives = builder.collectives.or(env.cuda_collectives);
     if env.check_uncommitted {
@@ -113,11 +107,26 @@ fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
     if env.check_replicas {
         builder.check_replicas.get_or_insert(true);
     }
+    builder.spin = builder.spin.or(env.spin);
+    let peer_timeout =
+        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
+    if peer_timeout.is_zero() {
+        return Err(Error::Environment(
+            "the peer timeout of the program's builder is zero: every peer would count as lost at \
+             once; give it a time"
+                .to_owned(),
+        ));
+    }
+    Ok(builder)
+}
+
+/// Joins the job of this environment, or starts its dry run, or a job of this process alone.
+fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
     if let Some(asked) = &env.dry_run {
         return dry_run(builder, env, asked);
     }
     if env.processes == 1 && !env.hosted {
-        let topology = builder.topology(1, env.devices_per_process)?;
+        let topology = with_links(&builder, env)?;
         return builder.start(env.process, topology, None, None);
     }
     match join(builder, env, None, None, false)? {
@@ -129,29 +138,39 @@ fn start(mut builder: Builder, env: Option<&JobEnv>) -> Result<Program> {
 /// Starts a dry run that lists the operations of all processes of the job, and assumes that all
 /// are on one host. The step end that completes the dry run writes it and exits the process.
 fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program> {
-    let mut topology = builder.topology(env.processes, env.devices_per_process)?;
-    if let Some(file) = &env.links
-        && builder.links.is_none()
-    {
-        topology = topology.with_links(costs::of(file)?);
-    }
+    let topology = with_links(&builder, env)?;
     let order = Order { file: asked.file.clone(), most_steps: asked.steps.unwrap_or(MOST_STEPS) };
     builder.start_dry_run(env.process, topology, Some(order))
+}
+
+/// Returns the devices of the job, with the costs of links that the environment names.
+fn with_links(builder: &Builder, env: &JobEnv) -> Result<Topology> {
+    let topology = builder.topology(env.processes, env.devices_per_process)?;
+    match &env.links {
+        Some(file) if builder.links.is_none() => Ok(topology.with_links(costs::of(file)?)),
+        _ => Ok(topology),
+    }
 }
 
 /// Joins the builder's epoch of a job. `identity` is that of a process that returns, and `server`
 /// the service, if this process hosts it already. See [`Candidate`] for processes that wait.
 fn join(
-    mut builder: Builder,
+    builder: Builder,
     env: &JobEnv,
     identity: Option<Identity>,
     server: Option<Server>,
     waits: bool,
 ) -> Result<Start> {
-    let peer_timeout =
-        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
+    let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
+    if let Some(spares @ 1..) = env.spares.filter(|_| !waits) {
+        return Err(Error::Environment(format!(
+            "the job has spares (mpmd run --spares {spares}), but this program cannot go on after \
+             the loss of a process, so it has no use for them: leave --spares out, or let the \
+             program recover (`Builder::spares`)"
+        )));
+    }
     if env.token_is_guessable && env.process.index() == 0 {
         let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);
         warn_user(&format!(
@@ -176,7 +195,7 @@ fn join(
     .map_err(wrong)?;
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
     let opened = has_cuda(env.process, &topology)
-        .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
+        .and_then(|()| Opened::open(name, env.processes, rendezvous.local_address()));
     // Joins also without a transport or devices. Otherwise the others would wait and never learn
     // the reason.
     let member = Member {
@@ -187,7 +206,6 @@ fn join(
         program: version::fingerprint(&topology, builder.checks()),
         trouble: opened.as_ref().err().map(lack),
     };
-    builder.spin = builder.spin.or(env.spin);
     let candidate = Candidate {
         rendezvous,
         server,

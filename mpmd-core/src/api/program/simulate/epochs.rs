@@ -7,7 +7,6 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::{join_group, note, simulated};
 use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
-use super::super::builder::DEFAULT_PEER_TIMEOUT;
 use super::super::candidate::{Candidate, Start};
 use super::super::membership::Returning;
 use super::super::transports::{self, Opened};
@@ -67,7 +66,7 @@ impl Simulation {
         let ((results, parts), report) = simulated(world.clone(), || {
             let network = Network::new(self.processes, self.delays.clone());
             let parts = Parts::new(network, processes.len());
-            let timeout = self.builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
+            let timeout = self.builder.peer_timeout.unwrap_or(mpmd_launch::DEFAULT_PEER_TIMEOUT);
             let run = u128::from(world.seed) + 1;
             let server = LocalServer::start(self.processes, timeout, run);
             let server = Arc::new(server.expect("the system gives a thread"));

@@ -1,0 +1,112 @@
+//! Signals to the launcher, as events of its job.
+
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+
+use rustix::process::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+use super::cause::signal_name;
+use super::error::LaunchError;
+
+/// What happens to a job's processes, or what the user asks.
+pub(super) enum Event {
+    Ended(usize),
+    /// SIGINT, SIGTERM, SIGHUP or SIGUSR1, which requests the end of this process.
+    Signal(Signal),
+    /// SIGTSTP, which Ctrl-Z sends.
+    Stop,
+    /// SIGCONT.
+    Continue,
+    /// The output of the processes cannot be written.
+    NoOutput(std::io::Error),
+}
+
+/// Returns the name of a signal by which a user stops a job.
+pub(super) fn stop_name(signal: i32) -> &'static str {
+    match signal_name(signal) {
+        Some("SIGINT") => "Ctrl-C (SIGINT)",
+        Some(name) => name,
+        None => "a signal",
+    }
+}
+
+/// True if this process ignores the signal with this number, as one that `nohup` has started
+/// ignores SIGHUP. Then a handler would change what the user asked for.
+pub fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.unwrap_or(0) >> (signal - 1) & 1 == 1
+}
+
+/// Turns the signals that would end or stop this process into events, until it is dropped.
+pub(super) struct Signals {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Signals {
+    pub(super) fn forward_to(events: Sender<Event>) -> Result<Self, LaunchError> {
+        let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let (stop, mut stopped) = oneshot::channel::<()>();
+        let (mut interrupt, mut terminate, mut user, mut hang_up, mut stop_asked, mut continued) = {
+            let _inside = runtime.enter();
+            let listen = |kind| signal(kind).map_err(failed);
+            let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
+            let hears_hang_up = !is_ignored(Signal::HUP.as_raw());
+            (
+                listen(SignalKind::interrupt())?,
+                listen(SignalKind::terminate())?,
+                listen(SignalKind::user_defined1())?,
+                hears_hang_up.then(|| listen(SignalKind::hangup())).transpose()?,
+                listen(other(Signal::TSTP))?,
+                listen(other(Signal::CONT))?,
+            )
+        };
+        let forward = async move {
+            loop {
+                let event = tokio::select! {
+                    // `biased` keeps the order: a stop comes before the SIGCONT that ended it.
+                    biased;
+                    _ = &mut stopped => break,
+                    Some(()) = interrupt.recv() => Event::Signal(Signal::INT),
+                    Some(()) = terminate.recv() => Event::Signal(Signal::TERM),
+                    Some(()) = user.recv() => Event::Signal(Signal::USR1),
+                    Some(()) = received(&mut hang_up) => Event::Signal(Signal::HUP),
+                    Some(()) = stop_asked.recv() => Event::Stop,
+                    Some(()) = continued.recv() => Event::Continue,
+                };
+                if events.send(event).is_err() {
+                    break;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("mpmd-signals".into())
+            .spawn(move || runtime.block_on(forward))
+            .map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// Waits for a signal; for ever without a listener.
+async fn received(listener: &mut Option<tokio::signal::unix::Signal>) -> Option<()> {
+    match listener {
+        Some(listener) => listener.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread only forwards events; a panic of it has been printed.
+            let _ = thread.join();
+        }
+    }
+}

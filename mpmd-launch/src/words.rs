@@ -1,0 +1,204 @@
+//! The last words of processes: the errors that they print before they end. Often all processes of
+//! a failed job print the same one. So each is held back for a moment, and shown once.
+
+use std::time::{Duration, Instant};
+
+use mpmd_base::block::Mutex;
+
+/// The longest time for which an error is held back.
+pub(super) const HOLD: Duration = Duration::from_secs(2);
+
+/// The most bytes that are held back.
+const MOST: usize = 64 * 1024;
+
+/// The beginning of a report of the causes of an `anyhow` error.
+const CAUSES: &str = "\n\nCaused by:\n";
+
+/// The errors that a process has printed last and that nobody has shown.
+#[derive(Debug, Default)]
+pub(super) struct LastWords(Mutex<Held>);
+
+#[derive(Debug, Default)]
+struct Held {
+    since: Option<Instant>,
+    errors: Vec<String>,
+}
+
+impl LastWords {
+    /// Takes whole lines of a process, and returns those that are to be shown now: an error and
+    /// all that follows it is held back.
+    pub(super) fn pass(&self, lines: &[u8], now: Instant) -> Vec<u8> {
+        let mut held = self.0.lock();
+        let mut shown = Vec::new();
+        for line in lines.split_inclusive(|byte| *byte == b'\n') {
+            let text = String::from_utf8_lossy(line);
+            match held.errors.last_mut() {
+                _ if begins_error(&text) => {
+                    held.since.get_or_insert(now);
+                    held.errors.push(text.into_owned());
+                }
+                Some(error) => error.push_str(&text),
+                None => shown.extend_from_slice(line),
+            }
+        }
+        if held.errors.iter().map(String::len).sum::<usize>() > MOST {
+            shown.extend(std::mem::take(&mut *held).errors.concat().into_bytes());
+        }
+        shown
+    }
+
+    /// Returns the time until the errors must be shown; `None` without any.
+    pub(super) fn due(&self, now: Instant) -> Option<Duration> {
+        let since = self.0.lock().since?;
+        Some(HOLD.saturating_sub(now.saturating_duration_since(since)))
+    }
+
+    /// Removes and returns the errors.
+    pub(super) fn take(&self) -> Vec<String> {
+        std::mem::take(&mut *self.0.lock()).errors
+    }
+}
+
+/// True if a program that fails prints such a line first.
+fn begins_error(line: &str) -> bool {
+    let line = without_process(line);
+    ["Error: ", "error: "].iter().any(|start| line.starts_with(start))
+        || (line.starts_with("thread '") && line.contains(" panicked at "))
+}
+
+/// Returns a line without `process 3: ` at its start.
+fn without_process(line: &str) -> &str {
+    let rest = line.strip_prefix("process ").map(|rest| rest.trim_start_matches(char::is_numeric));
+    rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(line)
+}
+
+/// An error, and the processes that have printed it.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct Error {
+    pub(super) processes: Vec<usize>,
+    /// The error as the first of them has printed it.
+    pub(super) text: String,
+}
+
+impl Error {
+    /// Returns the message: on one line with its causes, without what differs between processes.
+    pub(super) fn message(&self) -> String {
+        message(&self.text)
+    }
+
+    /// Returns the lines of the backtrace; empty if there is none.
+    pub(super) fn backtrace(&self) -> &str {
+        backtrace_at(&self.text).map_or("", |at| &self.text[at..])
+    }
+}
+
+fn backtrace_at(text: &str) -> Option<usize> {
+    text.find("\nStack backtrace:").or_else(|| text.find("\nstack backtrace:")).map(|at| at + 1)
+}
+
+fn message(text: &str) -> String {
+    let text = &text[..backtrace_at(text).unwrap_or(text.len())];
+    let mut text = without_process(text);
+    for start in ["Error: ", "error: "] {
+        text = text.strip_prefix(start).unwrap_or(text);
+    }
+    // Newer panics have the number of the thread.
+    if text.starts_with("thread '")
+        && let Some((thread, rest)) = text.split_once(" (")
+        && let Some((_, rest)) = rest.split_once(") panicked at ")
+    {
+        return format!("{thread} panicked at {rest}").trim_end().to_owned();
+    }
+    let (first, causes) = text.split_once(CAUSES).unwrap_or((text, ""));
+    let causes = causes.lines().filter(|line| !line.trim().is_empty()).map(|line| {
+        let line = line.trim_start();
+        let rest = line.trim_start_matches(char::is_numeric);
+        if rest.len() < line.len() { rest.strip_prefix(": ").unwrap_or(line) } else { line }
+    });
+    let all: Vec<&str> = std::iter::once(first.trim_end()).chain(causes).collect();
+    let all = all.join(": ");
+    // A main that returns a text prints it in quotes.
+    let quoted = all.strip_prefix('"').and_then(|all| all.strip_suffix('"'));
+    quoted.unwrap_or(&all).to_owned()
+}
+
+/// Returns each error once, in the order of processes, from the errors of each process.
+pub(super) fn merged(words: impl IntoIterator<Item = (usize, Vec<String>)>) -> Vec<Error> {
+    let mut errors: Vec<(String, Error)> = Vec::new();
+    for (process, texts) in words {
+        for text in texts {
+            let key = message(&text);
+            match errors.iter_mut().find(|(other, _)| *other == key) {
+                Some((_, error)) if error.processes.contains(&process) => {}
+                Some((_, error)) => error.processes.push(process),
+                None => errors.push((key, Error { processes: vec![process], text })),
+            }
+        }
+    }
+    errors.into_iter().map(|(_, error)| error).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_and_what_follows_is_held_back() {
+        let (words, now) = (LastWords::default(), Instant::now());
+        assert_eq!(words.pass(b"step 1\nno error: here\n", now), b"step 1\nno error: here\n");
+        assert_eq!(words.due(now), None);
+        assert_eq!(words.pass(b"step 2\nError: full\n", now), b"step 2\n");
+        assert_eq!(words.pass(b"\nCaused by:\n    disk\n", now), b"");
+        assert_eq!(words.pass(b"process 1: error: gone\n", now), b"");
+        assert_eq!(words.due(now + HOLD / 2), Some(HOLD / 2));
+        assert_eq!(words.due(now + 2 * HOLD), Some(Duration::ZERO));
+        let expected = ["Error: full\n\nCaused by:\n    disk\n", "process 1: error: gone\n"];
+        assert_eq!(words.take(), expected);
+        assert_eq!((words.take(), words.due(now)), (Vec::new(), None));
+        assert_eq!(words.pass(b"more\n", now), b"more\n");
+    }
+
+    #[test]
+    fn endless_words_are_not_kept() {
+        let (words, now) = (LastWords::default(), Instant::now());
+        assert_eq!(words.pass(b"Error: all\n", now), b"");
+        let long = vec![b'x'; MOST];
+        assert_eq!(words.pass(&long, now).len(), MOST + 11);
+        assert_eq!(words.take(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn messages_lack_what_differs_between_processes() {
+        for (text, expected) in [
+            ("Error: a\n", "a"),
+            ("process 12: error: a\n  b\n", "a\n  b"),
+            ("Error: \"the disk is full\"\n", "the disk is full"),
+            ("Error: a\n\nCaused by:\n    b\n\nStack backtrace:\n   0: main\n", "a: b"),
+            ("Error: a\n\nCaused by:\n    0: b\n    1: c\n", "a: b: c"),
+            (
+                "thread 'main' (77) panicked at src/main.rs:1:2:\nno\n",
+                "thread 'main' panicked at src/main.rs:1:2:\nno",
+            ),
+            ("thread 'main' panicked at x (y) z\n", "thread 'main' panicked at x (y) z"),
+        ] {
+            assert_eq!(message(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn equal_errors_are_merged() {
+        let of = |text: &str| vec![text.to_owned()];
+        let first = "process 0: error: a\nstack backtrace:\n 1\n";
+        let errors = merged([
+            (0, of(first)),
+            (1, of("process 1: error: a\nstack backtrace:\n 2\n")),
+            (2, of("Error: b\n")),
+        ]);
+        let expected = [(vec![0, 1], first), (vec![2], "Error: b\n")];
+        let found: Vec<_> =
+            errors.iter().map(|error| (error.processes.clone(), error.text.as_str())).collect();
+        assert_eq!(found, expected);
+        assert_eq!(errors[0].backtrace(), "stack backtrace:\n 1\n");
+        assert_eq!(errors[1].backtrace(), "");
+    }
+}
