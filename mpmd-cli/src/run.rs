@@ -83,8 +83,8 @@ pub(crate) struct Run {
 
 impl Run {
     /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
-    /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if it
-    /// cannot be executed.
+    /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if
+    /// it cannot be executed.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");

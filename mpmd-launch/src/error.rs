@@ -7,7 +7,6 @@ use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, TokenError};
 
 use crate::end::ProcessEnd;
-use crate::env::UnknownVariable;
 
 /// An error while a job, or this process's part in it, starts.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -39,7 +38,7 @@ pub enum LaunchError {
     /// The name of a variable is close to one that the framework reads. The environment is at
     /// fault.
     #[error("{0}")]
-    UnknownVariable(UnknownVariable),
+    UnknownVariable(String),
     /// The file with the costs of links cannot be read or is invalid. The environment is at fault.
     /// Every process of the job gets the same error.
     #[error("{path}, the value of {variable} on process 0, has no costs of links: {why}")]

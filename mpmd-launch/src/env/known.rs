@@ -102,7 +102,7 @@ pub(super) fn environment() -> impl Iterator<Item = (String, String)> {
 /// Fails if a variable of this process is the misspelt name of a known one.
 pub(crate) fn check() -> Result<(), LaunchError> {
     let misspelt = unknown_variables(environment()).into_iter().find(|it| it.meant.is_some());
-    misspelt.map_or(Ok(()), |unknown| Err(LaunchError::UnknownVariable(unknown)))
+    misspelt.map_or(Ok(()), |unknown| Err(LaunchError::UnknownVariable(unknown.to_string())))
 }
 
 /// Returns the smallest number of inserted, deleted and replaced bytes that make `b` of `a`.

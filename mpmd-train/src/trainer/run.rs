@@ -160,8 +160,8 @@ pub struct Outcome {
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Trains, evaluates and saves as `run` says. Blocks until the last report is read.
     ///
-    /// Two further steps are issued before the report of a step is read. If any process gets Ctrl-C,
-    /// SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
+    /// Two further steps are issued before the report of a step is read. If any process gets
+    /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
     /// evaluation. The second signal ends its process at once.
     ///
     /// # Errors

@@ -54,8 +54,8 @@ pub(super) enum Opened {
 pub(super) type Endpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
 
 impl Opened {
-    /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP address
-    /// of `at`.
+    /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP
+    /// address of `at`.
     pub(super) fn open(name: &str, processes: usize, at: SocketAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
