@@ -227,8 +227,8 @@ impl Runtime {
     }
 
     /// Writes to the log and to stderr that something has waited longer than the peer timeout.
-    /// While this process issues and ends nothing, it does so at growing intervals: a job may idle for
-    /// days.
+    /// While this process issues and ends nothing, it does so at growing intervals: a job may idle
+    /// for days.
     pub(crate) fn report_hang(&self, text: &str) {
         let progress = (self.router.lock().count(), self.in_flight.counts().ended);
         let timeout = self.config.peer_timeout;
