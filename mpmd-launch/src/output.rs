@@ -69,10 +69,9 @@ pub(super) fn copy(mut from: impl Read, prefix: &str, failed: impl FnOnce(io::Er
     let mut write = |bytes: &[u8]| {
         if failed.is_some()
             && let Err(error) = Stream::Out.write(bytes)
+            && let Some(failed) = failed.take()
         {
-            if let Some(failed) = failed.take() {
-                failed(error);
-            }
+            failed(error);
         }
     };
     let mut lines = Lines::new(prefix);
