@@ -16,6 +16,10 @@ pub(crate) const EXPECTED: &str = "the config of a Llama-type model";
 pub(crate) const LARGEST_FILE: u64 = 1 << 20;
 /// Limit on each size in a config, so that products of sizes do not overflow.
 const LARGEST: usize = (1 << 31) - 1;
+/// The key of the number of positions.
+pub(crate) const POSITIONS: &str = "max_position_embeddings";
+/// The number of positions of a config without the key.
+const DEFAULT_POSITIONS: usize = 2048;
 /// Limit on the number of layers, whose names are kept in memory.
 const MOST_LAYERS: usize = 10_000;
 
@@ -36,6 +40,8 @@ pub struct Config {
     pub num_key_value_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
+    /// Number of positions that the model was made for: the most tokens of a sequence.
+    pub max_position_embeddings: usize,
     /// Number that is added to the mean square in a norm.
     pub rms_norm_eps: f64,
     /// True if the output uses the weight of the embedding.
@@ -83,6 +89,7 @@ impl Config {
             num_attention_heads: heads,
             num_key_value_heads: groups,
             head_dim: keys.size("head_dim", default)?,
+            max_position_embeddings: keys.size(POSITIONS, DEFAULT_POSITIONS)?,
             rms_norm_eps: keys.or("rms_norm_eps", "a number", 1e-6)?,
             tie_word_embeddings: keys.or("tie_word_embeddings", "true or false", false)?,
             attention_bias: keys.or("attention_bias", "true or false", false)?,
@@ -119,7 +126,9 @@ fn rope(keys: &Keys<'_>) -> Result<Rope> {
     };
     let scaling = Keys { file: keys.file, prefix, map: &map };
     let theta = scaling.or("rope_theta", "a number", theta)?;
-    let name = if map.contains_key("rope_type") { "rope_type" } else { "type" };
+    // A null is no setting, here as for all keys.
+    let is_named = map.get("rope_type").is_some_and(|kind| !kind.is_null());
+    let name = if is_named { "rope_type" } else { "type" };
     let kinds = "\"default\", \"linear\" or \"llama3\"";
     let kind = scaling.or(name, kinds, "default".to_owned())?;
     let rotated = keys.or("partial_rotary_factor", "1", 1.0)?;
@@ -133,7 +142,7 @@ fn rope(keys: &Keys<'_>) -> Result<Rope> {
         "linear" => Scaling::Linear { factor: number("factor")? },
         "llama3" => {
             let key = "original_max_position_embeddings";
-            let positions = keys.size("max_position_embeddings", 2048)?;
+            let positions = keys.size(POSITIONS, DEFAULT_POSITIONS)?;
             Scaling::Llama3 {
                 factor: number("factor")?,
                 low_freq_factor: number("low_freq_factor")?,
@@ -239,8 +248,15 @@ mod tests {
             original_max_position_embeddings,
         };
         assert_eq!(old, Rope { theta: 5e5, scaling });
-        let linear = read(r#""rope_scaling": {"type": "linear", "factor": 2}"#).unwrap().rope;
-        assert_eq!(linear.scaling, Scaling::Linear { factor: 2.0 });
+        for names in [r#""type": "linear""#, r#""rope_type": null, "type": "linear""#] {
+            for object in ["rope_scaling", "rope_parameters"] {
+                let settings = format!(r#""{object}": {{{names}, "factor": 2}}"#);
+                let linear = read(&settings).unwrap().rope;
+                assert_eq!(linear.scaling, Scaling::Linear { factor: 2.0 }, "{settings}");
+            }
+        }
+        let none = read(r#""rope_scaling": {"rope_type": null, "type": null}"#).unwrap().rope;
+        assert_eq!(none.scaling, Scaling::Default);
     }
 
     #[test]

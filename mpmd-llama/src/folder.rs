@@ -42,6 +42,9 @@ const COMPANIONS: [&str; 12] = [
 /// Limit on the size of such a file and of the index, in bytes.
 const LARGEST_FILE: u64 = 256 << 20;
 
+/// Size up to which a file may be a pointer of Git LFS, in bytes.
+const SMALL: u64 = 1024;
+
 /// Name of the weights' file, if there is one.
 const SINGLE: &str = "model.safetensors";
 /// Name of the file that maps tensors to files, if there are several.
@@ -99,8 +102,8 @@ impl Folder {
     ///
     /// # Errors
     ///
-    /// If a file is missing or damaged, no regular file or too large, or a link that leads out of
-    /// the folder and of its hub cache. If a tensor is missing, of another shape or dtype, or
+    /// If a file is missing or damaged, no regular file, a pointer of Git LFS or too large, or a
+    /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another shape or dtype, or
     /// unknown. The message names the file, the tensor, the expected and the found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
@@ -179,13 +182,39 @@ impl Folder {
     ///
     /// As for [`Program::assert_same`].
     pub fn compare(&self, p: &mut Program) -> Result<()> {
-        let text = |key: Key, text: String| text.bytes().map(u64::from).fold(key, Key::fold_in);
+        let (count, key) = (self.tensors.len(), self.form());
+        p.assert_same(format!("a model of {count} tensors, with hash {:016x}", key.0))
+    }
+
+    /// Returns a hash of the config, and of the names, shapes and dtypes of the tensors.
+    fn form(&self) -> Key {
+        let text = |key: Key, text: String| fold(key, text.as_bytes());
         let key = text(Key(0), format!("{:?}", self.config));
         let tensors = self.tensors.iter();
-        let key =
-            tensors.fold(key, |key, (name, stored)| text(key, format!("{name} {}", stored.aval)));
-        let count = self.tensors.len();
-        p.assert_same(format!("a model of {count} tensors, with hash {:016x}", key.0))
+        tensors.fold(key, |key, (name, stored)| text(key, format!("{name} {}", stored.aval)))
+    }
+
+    /// Returns a hash that tells models apart: of the config, and of the tensors' names, shapes,
+    /// dtypes, and values in the first and the last row.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read.
+    pub(crate) fn fingerprint(&self) -> Result<u64> {
+        let (mut key, mut bytes) = (self.form(), Vec::new());
+        for (name, Stored { file, aval }) in &self.tensors {
+            let rows = aval.shape().first().copied().unwrap_or(1);
+            for row in [0, rows.saturating_sub(1)] {
+                let all = aval.shape().iter().map(|size| 0..*size);
+                let mut ranges: Vec<_> = all.collect();
+                ranges.iter_mut().take(1).for_each(|rows| *rows = row..row + 1);
+                let region = Region::new(ranges);
+                bytes.resize(region.elements() * aval.dtype().size(), 0);
+                file.read(name, &region, &mut bytes)?;
+                key = fold(key, &bytes);
+            }
+        }
+        Ok(key.0)
     }
 
     /// Issues the reading of a tensor as f32 on the devices of `sharding`. Each owner reads only
@@ -216,6 +245,11 @@ impl Folder {
     }
 }
 
+/// Adds bytes to a hash.
+fn fold(key: Key, bytes: &[u8]) -> Key {
+    bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
+}
+
 /// Reads a region of a tensor with elements of 16 bits, block by block, and converts each element.
 fn read_as(
     file: &TensorFile,
@@ -241,7 +275,7 @@ fn read_as(
 }
 
 /// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
-/// `most` bytes. Links may lead to files of the folder only, or from a folder in `snapshots/REV` of
+/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a folder in `snapshots/REV` of
 /// a hub cache to `blobs` beside `snapshots`.
 fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
@@ -261,6 +295,10 @@ fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     if found.len() > most {
         let bytes = found.len();
         return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
+    }
+    if found.len() <= SMALL {
+        // Refuses a pointer of Git LFS.
+        read_regular(&path, SMALL)?;
     }
     Ok(path)
 }

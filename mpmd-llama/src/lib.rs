@@ -12,9 +12,11 @@
 //!
 //! fn main() -> Result<()> {
 //!     let folder = Folder::open("model")?;
-//!     let tokens = Tokens::of(&Text::of(&["README.md"])?, &tokenizer(&folder)?)?;
-//!     let model = Llama::new(&folder, 2, tokens.ids().len())?;
 //!     Program::builder().devices(2).run(|p| {
+//!         // Process 0 reads the text, and all get its tokens.
+//!         let read = || Tokens::of(&Text::of(&["README.md"])?, &tokenizer(&folder)?);
+//!         let tokens = Tokens::spread(p, read)?;
+//!         let model = Llama::new(&folder, 2, tokens.ids().len())?;
 //!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
 //!         if let Some(nats) = score::nats_per_token(p, &model, &meshes, &tokens)? {
 //!             println!("{nats} nats per token");

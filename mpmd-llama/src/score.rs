@@ -9,14 +9,13 @@ use mpmd::pipeline::Microbatch;
 use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Text, TokenSource};
-use mpmd::{Error, MpmdArray, Program, Result};
-use mpmd_job::JobArgs;
-use mpmd_job::at_least;
+use mpmd::{MpmdArray, ProcessId, Program, Result};
+use mpmd_job::{JobArgs, Rejected, at_least};
 use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::stages::Llama;
-use crate::tokens::{Tokens, tokenizer};
+use crate::tokens::{Tokens, check_texts, tokenizer};
 use crate::unexpected;
 
 /// Arguments of a training that a scoring would ignore.
@@ -42,11 +41,13 @@ struct Score {
 }
 
 /// Scores the first `count` tokens of a file, and has process 0 print `{"tokens": N-1,
-/// "nats_per_token": x}` to stdout. Checks all inputs before a process is started.
+/// "nats_per_token": x}` to stdout. Checks the folder before a process is started. Process 0 alone
+/// reads the text.
 ///
 /// # Errors
 ///
-/// If the folder, the tokenizer or the file is invalid, or the job could not be started.
+/// If the folder, the tokenizer or the file is invalid, or the job could not be started. If the score
+/// is not a finite number, the job's exit code is 1.
 pub fn run(
     folder: &Folder,
     (file, count): (&Path, usize),
@@ -54,20 +55,38 @@ pub fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let model = Llama::new(folder, stages, count)?;
-    let tokens = Tokens::of(&Text::of(&[file])?, &tokenizer(folder)?)?;
-    if tokens.ids().len() < count {
-        let expected = format!("at least {count} tokens");
-        return Err(unexpected(file, "", expected, tokens.ids().len()).into());
-    }
-    let tokens = tokens.first(count);
+    check_texts(&[file.to_owned()])?;
+    // Process 0 reads it again.
+    tokenizer(folder)?;
+    let read = || {
+        let tokens = Tokens::start_of(&Text::of(&[file])?, &tokenizer(folder)?, count)?;
+        match tokens.ids().len() {
+            found if found < count => {
+                Err(unexpected(file, "", format!("at least {count} tokens"), found))
+            }
+            _ => Ok(tokens),
+        }
+    };
     mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
-        if let Some(nats) = nats_per_token(p, &model, &meshes, &tokens)? {
-            let score = Score { tokens: count - 1, nats_per_token: nats };
-            let line = serde_json::to_string(&score);
-            println!("{}", line.map_err(|why| Error::kernel(why.to_string()))?);
+        let tokens = Tokens::spread(p, read)?;
+        let nats = nats_per_token(p, &model, &meshes, &tokens)?;
+        // All processes end alike. The first device is of process 0.
+        let not_finite = nats.filter(|nats| !nats.is_finite()).map(|nats| nats.to_string());
+        if let Some(nats) = p.broadcast_value(ProcessId(0), None, || Ok(not_finite))? {
+            return Err(Rejected(format!(
+                "error: the loss of {} in {} is {nats}: the model has values that are not finite, \
+                 or its activations overflow",
+                file.display(),
+                folder.path().display()
+            ))
+            .into());
         }
-        Ok::<_, Error>(())
+        if let Some(nats_per_token) = nats {
+            let score = Score { tokens: count - 1, nats_per_token };
+            println!("{}", serde_json::to_string(&score)?);
+        }
+        anyhow::Ok(())
     })
 }
 

@@ -11,7 +11,8 @@ use mpmd::pipeline::{Loss, Pipeline};
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, Program, Result};
 
-use crate::folder::Folder;
+use crate::config::POSITIONS;
+use crate::folder::{CONFIG, Folder};
 use crate::lora::{self, Lora};
 use crate::model::{EMBEDDING, OUTPUT, Part};
 use crate::rope::Angles;
@@ -36,13 +37,17 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// If the model has fewer layers than stages.
+    /// If the model has fewer layers than stages, or was made for fewer positions.
     pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
-        let config = folder.config();
+        let (config, file) = (folder.config(), folder.path().join(CONFIG));
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
-            let file = folder.path().join("config.json");
             return Err(unexpected(&file, "num_hidden_layers", expected, config.num_hidden_layers));
+        }
+        let most = config.max_position_embeddings;
+        if positions > most {
+            let expected = format!("at least {positions}, the tokens of a sequence");
+            return Err(unexpected(&file, POSITIONS, expected, most));
         }
         let angles = Angles::new(&config.rope, config.head_dim, positions)
             .map_err(|why| Error::kernel(why.to_string()))?;

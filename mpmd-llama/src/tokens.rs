@@ -1,15 +1,29 @@
 //! The tokenizer of a folder, and texts as tokens.
 
 use std::fmt;
+use std::fs::File;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
+use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, Text, TokenSource};
-use mpmd::{Error, Program, Result};
-use tokenizers::Tokenizer;
+use mpmd::{Error, ProcessId, Program, Result};
+use tokenizers::{ModelWrapper, Tokenizer};
 
 use crate::folder::{Folder, TOKENIZER};
 use crate::unexpected;
+
+/// Length of the pieces of a text, in bytes. While a piece is turned into tokens, it takes some 200
+/// times as many bytes.
+const PIECE: usize = 64 << 10;
+/// Length of the text on each side of a border that is compared, in bytes.
+const CONTEXT: usize = 1 << 10;
+/// Number of places that are tried in a piece's length.
+const TRIES: usize = 16;
 
 /// Reads the tokenizer of a folder.
 ///
@@ -32,7 +46,87 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     }
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);
     unset.map_err(|why| unexpected(&file, "", expected, why))?;
+    // Some trainings leave it in the file. The tokens would differ from call to call.
+    if let ModelWrapper::BPE(bpe) = tokenizer.get_model()
+        && bpe.dropout.is_some()
+    {
+        let mut bpe = bpe.clone();
+        bpe.dropout = None;
+        tokenizer.with_model(bpe);
+    }
     Ok(tokenizer)
+}
+
+/// Turns a text into tokens, without special tokens.
+///
+/// # Errors
+///
+/// If the tokenizer fails, or its pattern engine gives up.
+fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
+    // The engine panics if a pattern needs too many attempts.
+    let encode = || tokenizer.encode_fast(text, false);
+    let encoding = catch_unwind(AssertUnwindSafe(encode)).map_err(|panic| {
+        let why = panic.downcast::<String>();
+        let why = why.map_or_else(|_| "a panic".to_owned(), |why| *why);
+        failed(&format!("its patterns cannot split the text ({why})"))
+    })?;
+    Ok(encoding.map_err(|why| failed(&why))?.get_ids().to_vec())
+}
+
+/// Checks that texts can be opened, and are files or folders. Reads none.
+///
+/// # Errors
+///
+/// If one is not.
+pub(crate) fn check_texts(paths: &[PathBuf]) -> Result<()> {
+    let check = |path: &PathBuf| match path.metadata()? {
+        kind if kind.is_file() || kind.is_dir() => File::open(path).map(drop),
+        _ => Err(io::Error::other("it is no regular file")),
+    };
+    paths.iter().try_for_each(|path| {
+        let why = |why| Error::Environment(format!("cannot read {}: {why}", path.display()));
+        check(path).map_err(why)
+    })
+}
+
+/// Cuts the first piece off a text that is not empty, and returns it and the rest. The tokens of
+/// the text are those of the piece and of the rest.
+///
+/// A piece ends at a blank. Some tokenizers split before it, some behind it, and some put one in
+/// front of every text, so it is left out. The text is not cut where none of these keeps the tokens
+/// of the text around the border: then the piece is longer.
+fn cut<'a>(tokenizer: &Tokenizer, text: &'a str) -> Result<(&'a str, &'a str)> {
+    for from in (PIECE..text.len().saturating_sub(CONTEXT)).step_by(PIECE) {
+        let from = boundary(text, from);
+        let is_first_blank = |(at, char): &(usize, char)| {
+            char.is_whitespace() && !text[..from + at].ends_with(char::is_whitespace)
+        };
+        let window = text[from..].char_indices().take_while(|(at, _)| *at < PIECE);
+        for (at, blank) in window.filter(is_first_blank).take(TRIES) {
+            let (at, after) = (from + at, from + at + blank.len_utf8());
+            for (end, start) in [(at, at), (after, after), (at, after)] {
+                if start < text.len() && is_border(tokenizer, text, end, start)? {
+                    return Ok((&text[..end], &text[start..]));
+                }
+            }
+        }
+    }
+    Ok((text, ""))
+}
+
+/// True if the text around a border has the tokens of its parts before `end` and from `start` on.
+fn is_border(tokenizer: &Tokenizer, text: &str, end: usize, start: usize) -> Result<bool> {
+    let from = boundary(text, end.saturating_sub(CONTEXT));
+    let until = boundary(text, text.len().min(start + CONTEXT));
+    let mut parts = encode(tokenizer, &text[from..end])?;
+    parts.extend(encode(tokenizer, &text[start..until])?);
+    Ok(parts == encode(tokenizer, &text[from..until])?)
+}
+
+/// Returns the last start of a character up to byte `at`.
+fn boundary(text: &str, at: usize) -> usize {
+    (0..=at).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
 }
 
 /// The tokens of a text, in memory. Clones share them.
@@ -42,21 +136,77 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Turns a text into tokens, file by file, without special tokens.
+    /// Turns a text into tokens, file by file, without special tokens. A long file is cut into
+    /// pieces that have the same tokens, so the memory is in proportion to the text and its tokens.
     ///
     /// # Errors
     ///
     /// If the tokenizer fails.
     pub fn of(text: &Text, tokenizer: &Tokenizer) -> Result<Self> {
-        let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
+        Self::start_of(text, tokenizer, usize::MAX)
+    }
+
+    /// Returns the first tokens of a text: `count`, or all if there are fewer.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Tokens::of`].
+    pub(crate) fn start_of(text: &Text, tokenizer: &Tokenizer, count: usize) -> Result<Self> {
         let mut ids = Vec::new();
         // The last file ends with a separator, too.
         for file in text.bytes().split(|byte| *byte == SEPARATOR) {
-            let file = std::str::from_utf8(file).map_err(|why| failed(&why))?;
-            let encoding = tokenizer.encode(file, false).map_err(|why| failed(&why))?;
-            ids.extend_from_slice(encoding.get_ids());
+            let mut rest = std::str::from_utf8(file)
+                .map_err(|why| Error::Environment(format!("a text is not UTF-8: {why}")))?;
+            while !rest.is_empty() && ids.len() < count {
+                let (piece, later) = cut(tokenizer, rest)?;
+                ids.extend(encode(tokenizer, piece)?);
+                rest = later;
+            }
         }
+        ids.truncate(count);
         Ok(Self { ids: ids.into() })
+    }
+
+    /// Makes tokens on process 0, and returns them on every process. Every process must call it,
+    /// and blocks until it has them. In a dry run each process makes them.
+    ///
+    /// # Errors
+    ///
+    /// The error of `make`, on every process. If a process has no device.
+    pub fn spread(p: &mut Program, make: impl Fn() -> Result<Self>) -> Result<Self> {
+        let mut own = None;
+        let mut make = || match make() {
+            Ok(tokens) => Ok(own.insert(tokens).ids.len()),
+            Err(why) => Err(why.to_string()),
+        };
+        let in_dry_run = if p.is_dry_run() { make() } else { Ok(0) };
+        let len: std::result::Result<usize, String> =
+            p.broadcast_value(ProcessId(0), in_dry_run, || Ok(make()))?;
+        let len = len.map_err(Error::Environment)?;
+        if len == 0 || p.processes() == 1 {
+            return Ok(own.unwrap_or_else(|| Self { ids: Vec::new().into() }));
+        }
+        let no_device = || Error::Environment("a process without a device has no tokens".into());
+        let processes = (0..p.processes() as u32).map(ProcessId);
+        let devices = processes.map(|process| p.topology().devices_of(process).first().copied());
+        let devices = devices.collect::<Option<Vec<_>>>().ok_or_else(no_device)?;
+        let everywhere = p.mesh_of(&[("process", devices.len())], &devices)?;
+        let (aval, first) =
+            (ShapedArray::try_new(&[len], DType::U32)?, Sharding::single_device(devices[0]));
+        let ids = own.as_ref().map(|tokens| tokens.ids.clone()).unwrap_or_default();
+        // Only process 0 has the device, and fills it.
+        let array = p.array_from_fn(aval, &first, move |_, mut view| {
+            view.as_mut_slice::<u32>()?.copy_from_slice(&ids);
+            Ok(())
+        })?;
+        let array = p.device_put(&array, everywhere.replicated())?;
+        match own {
+            Some(tokens) => Ok(tokens),
+            None => {
+                let host = array.to_host()?.ok_or_else(no_device)?;
+                Ok(Self { ids: host.to_vec::<u32>()?.into() })
+            }
+        }
     }
 
     /// Returns the first tokens: `count`, or all if there are fewer.
@@ -94,5 +244,115 @@ impl TokenSource for Tokens {
         let hash = |key: Key, id: &u32| key.fold_in(u64::from(*id));
         let key = self.ids.iter().fold(Key(self.ids.len() as u64), hash);
         p.assert_same(format!("{self:?} of a text, with hash {:016x}", key.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// The tokenizer of the tests' folders: bytes, split as GPT-2 does.
+    const BYTES: &str = include_str!("../tests/folders/plain/tokenizer.json");
+    /// The pattern of Llama 3.
+    const LLAMA3: &str = concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    );
+
+    fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
+        let mut tokenizer: Value = serde_json::from_str(BYTES).unwrap();
+        change(&mut tokenizer);
+        Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
+    }
+
+    /// Returns a tokenizer whose words begin with `▁`, which is in front of every text.
+    fn with_prefix(change: impl FnOnce(&mut Value)) -> Tokenizer {
+        let mut tokenizer: Value =
+            serde_json::from_str(&BYTES.replace('\u{120}', "\u{2581}")).unwrap();
+        tokenizer["model"]["unk_token"] = json!("<s>");
+        tokenizer["pre_tokenizer"] = Value::Null;
+        change(&mut tokenizer);
+        Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
+    }
+
+    /// Prose, code, numbers, and runs of blanks.
+    fn text(bytes: usize) -> String {
+        let mut text = String::new();
+        let mut line = 0u32;
+        while text.len() < bytes {
+            line += 1;
+            text += &match line.wrapping_mul(2_654_435_761) % 7 {
+                0 => format!("It isn't the {line}th fox; \"jumps\",  he said.\r\n"),
+                1 => {
+                    format!("{}if (x_{line} != {}) {{\n", " ".repeat(line as usize % 9), line * 977)
+                }
+                2 => "\n\n \n\t\t\n".to_owned(),
+                3 => format!("\u{72d0}\u{72f8}\u{ff0c}{line}\u{3002} caf\u{e9} e\u{301}\u{a0}x\n"),
+                4 => "a".repeat(line as usize % 50) + "  ",
+                _ => "the quick brown fox jumps over the lazy dog. ".to_owned(),
+            };
+        }
+        text
+    }
+
+    #[test]
+    fn pieces_have_the_tokens_of_the_whole() {
+        let split = json!({ "type": "Split", "pattern": { "Regex": LLAMA3 },
+            "behavior": "Isolated", "invert": false });
+        let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+            "use_regex": false });
+        let prepend = json!({ "type": "Prepend", "prepend": "\u{2581}" });
+        let replace = json!({ "type": "Replace", "pattern": { "String": " " },
+            "content": "\u{2581}" });
+        let metaspace = json!({ "type": "Metaspace", "replacement": "\u{2581}",
+            "prepend_scheme": "first", "split": false });
+        let tokenizers = [
+            ("GPT-2", changed(|_| {})),
+            (
+                "Llama 3",
+                changed(|tokenizer| {
+                    tokenizer["pre_tokenizer"] =
+                        json!({ "type": "Sequence", "pretokenizers": [split, bytes] });
+                }),
+            ),
+            (
+                "a prefix",
+                changed(|tokenizer| {
+                    tokenizer["pre_tokenizer"]["add_prefix_space"] = json!(true);
+                }),
+            ),
+            (
+                "Llama 2",
+                with_prefix(|tokenizer| {
+                    tokenizer["normalizer"] =
+                        json!({ "type": "Sequence", "normalizers": [prepend, replace] });
+                }),
+            ),
+            ("Metaspace", with_prefix(|tokenizer| tokenizer["pre_tokenizer"] = metaspace)),
+        ];
+        let text = text(6 * PIECE);
+        for (name, tokenizer) in &tokenizers {
+            let (mut pieces, mut rest, mut found) = (0, text.as_str(), Vec::new());
+            while !rest.is_empty() {
+                let (piece, later) = cut(tokenizer, rest).unwrap();
+                found.extend(encode(tokenizer, piece).unwrap());
+                (pieces, rest) = (pieces + 1, later);
+            }
+            assert!(pieces >= 6, "{name}: {pieces} pieces");
+            let whole = encode(tokenizer, &text).unwrap();
+            let differs = found.iter().zip(&whole).position(|(a, b)| a != b);
+            assert!(found == whole, "{name}: differs at token {differs:?} of {}", whole.len());
+        }
+    }
+
+    #[test]
+    fn text_without_a_border_is_one_piece() {
+        let tokenizer = changed(|_| {});
+        let word = "a".repeat(3 * PIECE);
+        assert_eq!(cut(&tokenizer, &word).unwrap(), (word.as_str(), ""));
+        let blanks = format!("{}x", " ".repeat(3 * PIECE));
+        assert_eq!(cut(&tokenizer, &blanks).unwrap(), (blanks.as_str(), ""));
     }
 }

@@ -20,7 +20,7 @@ use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::save;
 use crate::stages::Llama;
-use crate::tokens::{Tokens, tokenizer};
+use crate::tokens::{Tokens, check_texts, tokenizer};
 use crate::unexpected;
 
 /// Number of checkpoints that stay in their folder.
@@ -113,33 +113,34 @@ struct Trained {
 }
 
 /// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
-/// Checks all inputs before a process is started.
+/// Checks the folder before a process is started. Process 0 alone reads the texts, in the job.
 ///
 /// # Errors
 ///
 /// If the folder, the tokenizer or a text is invalid, if the arguments do not fit the model or each
 /// other, or if the job could not be started.
 pub fn run(
-    folder: &Folder,
+    source: &Folder,
     args: &TrainArgs,
     stages: usize,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    let dropout = folder.config().attention_dropout;
+    let dropout = source.config().attention_dropout;
     if dropout != 0.0 {
-        let file = folder.path().join("config.json");
+        let file = source.path().join("config.json");
         return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
     }
     let schedule = args.schedule(stages)?;
-    let model = Llama::new(folder, stages, args.time)?.lora(args.lora(), args.seed);
-    let tokens = Tokens::of(&Text::of(&args.paths)?, &tokenizer(folder)?)?;
-    let windows = Windows::new(&tokens, args.time, args.rows)?;
+    let model = Llama::new(source, stages, args.time)?.lora(args.lora(), args.seed);
+    check_texts(&args.paths)?;
+    // Process 0 reads it again.
+    tokenizer(source)?;
     let ranks = schedule.ranks();
     if let Some(to) = &args.save {
         // Found before hours of training.
         std::fs::create_dir_all(to)
             .map_err(|why| unexpected(to, "", "a folder for the trained model", why))?;
-        let is_source = to.canonicalize().ok() == folder.path().canonicalize().ok();
+        let is_source = to.canonicalize().ok() == source.path().canonicalize().ok();
         ensure!(!is_source, "--save: expected another folder than --model, found the same");
     }
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
@@ -152,16 +153,21 @@ pub fn run(
         if let Some(to) = &args.save {
             check_folder(p, to)?;
         }
+        let tokens =
+            Tokens::spread(p, || Tokens::of(&Text::of(&args.paths)?, &tokenizer(source)?))?;
+        let windows = Windows::new(&tokens, args.time, args.rows)?;
         let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
         let mut run = Run::steps(args.steps as u64);
         if let Some(file) = &args.metrics {
             run = run.metrics(file);
         }
         if let Some(folder) = &args.checkpoints {
-            let mut checkpoints = Checkpoints::new(folder).keep(KEPT);
-            if let Some(lora) = args.lora() {
-                checkpoints = checkpoints.setting("lora_alpha", lora.alpha);
-            }
+            let lora =
+                args.lora().map(|lora| format!("rank {} and alpha {}", lora.rank, lora.alpha));
+            let checkpoints = Checkpoints::new(folder)
+                .keep(KEPT)
+                .setting("model", format!("{:016x}", source.fingerprint()?))
+                .setting("lora", lora.as_deref().unwrap_or("none"));
             let step = trainer.restore(p, &checkpoints)?;
             if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
                 eprintln!("continuing after step {step} of {}", folder.display());
@@ -174,7 +180,7 @@ pub fn run(
         let outcome = trainer.run(p, run, &windows)?;
         if let Some(to) = &args.save {
             let params = merged(p, trainer.pipeline(), args.lora())?;
-            save(p, folder, &params, to)?;
+            save(p, source, &params, to)?;
         }
         if p.process() == ProcessId(0) && !p.is_dry_run() {
             let (steps, held_out_loss) = (outcome.steps, outcome.evaluation);

@@ -11,7 +11,7 @@ pub enum Rate {
     WarmupCosine {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on.
+        /// The lowest rate, from step `total` on, but never before the peak.
         floor: f64,
         /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
         warmup: u64,
@@ -22,7 +22,7 @@ pub enum Rate {
     WarmupLinear {
         /// The highest rate, reached in step `warmup`.
         peak: f64,
-        /// The lowest rate, from step `total` on.
+        /// The lowest rate, from step `total` on, but never before the peak.
         floor: f64,
         /// Steps of the rise. With zero, the first step already has nearly the peak's rate.
         warmup: u64,
@@ -68,10 +68,14 @@ fn warmed_up(
     if step < warmup {
         return peak * step as f64 / warmup as f64;
     }
+    // Also in the last step.
+    if step == warmup {
+        return peak;
+    }
     if step >= total {
         return floor;
     }
-    // `warmup <= step < total` here, so the divisor is not zero.
+    // `warmup < step < total` here, so the divisor is not zero.
     let done = (step - warmup) as f64 / (total - warmup) as f64;
     floor + (peak - floor) * fall(done)
 }
@@ -97,7 +101,21 @@ mod tests {
             assert!((of(4).at(step) - rate).abs() < 1e-12, "{step}: {}", of(4).at(step));
         }
         assert!(of(0).at(1) > 0.98);
-        assert_eq!((of(12).at(6), of(12).at(12)), (0.5, 0.2));
+    }
+
+    #[test]
+    fn warmup_of_all_steps_ends_at_the_peak() {
+        let (peak, floor) = (0.3, 0.1);
+        for (warmup, total) in [(5, 5), (1, 1), (5, 6), (12, 12)] {
+            for rate in [
+                Rate::WarmupLinear { peak, floor, warmup, total },
+                Rate::WarmupCosine { peak, floor, warmup, total },
+            ] {
+                assert_eq!(rate.at(warmup), peak, "{rate:?}");
+                assert!((1..warmup).all(|step| rate.at(step) < peak), "{rate:?}");
+                assert_eq!(rate.at(total + 1), floor, "{rate:?}");
+            }
+        }
     }
 
     #[test]

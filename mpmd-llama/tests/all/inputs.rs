@@ -137,6 +137,17 @@ fn wrong_tokenizers_are_refused_with_both_numbers() {
 }
 
 #[test]
+fn sequences_beyond_the_positions_are_refused() {
+    let folder = open("plain");
+    Llama::new(&folder, 1, 1024).unwrap();
+    assert_eq!(
+        without(Llama::new(&folder, 1, 1025).unwrap_err(), &path("plain")),
+        "config.json: max_position_embeddings: expected at least 1025, the tokens of a sequence, \
+         found 1024"
+    );
+}
+
+#[test]
 fn more_stages_than_layers_are_refused() {
     let error = Llama::new(&open("plain"), 5, 1).unwrap_err();
     assert_eq!(

@@ -7,4 +7,5 @@ mod programs;
 mod saving;
 mod scores;
 mod strangers;
+mod tokenizers;
 mod training;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use mpmd::testing::{ProcessEnd, Processes};
 
-use crate::folders::{copy, expected, path, read_all, text};
+use crate::folders::{change, copy, expected, path, read_all, text};
 
 const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
 
@@ -44,6 +44,84 @@ fn score_is_one_line_of_json_from_process_0() {
         let nats: f64 = nats.strip_suffix('}').expect(line).parse().unwrap();
         assert!((nats - expected("llama3").nats[&200]).abs() < 1e-4, "{line}");
     }
+}
+
+#[test]
+fn score_that_is_no_number_is_an_error() {
+    let folder = copy("plain");
+    change(folder.path(), |tensors| {
+        let output = tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
+        output.2[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    let (model, text) = (folder.path().to_str().unwrap(), text());
+    let text = text.to_str().unwrap();
+    for (processes, stages) in [(1, "1"), (2, "2")] {
+        let args = ["--model", model, "--score", text, "--tokens", "50", "--stages", stages];
+        let ends = run(processes, &args);
+        for end in &ends {
+            assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
+        }
+        let said: String = ends.iter().map(|end| end.stderr.as_str()).collect();
+        let expected = format!("error: the loss of {text} in {model} is NaN: the model has values");
+        assert_eq!(said.matches(&expected).count(), 1, "once, by process 0: {said}");
+    }
+}
+
+#[test]
+fn mistakes_in_arguments_start_no_process() {
+    let (model, text) = (path("plain"), text());
+    let text = text.to_str().unwrap();
+    let positions = "max_position_embeddings: expected at least 1025, the tokens of a sequence";
+    for (args, expected) in [
+        (&[text, "--time", "1025"][..], positions),
+        (&["--score", text, "--tokens", "1025"], positions),
+        (&["/dev/null", "--stages", "2"], "cannot read /dev/null: it is no regular file"),
+        (&["--score", "/absent", "--tokens", "9"], "cannot read /absent: No such file"),
+    ] {
+        let output = bare(FINETUNE).arg("--model").arg(&model).args(args).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+    }
+}
+
+#[test]
+fn other_model_or_rank_on_resume_is_refused() {
+    let (checkpoints, text) = (tempfile::tempdir().unwrap(), text());
+    let train = |model: &Path, steps: &str, lora: &str| {
+        let mut args = vec!["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+        args.extend(["--checkpoints", checkpoints.path().to_str().unwrap(), "--steps", steps]);
+        args.extend("--time 8 --microbatches 1".split_whitespace());
+        args.extend(lora.split_whitespace());
+        let [end] = <[ProcessEnd; 1]>::try_from(run(1, &args)).unwrap();
+        (end.code(), end.stderr)
+    };
+    let (first, moved, other) = (path("plain"), copy("plain"), copy("plain"));
+    change(other.path(), |tensors| {
+        let weight = tensors.iter_mut().find(|(name, ..)| name.ends_with("o_proj.weight")).unwrap();
+        weight.2[..4].copy_from_slice(&0.25f32.to_le_bytes());
+    });
+    let (code, said) = train(&first, "1", "--lora 2");
+    assert_eq!(code, 0, "{said}");
+    for (model, lora, found, expected) in [
+        (first.as_path(), "--lora 4", "lora rank 2 and alpha 4", "rank 4 and alpha 8"),
+        (
+            first.as_path(),
+            "--lora 2 --lora-alpha 3",
+            "lora rank 2 and alpha 4",
+            "rank 2 and alpha 3",
+        ),
+        (first.as_path(), "", "lora rank 2 and alpha 4", "none"),
+        (other.path(), "--lora 2", "model ", ""),
+    ] {
+        let (code, said) = train(model, "2", lora);
+        assert_eq!(code, 1, "{said}");
+        let found = format!("step-00000001.json: the checkpoint has {found}");
+        let expected = format!("and this training has {expected}");
+        assert!(said.contains(&found) && said.contains(&expected), "{said}");
+    }
+    let (code, said) = train(moved.path(), "2", "--lora 2");
+    assert_eq!(code, 0, "a copy is the same model: {said}");
 }
 
 #[test]

@@ -70,6 +70,30 @@ fn pipes_devices_and_links_out_of_the_folder_are_refused() {
 }
 
 #[test]
+fn pointers_of_git_lfs_are_named() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 4976698672\n";
+    let write = |file: &Path| fs::write(file, pointer).unwrap();
+    let expected = "a pointer of Git LFS in place of the file: fetch it with `git lfs pull`";
+    for name in ["config.json", "tokenizer.json", "model.safetensors", "tokenizer.model"] {
+        let folder = copy("plain");
+        replace(folder.path(), name, write);
+        let said = refused(folder.path());
+        assert!(said.starts_with(name) && said.ends_with(expected), "{said}");
+    }
+    for name in ["model.safetensors.index.json", "model-00003-of-00007.safetensors"] {
+        let folder = copy("grouped");
+        replace(folder.path(), name, write);
+        let said = refused(folder.path());
+        assert!(said.ends_with(expected), "{said}");
+    }
+    // The first bytes of another file may be the same.
+    let folder = copy("plain");
+    let long = |file: &Path| fs::write(file, pointer.repeat(20)).unwrap();
+    replace(folder.path(), "chat_template.jinja", long);
+    Folder::open(folder.path()).unwrap();
+}
+
+#[test]
 fn wild_numbers_are_refused_by_the_headers() {
     let large = (1 << 31) - 2;
     for (key, tensor) in [

@@ -87,7 +87,10 @@ impl Checkpoint {
         for (name, expected) in &from.settings {
             let found = settings.get(name).map_or("none", String::as_str);
             if found != expected {
-                let problem = format!("setting {name}: {expected} is expected, {found} found");
+                let problem = format!(
+                    "the checkpoint has {name} {found}, and this training has {expected}: give the \
+                     same, or another folder of checkpoints"
+                );
                 return Err(failed(&self.path, &problem));
             }
         }

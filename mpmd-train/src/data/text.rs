@@ -11,10 +11,11 @@ use std::process::Command;
 use std::sync::Arc;
 use std::{fs, io};
 
-use mpmd_core::{Error, Program, Result, read_regular};
+use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 
 use super::blocks::Blocks;
+use crate::tensors::read_regular;
 
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
 pub const SEPARATOR: u8 = 0;
@@ -33,22 +34,23 @@ pub struct Text {
 impl Text {
     /// Reads files and folders, in the order given.
     ///
-    /// A folder is read in sorted order. It skips `.git`, `target`, links, files that are not UTF-8
-    /// text and files above [`LARGEST_FILE`]. A file given by name may have any size.
+    /// A folder is read in sorted order. It skips `.git`, `target`, links, pointers of Git LFS, files
+    /// that are not UTF-8 text and files above [`LARGEST_FILE`]. A file given by name may have any
+    /// size.
     ///
     /// # Errors
     ///
     /// If a path cannot be read, or a file given by name is not text or no regular file: each
-    /// process reads it. If there is no text.
+    /// process reads it. If a folder has no text.
     pub fn of(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut files = Vec::new();
         for path in paths {
             let path = path.as_ref();
             let unreadable = |error| unreadable(path, error);
             if fs::metadata(path).map_err(unreadable)?.is_dir() {
-                let mut found = Vec::new();
-                walk(path, &mut found).map_err(unreadable)?;
-                files.extend(read_texts(&found)?);
+                let mut found = Found::default();
+                found.walk(path).map_err(unreadable)?;
+                files.extend(found.read(path)?);
             } else {
                 let bytes = read_regular(path, u64::MAX).map_err(unreadable)?;
                 if let Some(why) = why_binary(&bytes) {
@@ -71,15 +73,12 @@ impl Text {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
         let root =
             root.ok_or_else(|| Error::Environment("the workspace has no folder".to_owned()))?;
-        let files = match tracked_files(root) {
-            Some(files) => files,
-            None => {
-                let mut found = Vec::new();
-                walk(root, &mut found).map_err(|error| unreadable(root, error))?;
-                found
-            }
-        };
-        Self::of_files(&read_texts(&files)?)
+        let mut found = Found::default();
+        match tracked_files(root) {
+            Some(files) => found.files = files,
+            None => found.walk(root).map_err(|error| unreadable(root, error))?,
+        }
+        Self::of_files(&found.read(root)?)
     }
 
     /// Joins files that are already in memory, with a [`SEPARATOR`] after each.
@@ -196,39 +195,58 @@ fn is_plain(file: &Path) -> bool {
     fs::symlink_metadata(file).is_ok_and(|kind| kind.is_file())
 }
 
-fn walk(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
-    let mut entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
-    entries.sort_by_key(|entry| entry.file_name());
-    for entry in entries {
-        // The type of the entry, not of a link's target: a link may lead back up.
-        let kind = entry.file_type()?;
-        let skipped = SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
-        if kind.is_dir() && !skipped {
-            walk(&entry.path(), found)?;
-        } else if kind.is_file() {
-            found.push(entry.path());
-        }
-    }
-    Ok(())
+/// The files that a folder has.
+#[derive(Default)]
+struct Found {
+    files: Vec<PathBuf>,
+    /// Number of links, which are skipped: one may lead back up.
+    links: usize,
 }
 
-fn read_texts(files: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
-    let mut texts = Vec::new();
-    for file in files {
-        let unreadable = |error| unreadable(file, error);
-        if fs::metadata(file).map_err(unreadable)?.len() > LARGEST_FILE {
-            continue;
+impl Found {
+    fn walk(&mut self, folder: &Path) -> io::Result<()> {
+        let mut entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
+        entries.sort_by_key(|entry| entry.file_name());
+        for entry in entries {
+            // The type of the entry, not of a link's target.
+            let kind = entry.file_type()?;
+            let skipped = SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
+            if kind.is_dir() && !skipped {
+                self.walk(&entry.path())?;
+            } else if kind.is_file() {
+                self.files.push(entry.path());
+            }
+            self.links += usize::from(kind.is_symlink());
         }
-        let bytes = read_regular(file, u64::MAX).map_err(unreadable)?;
-        if why_binary(&bytes).is_none() {
-            texts.push(bytes);
+        Ok(())
+    }
+
+    /// Reads those that are text.
+    fn read(&self, folder: &Path) -> Result<Vec<Vec<u8>>> {
+        let mut texts = Vec::new();
+        for file in &self.files {
+            let failed = |error| unreadable(file, error);
+            if fs::metadata(file).map_err(failed)?.len() > LARGEST_FILE {
+                continue;
+            }
+            match read_regular(file, u64::MAX) {
+                Ok(bytes) if why_binary(&bytes).is_none() => texts.push(bytes),
+                Ok(_) => {}
+                // A pointer of Git LFS.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {}
+                Err(error) => return Err(failed(error)),
+            }
         }
+        if texts.is_empty() {
+            let (folder, files, links) = (folder.display(), self.files.len(), self.links);
+            let advice = if links > 0 { ": name the files that they lead to" } else { "" };
+            return Err(Error::Environment(format!(
+                "{folder}: no text: none of its files ({files}) is UTF-8 text of at most \
+                 {LARGEST_FILE} bytes, and its links ({links}) are skipped{advice}"
+            )));
+        }
+        Ok(texts)
     }
-    if texts.is_empty() {
-        let found = files.len();
-        return Err(Error::Environment(format!("none of the {found} files found is UTF-8 text")));
-    }
-    Ok(texts)
 }
 
 /// Returns the reason why these bytes of a file are no text, or `None` if they are.
@@ -242,6 +260,8 @@ fn why_binary(bytes: &[u8]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+
     use mpmd_layout::random::bits;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
 
@@ -289,6 +309,10 @@ mod tests {
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let pipes = [Text::of(&[&pipe]), Text::of(&["/dev/zero"])];
         let errors = ["a/latin1", "a/nul", "absent"].map(|name| Text::of(&[folder.join(name)]));
+        write("pointers/weights", b"version https://git-lfs.github.com/spec/v1\nsize 9\n");
+        symlink("../b.txt", folder.join("pointers/link")).unwrap();
+        let [pointer, none] = ["pointers/weights", "pointers"]
+            .map(|name| Text::of(&[folder.join(name)]).unwrap_err().to_string());
         fs::remove_dir_all(&folder).unwrap();
 
         let walked = walked.unwrap();
@@ -307,6 +331,13 @@ mod tests {
             let error = error.unwrap_err().to_string();
             assert!(error.ends_with(why), "{error}");
         }
+        assert!(
+            pointer.contains("weights: a pointer of Git LFS in place of the file"),
+            "{pointer}"
+        );
+        let expected = "pointers: no text: none of its files (1) is UTF-8 text of at most 4194304 \
+                        bytes, and its links (1) are skipped: name the files that they lead to";
+        assert!(none.ends_with(expected), "{none}");
         for pipe in pipes {
             assert!(pipe.unwrap_err().to_string().ends_with("no regular file"));
         }

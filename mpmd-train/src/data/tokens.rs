@@ -10,6 +10,7 @@ use mpmd_core::{Error, Program, Result, open_regular};
 use mpmd_layout::random::Key;
 
 use super::Text;
+use crate::tensors::refuse_pointer;
 
 /// A long sequence of tokens from which [`Windows`](super::Windows) cut theirs.
 pub trait TokenSource: fmt::Debug + Send + Sync + 'static {
@@ -86,7 +87,9 @@ impl TokenFile {
     fn open(path: &Path, width: usize) -> Result<Self> {
         let unreadable = |error| unreadable(path, &error);
         let file = open_regular(path).map_err(unreadable)?;
-        let bytes = file.metadata().map_err(unreadable)?.len() as usize;
+        let bytes = file.metadata().map_err(unreadable)?.len();
+        refuse_pointer(path, bytes).map_err(unreadable)?;
+        let bytes = bytes as usize;
         if !bytes.is_multiple_of(width) {
             return Err(Error::Environment(format!(
                 "{} has {bytes} bytes, which are no tokens of {width} bytes each",
@@ -156,6 +159,9 @@ mod tests {
         std::fs::write(&path, bytes).unwrap();
         assert_eq!(read(TokenFile::of_u32(&path)).1[0], 50_000 << 8);
         assert!(TokenFile::of_u16(folder.path().join("absent")).is_err());
+        std::fs::write(&path, "version https://git-lfs.github.com/spec/v1\nsize 9\n").unwrap();
+        let said = TokenFile::of_u16(&path).unwrap_err().to_string();
+        assert!(said.contains("a pointer of Git LFS in place of the file"), "{said}");
         let pipe = folder.path().join("pipe");
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         for path in [&pipe, Path::new("/dev/zero")] {

@@ -13,6 +13,7 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::refuse_pointer;
 use super::runs::runs;
 
 /// Limit on the length of an accepted header, in bytes. It bounds the memory that a broken file can
@@ -35,11 +36,13 @@ impl TensorFile {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is no safetensors file, or is shorter than its header says.
+    /// If the file cannot be read, is no safetensors file but for instance a pointer of Git LFS, or
+    /// is shorter than its header says.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = open_regular(&path).map_err(|error| failed(&path, &error))?;
         let found = file.metadata().map_err(|error| failed(&path, &error))?.len();
+        refuse_pointer(&path, found).map_err(|error| failed(&path, &error))?;
         let (header, start) = read_header(&file, found).map_err(|why| failed(&path, &why))?;
         Ok(Self { path: path.into(), file: Arc::new(file), header: Arc::new(header), start })
     }

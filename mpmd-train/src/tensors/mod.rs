@@ -4,13 +4,15 @@ pub(crate) mod disk;
 mod file;
 pub(crate) mod files;
 pub(crate) mod owners;
+mod pointer;
 mod runs;
 mod save;
 
 pub use disk::{check_folder, replace};
 pub(crate) use file::{LONGEST_HEADER, failed};
 pub use file::{TensorFile, header};
-pub use mpmd_core::read_regular;
+pub use pointer::read_regular;
+pub(crate) use pointer::refuse_pointer;
 pub use runs::runs;
 pub(crate) use save::host_owners;
 pub use save::save;

@@ -106,7 +106,11 @@ fn other_setting_is_refused() {
         Ok(trainer.restore(p, &with(2)).unwrap_err().to_string())
     });
     let manifest = folder.path().join("step-00000000.json");
-    let expected = format!("{}: setting heads: 2 is expected, 4 found", manifest.display());
+    let expected = format!(
+        "{}: the checkpoint has heads 4, and this training has 2: give the same, or another folder \
+         of checkpoints",
+        manifest.display()
+    );
     results.into_iter().for_each(|said| assert_eq!(said.unwrap(), expected));
 }
 

@@ -1,0 +1,83 @@
+//! Tokenizers as people have them, and texts that are hard for them.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use mpmd::testing::Simulation;
+use mpmd::train::data::Text;
+use mpmd::{Error, Result};
+use mpmd_llama::{Folder, Tokens, tokenizer};
+use serde_json::{Value, json};
+
+use crate::folders::{copy, open, tokens};
+
+/// Changes the tokenizer of a folder.
+pub(crate) fn change_tokenizer(folder: &Path, change: impl FnOnce(&mut Value)) {
+    let file = folder.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    change(&mut tokenizer);
+    fs::write(&file, tokenizer.to_string()).unwrap();
+}
+
+/// Returns the tokens of a text of one file.
+fn ids(folder: &Folder, text: &str) -> Result<Vec<u32>> {
+    let text = Text::of_files(&[text.as_bytes().to_vec()])?;
+    Ok(Tokens::of(&text, &tokenizer(folder)?)?.ids().to_vec())
+}
+
+#[test]
+fn dropout_left_in_the_file_is_off() {
+    let folder = copy("plain");
+    change_tokenizer(folder.path(), |tokenizer| tokenizer["model"]["dropout"] = json!(0.3));
+    let opened = Folder::open(folder.path()).unwrap();
+    assert_eq!(tokens(&opened).ids(), tokens(&open("plain")).ids());
+}
+
+#[test]
+fn words_after_a_million_blanks_are_split() {
+    let folder = open("plain");
+    let (before, after) = ("the fox", " jumps over the lazy dog. The river");
+    let blanks = " ".repeat(1_000_000);
+    let found = ids(&folder, &format!("{before}{blanks}{after}")).unwrap();
+    let expected = [before, &blanks, after].map(|part| ids(&folder, part).unwrap());
+    assert!(found == expected.concat());
+    assert!(expected[2].len() > 8, "words, not one piece");
+}
+
+#[test]
+fn pattern_engine_that_gives_up_is_an_error() {
+    let folder = copy("plain");
+    change_tokenizer(folder.path(), |tokenizer| {
+        let pattern = json!({ "Regex": "(?:a|aa)*[cd]" });
+        tokenizer["pre_tokenizer"] =
+            json!({ "type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false });
+    });
+    let opened = Folder::open(folder.path()).unwrap();
+    ids(&opened, "aaac").unwrap();
+    let failed = ids(&opened, &format!("{}x, then cd", "a".repeat(100))).unwrap_err();
+    assert!(matches!(&failed, Error::Environment(_)), "{failed:?}");
+    let said = failed.to_string();
+    let expected = "the tokenizer: its patterns cannot split the text (";
+    assert!(said.starts_with(expected) && said.contains("retry-limit"), "{said}");
+}
+
+#[test]
+fn one_process_tokenises_and_all_get_the_tokens() {
+    let (folder, calls) = (open("plain"), AtomicUsize::new(0));
+    let make = || {
+        calls.fetch_add(1, Ordering::Relaxed);
+        Ok(tokens(&folder))
+    };
+    let results = Simulation::new(3, 6).run(|p| Tokens::spread(p, make));
+    assert_eq!(calls.into_inner(), 1);
+    for found in results {
+        assert_eq!(found.unwrap().ids(), tokens(&folder).ids());
+    }
+    let none = Simulation::new(2, 2).run(|p| Tokens::spread(p, || Ok(tokens(&folder).first(0))));
+    assert!(none.into_iter().all(|found| found.unwrap().ids().is_empty()));
+    let failing = || Err(Error::Environment("a text of another planet".to_owned()));
+    for failed in Simulation::new(3, 3).run(|p| Tokens::spread(p, failing)) {
+        assert_eq!(failed.unwrap_err().to_string(), "a text of another planet");
+    }
+}
