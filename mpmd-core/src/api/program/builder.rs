@@ -137,8 +137,8 @@ impl Builder {
     }
 
     /// Sets the limit on the memory of arrays on each device, in bytes. An operation that needs
-    /// more waits for earlier ones to free memory, then fails. Host values that were put on a device
-    /// count there, even if the device shares their memory. The default is no limit.
+    /// more waits for earlier ones to free memory, then fails. Host values that were put on a
+    /// device count there, even if the device shares their memory. The default is no limit.
     pub fn device_memory(mut self, bytes: u64) -> Self {
         self.device_memory = Some(bytes);
         self
