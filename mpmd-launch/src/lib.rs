@@ -110,9 +110,9 @@ pub mod variables {
     /// Process 0 reads it and shares it.
     pub const LINKS: &str = "MPMD_LINKS";
     /// Additional checks, with a comma between two. With `uncommitted`, the processes compare host
-    /// values of any size; otherwise release builds compare only those of up to 64 bytes. With
-    /// `replicas`, devices compare the replicas of each kernel's outputs. The same on all
-    /// processes.
+    /// values of any size whole at every call; otherwise release builds compare those of more than
+    /// 4 KiB by samples at most calls. With `replicas`, devices compare the replicas of each
+    /// kernel's outputs. The same on all processes.
     pub const CHECK: &str = "MPMD_CHECK";
     /// The file to which this process writes its dry run. The process joins no job and owns no
     /// devices. It is a dry run: it runs the program only to list the operations of a job's

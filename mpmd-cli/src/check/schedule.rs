@@ -4,16 +4,17 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::Args;
 use mpmd_schedule::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
 use mpmd_schedule::flow::{Leaves, StepNames};
 use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
-use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, Text, lower};
+use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
 use serde_json::{Value, json};
 
-use crate::files::read;
-use crate::schedule::{built_in, check_numbers, is_file, read_costs, read_sidecar};
+use crate::schedule::{
+    built_in, check_numbers, is_file, read_costs, read_sidecar, read_text, step_length,
+};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -170,7 +171,7 @@ impl ScheduleArgs {
     }
 
     fn read(&self, path: &Path) -> Result<Subject> {
-        let text = Text::parse(&read(path)?, None).with_context(|| path.display().to_string())?;
+        let text = read_text(path, None)?;
         let mut name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let rows = Lowered::of_text(&text);
         let steps = || rows.steps.iter().flatten();
@@ -274,13 +275,7 @@ impl Findings {
 
     fn step_text(&self, made: &SimulatedSchedule, out: &mut String) {
         let (found, unit) = (&made.simulated, &self.unit);
-        let _ = writeln!(
-            out,
-            "step     {} {unit}; bubble {} ({:.1} % of all ranks' time)",
-            round(found.makespan),
-            round(found.bubble()),
-            found.bubble_share() * 100.0
-        );
+        let _ = writeln!(out, "step     {}", step_length(found, unit));
         let idle: Vec<String> =
             found.lanes.iter().map(|lane| round(lane.idle()).to_string()).collect();
         let _ = writeln!(
@@ -422,7 +417,8 @@ mod tests {
         for line in [
             "schedule DualPipeV of 8 ranks\n",
             "order    ends over tags, direction, pair, single\n",
-            "step     206 unit; bubble 14 (6.8 % of all ranks' time)\n",
+            "step     206 units, of which 14 are beyond the busiest rank's compute time; ranks \
+             compute nothing for 6.8 % of the time\n",
             "over single: 298 unit, 1.45x\n",
             "memory   rank 0: 17 activations\n",
         ] {

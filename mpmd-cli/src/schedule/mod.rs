@@ -16,7 +16,8 @@ use mpmd_schedule::{Dialect, Lowered, Schedule, ScheduleMetadata, Text};
 
 use crate::files::{say, write, write_output};
 use source::Source;
-pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_sidecar};
+pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_sidecar, read_text};
+pub(crate) use table::step_length;
 
 /// The exit status for wrong arguments or files.
 const WRONG: u8 = 2;

@@ -85,7 +85,7 @@ impl Source {
             Asked::ComputeComms => Dialect::ComputeComms,
         });
         let here = || path.display().to_string();
-        let text = Text::parse(&read(path)?, flavour).with_context(here)?;
+        let text = read_text(path, flavour)?;
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
         let mut schedule = text.schedule(stem).with_context(here)?;
         let mut costs = None;
@@ -119,6 +119,32 @@ pub(crate) fn built_in(
         bail!("a built-in schedule needs --ranks and --microbatches");
     };
     Ok(Schedule::named(name, ranks, microbatches, chunks)?)
+}
+
+/// Reads torch's text of a schedule from a file.
+///
+/// # Errors
+///
+/// If the file cannot be read, or has something else. The error names the option that takes a file
+/// of costs, and the text that a file of facts belongs to.
+pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Text> {
+    let text = read(path)?;
+    let here = path.display();
+    ensure!(
+        toml::from_str::<Costs>(&text).is_err(),
+        "{here} has the costs of stages, and no schedule: name a schedule and give it the costs, \
+         as in `1F1B -p P -m M --costs {here}`"
+    );
+    ensure!(
+        ScheduleMetadata::parse(&text).is_err(),
+        "{here} has facts about a schedule, and not its text: give the file beside it, {}",
+        path.with_extension("csv").display()
+    );
+    ensure!(
+        !toml::from_str::<toml::Table>(&text).is_ok_and(|table| !table.is_empty()),
+        "{here} is TOML, and no text of a schedule: that has a line for each rank, such as 0F0,0B0"
+    );
+    Text::parse(&text, flavour).with_context(|| here.to_string())
 }
 
 /// Reads FILE.toml beside the text FILE.csv, if it exists, and checks that it belongs to the

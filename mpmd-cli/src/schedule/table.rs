@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use mpmd_schedule::Schedule;
-use mpmd_schedule::simulate::SimulatedSchedule;
+use mpmd_schedule::simulate::{Simulated, SimulatedSchedule};
 use mpmd_schedule::timeline::Row;
 
 /// The maximum number of characters for the whole step. In a longer table not all names fit.
@@ -22,8 +22,7 @@ pub(super) fn table(
 ) -> String {
     let timeline = simulated.timeline(schedule.name(), unit);
     let found = &simulated.simulated;
-    let (makespan, bubble) = (found.makespan, found.bubble());
-    let units = if unit == "unit" { "units" } else { unit };
+    let makespan = found.makespan;
     let mut text = format!(
         "{}: {} ranks, {} microbatches, {} stages ({})\n",
         schedule.name(),
@@ -32,15 +31,7 @@ pub(super) fn table(
         schedule.stages(),
         schedule.placement().name(),
     );
-    let _ = writeln!(
-        text,
-        "takes {} {units}, of which {} are beyond the busiest rank's compute time; ranks compute \
-         nothing for {:.1} % \
-         of the time",
-        number(makespan),
-        number(bubble),
-        100.0 * found.bubble_share()
-    );
+    let _ = writeln!(text, "takes {}", step_length(found, unit));
     let peaks = super::activations(schedule);
     let share = |rank: usize| {
         if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 }
@@ -72,6 +63,19 @@ pub(super) fn table(
          without work.\n",
     );
     text
+}
+
+/// Describes the length of a step, the part of it that the busiest rank waits, and the share of all
+/// ranks' time without work.
+pub(crate) fn step_length(found: &Simulated, unit: &str) -> String {
+    let units = if unit == "unit" { "units" } else { unit };
+    format!(
+        "{} {units}, of which {} are beyond the busiest rank's compute time; ranks compute nothing \
+         for {:.1} % of the time",
+        number(found.makespan),
+        number(found.bubble()),
+        100.0 * found.bubble_share()
+    )
 }
 
 /// Returns the characters per unit of time: enough for the longest name and a space in the shortest

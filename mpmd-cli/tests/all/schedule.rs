@@ -192,6 +192,23 @@ fn wrong_file_error_names_the_place() {
 }
 
 #[test]
+fn file_that_is_no_schedule_says_what_it_is_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let (schedule, costs) = (path(&folder, "mine.csv"), path(&folder, "costs.toml"));
+    let stage = "[[stage]]\nforward = 1.0\nbackward_input = 1.0\nbackward_weight = 1.0\n";
+    fs::write(&costs, format!("unit = \"ms\"\n{stage}")).unwrap();
+    let said = refused(&[&costs]);
+    let expected = format!("{costs} has the costs of stages, and no schedule: name a schedule");
+    assert!(said.contains(&expected) && said.contains("--costs"), "{said}");
+    shown(&["1f1b", "-p", "1", "-m", "2", "-o", &schedule, "--sidecar"]);
+    let said = refused(&[&path(&folder, "mine.toml")]);
+    let expected = format!("give the file beside it, {schedule}");
+    assert!(said.contains("facts about a schedule") && said.contains(&expected), "{said}");
+    fs::write(&costs, "[package]\nname = \"x\"\n").unwrap();
+    assert!(refused(&[&costs]).contains("is TOML, and no text of a schedule"));
+}
+
+#[test]
 fn arguments_that_are_wrong_are_refused() {
     for (args, expected) in [
         (

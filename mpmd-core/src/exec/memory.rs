@@ -5,15 +5,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_base::ProcessId;
 use mpmd_base::block::{mpsc, now};
+use mpmd_base::{ProcessId, bytes_text};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
 use crate::exec::Runtime;
-use crate::exec::array::{Handle, WeakHandle};
+use crate::exec::array::{Handle, LocalShard, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::DeviceId;
 
 /// Arrays with fewer bytes on this process are not listed in out-of-memory errors.
 pub(super) const WORTH_NAMING: u64 = 64 << 10;
@@ -34,11 +35,38 @@ impl Holders {
         self.arrays.insert(key, array.downgrade());
     }
 
-    fn largest(&self, count: usize) -> Vec<Handle> {
-        let mut alive: Vec<_> = self.arrays.values().filter_map(WeakHandle::upgrade).collect();
-        alive.sort_by_key(|array| std::cmp::Reverse(array.local_bytes()));
-        alive.truncate(count);
-        alive
+    /// Returns up to `count` arrays with the most bytes on these devices that `pool` counts or that
+    /// are still to be made: (bytes on these devices, array). Of arrays that share memory, only the
+    /// oldest has its bytes.
+    fn largest(
+        &self,
+        count: usize,
+        (devices, kind): (&[DeviceId], MemoryKind),
+        pool: &Pool,
+    ) -> Vec<(u64, Handle)> {
+        let mut seen: Vec<SharedBuffer> = Vec::new();
+        let mut is_there = |shard: &&LocalShard| match shard.slot.peek() {
+            _ if !devices.contains(&shard.device) => false,
+            None => true,
+            Some(Err(_)) => false,
+            Some(Ok(bytes)) => {
+                let counts =
+                    bytes.is_counted_by(pool) && !seen.iter().any(|one| one.same_place(&bytes));
+                seen.push(bytes);
+                counts
+            }
+        };
+        let alive = self.arrays.values().filter_map(WeakHandle::upgrade);
+        let alive = alive.filter(|array| array.made.sharding.memory_kind() == kind);
+        let bytes = |array: Handle| {
+            let shards = array.shards.iter().filter(&mut is_there);
+            (shards.map(|shard| array.shard_bytes(shard)).sum(), array)
+        };
+        let mut largest: Vec<(u64, Handle)> = alive.map(bytes).collect();
+        largest.retain(|(bytes, _)| *bytes > 0);
+        largest.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        largest.truncate(count);
+        largest
     }
 }
 
@@ -54,7 +82,7 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// Out of memory. The message lists the largest arrays and the lent bytes.
+    /// Out of memory. The message lists the largest arrays there and the lent bytes.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -93,16 +121,17 @@ impl Runtime {
             };
             let for_loans = patient && loans_are_enough(&error, before.lent);
             if before.ops <= 1 && !for_loans {
-                let mut message = format!("operation {op} ({call}): out of memory on {error}");
-                for array in self.holders.lock().largest(5) {
-                    message.push_str(&format!(
-                        "; {} bytes in {}",
-                        array.local_bytes(),
-                        array.describe()
-                    ));
+                let mut failure = Failure::clone(&self.out_of_memory(op, &error));
+                let all: Vec<DeviceId> = self.devices.iter().map(|device| device.id).collect();
+                let devices = match kind {
+                    MemoryKind::Device => &all[local_index..=local_index],
+                    MemoryKind::Host => &all[..],
+                };
+                for (bytes, array) in self.holders.lock().largest(5, (devices, kind), pool) {
+                    let (bytes, array) = (bytes_text(bytes), array.describe());
+                    failure.message.push_str(&format!("; {bytes} in {array}"));
                 }
-                message.push_str(&self.on_loan());
-                return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
+                return Err(Arc::new(failure));
             }
             if !self.has_ended_since(before.ended) {
                 if before.ops <= 1 {
@@ -195,6 +224,15 @@ impl Runtime {
         }
     }
 
+    /// Creates the failure of an operation that got no memory. The message has the operation's
+    /// line, and the bytes lent to peers.
+    pub(crate) fn out_of_memory(&self, op: u64, error: &OutOfMemory) -> Arc<Failure> {
+        let known = self.router.lock().describe(op);
+        let operation = known.unwrap_or_else(|| format!("operation {op}"));
+        let message = format!("{operation}: out of memory on {error}{}", self.on_loan());
+        Arc::new(Failure::new(FailureKind::Memory, self.me, op, message))
+    }
+
     /// Describes the memory lent to peers, in total and by peer, for messages. Empty if none is
     /// lent.
     pub(crate) fn on_loan(&self) -> String {
@@ -204,10 +242,11 @@ impl Runtime {
         }
         let lent = self.lent_to();
         let each = lent.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
-        let each: Vec<String> = each.map(|(peer, bytes)| format!("{bytes} to {peer}")).collect();
+        let each: Vec<String> =
+            each.map(|(peer, bytes)| format!("{} to {peer}", bytes_text(*bytes))).collect();
         // Empty if all of it was returned in this moment.
         let each = if each.is_empty() { String::new() } else { format!(" ({})", each.join(", ")) };
-        format!("; {total} bytes are lent to other processes{each}")
+        format!("; {} are lent to other processes{each}", bytes_text(total))
     }
 
     /// Returns the bytes of this process's memory that are lent to each process, indexed by

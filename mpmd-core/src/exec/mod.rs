@@ -34,7 +34,7 @@ use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
 pub(crate) use array::dump::Dump;
-pub(crate) use hash::{OriginMap, Rolling};
+pub(crate) use hash::{BLOCK, OriginMap, Rolling};
 use job::life_cycle::Trouble;
 use job::worker::{Crew, Worker};
 pub(crate) use job::worker::{Job, Work};

@@ -74,7 +74,8 @@ fn shardings_that_do_not_fit_are_refused() {
         "axis `z`, but the mesh is",
         "axis `x` divides dimension 0 and again dimension 0",
         "axis `x` divides dimension 0 and again dimension 1",
-        "dimension 0 of shape [3] has size 3, which {x:2} divides into 2 parts",
+        "dimension 0 of shape [3] has size 3, which {x:2} cannot divide into 2 equal parts: pad it \
+         to 4, or leave it whole",
         "P(x) has 1 entries, but shape [] has 0 dimensions",
         "output 0",
         "there is no device 2 in a job of 2 devices",

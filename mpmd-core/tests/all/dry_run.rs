@@ -146,6 +146,9 @@ fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
             Ok(())
         });
         let double = p.jit(double).on(&mesh).outputs(&half).build()?;
+        let values = MpmdArray::from_slice(&[16 * WIDTH], &vec![0.0f32; 16 * WIDTH])?;
+        // Shares the memory of the values, and counts on each device.
+        let _from_host = p.device_put(&values, mesh.replicated())?;
         let mut kept = Vec::new();
         let mut x =
             p.array_from_fn(f32s([16 * WIDTH]), &half, |_, mut view| Ok(view.fill(1.0f32)?))?;
@@ -180,8 +183,8 @@ fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
         );
         assert_eq!(
             memory.devices[0].in_order.bytes,
-            3 * half + 2 * half,
-            "two kept, the last, and the whole"
+            3 * half + 2 * half + 2 * half,
+            "two kept, the last, the whole, and the host values"
         );
         let results = Simulation::new(processes, 2).run(|p| {
             program(p)?;

@@ -309,8 +309,8 @@ fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
             let error = refused.block_until_ready().unwrap_err();
             assert_eq!(error.failure().map(|failure| failure.kind), Some(FailureKind::Memory));
             let text = error.to_string();
-            let expected = format!("{MIB} bytes are lent to other processes ({MIB} to 1)");
-            assert!(text.contains(&expected), "{text}");
+            let expected = "1.0 MiB are lent to other processes (1.0 MiB to 1)";
+            assert!(text.contains(expected), "{text}");
         } else {
             assert!(counts_from(&kept, 0.0)?);
         }

@@ -141,27 +141,75 @@ fn host_values_that_differ_in_a_replay_are_named() {
     }
 }
 
+/// Puts values of `bytes` bytes `calls` times from one line, as a release build does. In call
+/// `wrong` process 1 has another byte at `place`. Returns the outcomes of both processes.
+fn put_sampled(bytes: usize, place: usize, calls: usize, wrong: usize) -> Vec<Result<()>> {
+    Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
+        for call in 1..=calls {
+            let mut values: Vec<u8> = (0..bytes).map(|i| (i / 7 + call) as u8).collect();
+            if call == wrong && p.process() == ProcessId(1) {
+                values[place] ^= 0x10;
+            }
+            let _ = p.device_put(&MpmdArray::from_slice(&[bytes], &values)?, on(0))?;
+        }
+        p.step_end()
+    })
+}
+
 #[test]
-fn large_host_values_are_compared_if_the_job_says_so() {
+fn values_of_four_kib_are_compared_whole() {
     let _limit = watchdog(120);
-    let run = |check: bool| {
-        Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(check)).run(|p| {
-            let x = own_values(p, 17)?;
-            let x = p.device_put(&x, on(0))?;
-            p.device_put(&x, on(1))?.block_until_ready()?;
-            p.step_end()
-        })
-    };
-    assert!(run(false).iter().all(Result::is_ok), "68 bytes are not looked at");
-    assert_values_are_named(&diverged(run(true)));
-    // Small values are always compared.
-    let small =
-        Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
-            let x = own_values(p, 16)?;
-            let _ = p.device_put(&x, on(0))?;
-            p.step_end()
-        });
-    assert_values_are_named(&diverged(small));
+    for bytes in [65, 1000, 4096] {
+        for place in [0, 63, bytes / 2, bytes - 1] {
+            assert_values_are_named(&diverged(put_sampled(bytes, place, 3, 3)));
+        }
+    }
+}
+
+#[test]
+fn larger_values_are_compared_in_blocks() {
+    let _limit = watchdog(120);
+    let (bytes, unseen) = (1 << 20, 70);
+    assert!(put_sampled(bytes, unseen, 3, 3).iter().all(Result::is_ok), "no block has this byte");
+    for place in [0, bytes - 1] {
+        assert_values_are_named(&diverged(put_sampled(bytes, place, 3, 3)));
+    }
+    for wrong in [1, 2, 4, 8] {
+        assert_values_are_named(&diverged(put_sampled(bytes, unseen, wrong, wrong)));
+    }
+}
+
+#[test]
+fn large_values_are_compared_whole_if_the_job_says_so() {
+    let _limit = watchdog(120);
+    let results = Simulation::new(2, 2).settings(|b| b.check_uncommitted(true)).run(|p| {
+        for call in 1..=3 {
+            let mut values = vec![0u8; 1 << 20];
+            values[70] = u8::from(call == 3 && p.process() == ProcessId(1));
+            let _ = p.device_put(&MpmdArray::from_slice(&[1 << 20], &values)?, on(0))?;
+        }
+        p.step_end()
+    });
+    assert_values_are_named(&diverged(results));
+}
+
+#[test]
+fn values_of_each_process_go_into_an_array_by_region() {
+    let _limit = watchdog(120);
+    let results = Simulation::new(2, 2).settings(|b| b.check_uncommitted(true)).run(|p| {
+        let own: Vec<f32> = (0..2048).map(|i| (i + 10_000 * p.process().0) as f32).collect();
+        let rows = p.mesh(&[("x", 2)])?.sharding(spec!["x"]);
+        let batch = p.array_from_fn(f32s([4096]), &rows, move |_, mut view| {
+            view.as_mut_slice::<f32>()?.copy_from_slice(&own);
+            Ok(())
+        })?;
+        let whole = p.device_put(&batch, on(0))?;
+        p.step_end()?;
+        Ok(whole.to_host()?.map(|host| host.to_vec::<f32>()).transpose()?)
+    });
+    let all: Vec<Option<Vec<f32>>> = results.into_iter().map(Result::unwrap).collect();
+    let expected = (0..2).flat_map(|process| (0..2048).map(move |i| (i + 10_000 * process) as f32));
+    assert_eq!(all, [Some(expected.collect()), None]);
 }
 
 #[test]

@@ -44,24 +44,30 @@ pub enum AvalError {
         found: usize,
     },
     /// The number of bytes given is not the size of the array in bytes.
-    #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
+    #[error("{at}: {expected} has {} bytes, but {found} are given", expected.bytes())]
     Length {
+        /// The line of the program that gives the bytes.
+        at: &'static Location<'static>,
         /// Shape and dtype of the values.
         expected: ShapedArray,
         /// Number of bytes given.
         found: usize,
     },
     /// The elements were read or given as another type than the array's.
-    #[error("the elements are {expected}, not {found}")]
+    #[error("{at}: the elements are {expected}, and are read as {found}: read them as {expected}")]
     DType {
+        /// The line of the program that reads the elements.
+        at: &'static Location<'static>,
         /// The array's dtype.
         expected: DType,
         /// The dtype asked for.
         found: DType,
     },
     /// Some bytes are not valid values of the dtype (a bool that is neither 0 nor 1).
-    #[error("the bytes of {aval} are not all values of {}", aval.dtype())]
+    #[error("{at}: the bytes of {aval} are not all values of {}", aval.dtype())]
     BitPattern {
+        /// The line of the program that reads the elements.
+        at: &'static Location<'static>,
         /// Shape and dtype that the bytes should have.
         aval: ShapedArray,
     },
@@ -79,6 +85,7 @@ impl ShapedArray {
     /// # Panics
     ///
     /// If [`try_new`](Self::try_new) fails.
+    #[track_caller]
     pub fn new(shape: &[usize], dtype: DType) -> Self {
         Self::try_new(shape, dtype).unwrap_or_else(|error| panic!("{error}"))
     }
@@ -155,6 +162,7 @@ macro_rules! shorthands {
         /// # Panics
         ///
         /// If the bytes exceed the address space.
+        #[track_caller]
         pub fn $name(shape: impl AsRef<[usize]>) -> ShapedArray {
             ShapedArray::new(shape.as_ref(), DType::$dtype)
         }

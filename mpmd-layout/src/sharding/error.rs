@@ -43,8 +43,9 @@ pub enum ShardingError {
         shape: Vec<usize>,
     },
     /// A dimension cannot be divided evenly.
-    #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} divides into \
-        {parts} parts", shape[*dim])]
+    #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} cannot divide \
+        into {parts} equal parts: pad it to {}, or leave it whole", shape[*dim],
+        shape[*dim].next_multiple_of(*parts))]
     NotDivisible {
         /// The index of the dimension.
         dim: usize,

@@ -171,8 +171,8 @@ mod tests {
         );
         assert_eq!(
             error(spec![None, ("a", "b")], &[4, 8]).to_string(),
-            "P(None, (a, b)): dimension 1 of shape [4, 8] has size 8, which {a:2, b:3} divides \
-             into 6 parts"
+            "P(None, (a, b)): dimension 1 of shape [4, 8] has size 8, which {a:2, b:3} cannot \
+             divide into 6 equal parts: pad it to 12, or leave it whole"
         );
         assert!(layout(&mesh(), &spec!["b"], &[0, 5]).is_ok(), "nothing divides evenly");
     }

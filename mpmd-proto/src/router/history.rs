@@ -327,7 +327,8 @@ fn same_call(
             "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on \
              process {second}; host values must be equal on all processes: compute them everywhere \
              from the same seed or file, or on one process alone and give them to all by \
-             `broadcast_value`",
+             `broadcast_value`; values that each process has of its own go into its part of an \
+             array by `array_from_fn`",
             x.hash, y.hash
         )),
         _ => (a.what == b.what).then(|| format!("{issued} with other arrays or other options")),

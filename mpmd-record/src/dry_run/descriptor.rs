@@ -67,9 +67,9 @@ pub struct Shard {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Memory {
-    /// In new memory of its device.
+    /// In new memory of its device, or host values that count as such.
     Own,
-    /// Host memory, or host values that every process has. No device's limit includes it.
+    /// Host memory. No device's limit includes it.
     Host,
     /// The memory of the operation's input with this index, on this device or another one of its
     /// process.

@@ -74,21 +74,29 @@ pub(super) struct FiguresIn<L> {
 
 #[derive(Tree)]
 pub(super) struct FiguresOut<L> {
-    /// Factor of the summed gradients: an `f64`. It averages and clips them.
+    /// Factor of the summed gradients: an `f64`. It averages and clips them. NaN if their norm is
+    /// not finite.
     pub(super) factor: L,
-    /// Mean loss, weight, and norm of the mean gradient before clipping: `f64`s, `[3]`.
+    /// Mean loss, weight, norm of the mean gradient before clipping, and the number of the last
+    /// stage with a gradient that is not finite, or -1: `f64`s, `[4]`.
     pub(super) figures: L,
 }
 
 /// Kernel that computes the gradients' factor and the figures of a step.
-pub(super) struct Figures;
+pub(super) struct Figures {
+    /// The stages with trainable parameters.
+    pub(super) stages: Vec<usize>,
+}
+
+/// Number of figures of a step.
+pub(crate) const FIGURES: usize = 4;
 
 impl Kernel for Figures {
     type In = FiguresIn<MpmdArray>;
     type Out = FiguresOut<MpmdArray>;
 
     fn infer(&self, _: &FiguresIn<ShapedArray>) -> Result<Signature<FiguresOut<ShapedArray>>> {
-        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([3]) }))
+        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([FIGURES]) }))
     }
 
     fn run(
@@ -100,17 +108,27 @@ impl Kernel for Figures {
         cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
             let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
             let mut sums = Vec::new();
-            for stage in &x.sums {
-                sums.extend_from_slice(stage.as_slice::<f64>()?);
+            let mut not_finite = -1.0;
+            for (stage, found) in self.stages.iter().zip(&x.sums) {
+                let found = found.as_slice::<f64>()?;
+                if found.iter().any(|sum| !sum.is_finite()) {
+                    not_finite = *stage as f64;
+                }
+                sums.extend_from_slice(found);
             }
             // A step without items has sums of zero, whose means are zero.
             let items = if weight == 0.0 { 1.0 } else { weight };
             // The sums are of gradients that are not yet divided by the weight.
             let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * items);
-            y.factor.fill(factor / items)?;
-            y.figures.as_mut_slice()?.copy_from_slice(&[sum / items, weight, norm / items]);
+            y.factor.fill(if norm.is_finite() { factor / items } else { f64::NAN })?;
+            let figures = [sum / items, weight, norm / items, not_finite];
+            y.figures.as_mut_slice()?.copy_from_slice(&figures);
             Ok(())
         })
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        self.stages.iter().map(|stage| *stage as u64).collect()
     }
 }
 
@@ -184,6 +202,10 @@ impl Update {
             rate: x.rate.scalar()?,
             gradient_factor: x.factor.scalar()?,
         };
+        if step.gradient_factor.is_nan() {
+            // Gradients that are not finite would spoil all parameters.
+            return Ok(());
+        }
         let mut kept: Vec<_> = y.kept.iter_mut().map(|kept| kept.iter_mut()).collect();
         for ((w, gradient), decays) in y.params.iter_mut().zip(&x.gradients).zip(&self.decays) {
             let rule = if *decays { self.rule } else { self.rule.without_decay() };

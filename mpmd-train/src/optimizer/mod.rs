@@ -25,7 +25,7 @@ use mpmd_layout::topology::Mesh;
 
 pub use adamw::{AdamStep, AdamW};
 pub use float::{Float, clip_factor, square_sum};
-pub(crate) use kernels::double;
+pub(crate) use kernels::{FIGURES, double};
 use kernels::{Figures, FiguresIn, FiguresOut, SquareSums, State, Update, UpdateIn};
 pub use settings::{OptimizerSettings, UpdateRule};
 pub use sgd::Sgd;
@@ -76,13 +76,15 @@ impl Optimizer {
     {
         let settings = settings.into();
         let last = pipeline.mesh(pipeline.stages() - 1).clone();
-        let figures = p.jit(Figures).on(&last).outputs(last.replicated()).build()?;
         let stages = (0..pipeline.stages()).map(|stage| {
             let params = trainable(pipeline, stage);
             let new = |params| StageOptimizer::new(p, pipeline.mesh(stage), params, &settings);
             Some(params).filter(|params| !params.is_empty()).map(new).transpose()
         });
-        let stages = stages.collect::<Result<Vec<_>>>()?;
+        let stages: Vec<Option<StageOptimizer>> = stages.collect::<Result<_>>()?;
+        let trained = (0..stages.len()).filter(|stage| stages[*stage].is_some()).collect();
+        let figures = p.jit(Figures { stages: trained });
+        let figures = figures.on(&last).outputs(last.replicated()).build()?;
         let OptimizerSettings { rule, clip, .. } = settings;
         Ok(Self { rule, clip, updates: 0, figures, last, stages })
     }
@@ -106,10 +108,12 @@ impl Optimizer {
     /// Returns at once.
     ///
     /// The gradients are divided by the weight of the step's loss. A weight of 0, such as that of
-    /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate.
+    /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate. If the norm of
+    /// the gradients is not finite, parameters and state keep their values.
     ///
-    /// Returns the figures of the step, `f64`s of shape `[3]` on the last stage's mesh: the mean
-    /// loss before the update, the weight, and the norm of the mean gradient before clipping.
+    /// Returns the figures of the step, `f64`s of shape `[4]` on the last stage's mesh: the mean
+    /// loss before the update, the weight, the norm of the mean gradient before clipping, and the
+    /// number of the last stage with a gradient that is not finite, or -1.
     ///
     /// # Errors
     ///
@@ -158,6 +162,42 @@ impl Optimizer {
         }
         self.updates = number;
         Ok(figures)
+    }
+
+    /// Returns (stage, path) of the first trainable parameter with a value that is not finite.
+    /// Every process gets the result. Blocks until its parameters are there. `everywhere` is a
+    /// replicated sharding over a device of each process.
+    ///
+    /// # Errors
+    ///
+    /// If the pipeline has other parameters than the optimiser, or an operation failed.
+    pub(crate) fn not_finite<In>(
+        &self,
+        p: &mut Program,
+        pipeline: &Pipeline<In, Loss<MpmdArray>>,
+        everywhere: &Sharding,
+    ) -> Result<Option<(usize, String)>>
+    where
+        In: Tree<Leaf = MpmdArray>,
+    {
+        let mut sums = Vec::with_capacity(self.stages.len());
+        for (index, stage) in self.stages.iter().enumerate() {
+            let Some(stage) = stage else { continue };
+            let all = pipeline.params(index);
+            let places = places(&all, &stage.paths)?.into_iter();
+            let params = places.map(|place| all[place].1.clone()).collect();
+            // The squares of a value that is not finite have no finite sum.
+            let sum = stage.square_sums.call(p, params)?;
+            sums.push((index, stage, p.device_put(&sum, everywhere)?));
+        }
+        for (index, stage, sums) in sums {
+            let Some(sums) = sums.to_host()? else { continue };
+            let mut found = sums.as_slice::<f64>()?.iter().zip(&stage.paths);
+            if let Some((_, path)) = found.find(|(sum, _)| !sum.is_finite()) {
+                return Ok(Some((index, path.clone())));
+            }
+        }
+        Ok(None)
     }
 
     /// Returns (name, array) of each array that the optimiser keeps for a stage: `mean/<path>` and

@@ -10,11 +10,12 @@ use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::pipeline::Loss;
 use mpmd_core::{Error, Jit, MpmdArray, ProcessId, Program, Result};
 use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
 use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
 use crate::checkpoint::{Phase, SaveStatus};
-use crate::optimizer::double;
+use crate::optimizer::{FIGURES, double};
 use crate::stop::StopFlag;
 
 /// The mesh axis over the processes.
@@ -136,14 +137,17 @@ impl StepHandle {
     ///
     /// If an operation of the step failed.
     pub fn read(self) -> Result<StepReport> {
-        Ok(self.read_with_saves()?.0)
+        Ok(self.read_all()?.0)
     }
 
-    /// As [`StepHandle::read`]. Also returns the last save of each process, and its phase.
-    pub(super) fn read_with_saves(self) -> Result<(StepReport, Vec<(u64, Phase)>)> {
+    /// As [`StepHandle::read`]. Also returns the last stage with a gradient that is not finite, and
+    /// the last save of each process with its phase.
+    pub(super) fn read_all(self) -> Result<(StepReport, Option<usize>, Vec<(u64, Phase)>)> {
         let (step, rate) = (self.step, self.rate);
-        let ([loss, weight, norm], Statuses { stop, seconds, saves }) = self.figures.read()?;
-        Ok((StepReport { step, loss, weight, norm, rate, seconds, stop }, saves))
+        let (figures, Statuses { stop, seconds, saves }) = self.figures.read::<FIGURES>()?;
+        let [loss, weight, norm, stage] = figures;
+        let stage = (stage >= 0.0).then_some(stage as usize);
+        Ok((StepReport { step, loss, weight, norm, rate, seconds, stop }, stage, saves))
     }
 }
 
@@ -202,6 +206,11 @@ impl Reporter {
         Ok(Self { everywhere, sum })
     }
 
+    /// Returns the sharding that gives an array to one device of each process.
+    pub(super) fn everywhere(&self) -> Sharding {
+        self.everywhere.replicated()
+    }
+
     /// Issues the moves of `figures` and of the processes' statuses to every process.
     pub(super) fn report(
         &self,
@@ -224,7 +233,7 @@ impl Reporter {
     /// Returns the place of a step's figures on every process.
     pub(super) fn no_figures(&self, p: &mut Program) -> Result<MpmdArray> {
         let zeros = |_: &Region, mut values: ViewMut<'_>| Ok(values.fill(0.0f64)?);
-        p.array_from_fn(f64s([3]), &self.everywhere.replicated(), zeros)
+        p.array_from_fn(f64s([FIGURES]), &self.everywhere.replicated(), zeros)
     }
 
     /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses and

@@ -153,7 +153,8 @@ pub struct Outcome {
     pub last: Option<StepReport>,
     /// The signal that ended the run, if any.
     pub stopped: Option<i32>,
-    /// Mean loss of the last complete evaluation of held-out data, if any.
+    /// Mean loss of the last complete evaluation of held-out data, if any. `None` also if they are
+    /// padding alone.
     pub evaluation: Option<f64>,
 }
 
@@ -166,8 +167,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// # Errors
     ///
-    /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite. If
-    /// the metrics or a checkpoint cannot be written. Before the first step, if a process cannot
+    /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite: the
+    /// error names the step and the stage, and parameters that are not finite are not saved. If the
+    /// metrics or a checkpoint cannot be written. Before the first step, if a process cannot
     /// write to the folder of checkpoints, if another job saves there, or if it has a checkpoint of
     /// a later step than this trainer.
     #[track_caller]
@@ -227,7 +229,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             metrics.recovery(self.steps(), &recovery)?;
         }
         if std::mem::take(&mut self.is_resumed) {
-            self.repeat_reports(&mut observer)?;
+            self.repeat_reports(p, &mut observer)?;
             // A process may have died in this evaluation.
             let is_due = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
             if is_due && self.steps() < steps {
@@ -235,6 +237,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             }
         }
         self.train(p, (steps, evaluate_every), data, &mut saves, &mut observer)?;
+        if let Some(parameter) = self.spoiled(p)? {
+            let what = format!("the model after step {} cannot be used", self.steps());
+            return Err(
+                self.not_finite(&what, &NotFinite { parameter: Some(parameter), ..UNKNOWN })
+            );
+        }
         saves.end(p, self)?;
         if observer.stopped.is_none() {
             self.evaluate_held_out(p, data, &mut observer)?;
@@ -249,13 +257,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
     /// has read them.
-    fn repeat_reports(&self, observer: &mut Observer<'_>) -> Result<()> {
+    fn repeat_reports(&self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
         // It counts from the steps that are done.
         let progress = observer.progress.take();
         for recent in self.recent.iter().filter(|recent| recent.step > 0) {
             let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
-            let report = StepHandle { step, rate, figures }.read()?;
-            observer.step(StepReport { seconds: 0.0, ..report })?;
+            let (report, gradients, _) = StepHandle { step, rate, figures }.read_all()?;
+            self.observe(p, observer, StepReport { seconds: 0.0, ..report }, gradients)?;
         }
         observer.progress = progress;
         Ok(())
@@ -286,14 +294,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {
-                read(p, saves, observer, step)?;
+                self.read(p, saves, observer, step)?;
             }
             let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
             if now && self.steps() < steps && observer.stopped.is_none() {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
-        pending.into_iter().try_for_each(|step| read(p, saves, observer, step))
+        pending.into_iter().try_for_each(|step| self.read(p, saves, observer, step))
     }
 
     /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
@@ -331,23 +339,102 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         for group in pending {
             total.add(group, observer)?;
         }
-        if next == count && !p.is_dry_run() {
-            observer.evaluated(self.steps(), total.sum / total.weight)?;
+        let Total { sum, weight } = total;
+        // Padding alone has no loss.
+        if next < count || p.is_dry_run() || (sum == 0.0 && weight == 0.0) {
+            return Ok(());
         }
-        Ok(())
+        let loss = sum / weight;
+        if !loss.is_finite() {
+            let what = format!("the evaluation after step {} has loss {loss}", self.steps());
+            let parameter = self.spoiled(p)?;
+            return Err(self.not_finite(&what, &NotFinite { parameter, weight, ..UNKNOWN }));
+        }
+        observer.evaluated(self.steps(), loss)
+    }
+
+    /// Reads a step's report, and passes it to the observer and to the save under way.
+    fn read(
+        &self,
+        p: &mut Program,
+        saves: &mut Saves,
+        observer: &mut Observer<'_>,
+        step: StepHandle,
+    ) -> Result<()> {
+        let (report, gradients, phases) = step.read_all()?;
+        self.observe(p, observer, report, gradients)?;
+        saves.report(p, &phases)
+    }
+
+    /// Passes a step's report to the observer. Fails if a figure is not finite. `gradients` is the
+    /// last stage with gradients that are not finite.
+    fn observe(
+        &self,
+        p: &mut Program,
+        observer: &mut Observer<'_>,
+        report: StepReport,
+        gradients: Option<usize>,
+    ) -> Result<()> {
+        let StepReport { step, loss, weight, norm, .. } = report;
+        if observer.is_dry_run || (loss.is_finite() && norm.is_finite()) {
+            return observer.step(report);
+        }
+        let what =
+            format!("step {step} of the training has loss {loss} and gradients of norm {norm}");
+        let parameter = self.spoiled(p)?;
+        // A loss that is not finite has no finite gradients.
+        let gradients = gradients.filter(|_| loss.is_finite());
+        Err(self.not_finite(&what, &NotFinite { parameter, gradients, weight }))
+    }
+
+    /// Returns (stage, path) of the first trained parameter with a value that is not finite. Blocks
+    /// until every process has the result.
+    fn spoiled(&self, p: &mut Program) -> Result<Option<(usize, String)>> {
+        self.optimizer.not_finite(p, &self.pipeline, &self.reporter.everywhere())
+    }
+
+    /// Creates the error of a figure that is not finite. `what` says which.
+    fn not_finite(&self, what: &str, figure: &NotFinite) -> Error {
+        let last = self.pipeline.stages() - 1;
+        Error::kernel(format!("{what}: {}", figure.why(last)))
     }
 }
 
-/// Reads a step's report, and passes it to the observer and to the save under way.
-fn read(
-    p: &mut Program,
-    saves: &mut Saves,
-    observer: &mut Observer<'_>,
-    step: StepHandle,
-) -> Result<()> {
-    let (report, phases) = step.read_with_saves()?;
-    observer.step(report)?;
-    saves.report(p, &phases)
+/// What is known of a step or an evaluation with a figure that is not finite.
+struct NotFinite {
+    /// (stage, path) of a trained parameter with a value that is not finite.
+    parameter: Option<(usize, String)>,
+    /// The last stage with gradients that are not finite, if the loss is finite.
+    gradients: Option<usize>,
+    weight: f64,
+}
+
+/// Nothing is known, of a figure with some weight.
+const UNKNOWN: NotFinite = NotFinite { parameter: None, gradients: None, weight: 1.0 };
+
+impl NotFinite {
+    /// Names the stage at fault, and the remedy. `last` is the last stage.
+    fn why(&self, last: usize) -> String {
+        match self {
+            Self { parameter: Some((stage, path)), .. } => format!(
+                "a value of parameter {path:?} of stage {stage} is not finite: lower the learning \
+                 rate, clip the gradients, or look at the weights that the training began with"
+            ),
+            Self { weight: 0.0, .. } => format!(
+                "its weight is 0, so it has padding alone: leave it out, or make the loss of stage \
+                 {last} 0 where the weight is 0"
+            ),
+            Self { gradients: Some(stage), .. } => format!(
+                "the gradients of stage {stage} are not finite, though its parameters are: look at \
+                 its backward pass, lower the learning rate, or clip the gradients"
+            ),
+            _ => format!(
+                "the trained parameters of all stages are finite, so a value overflows on the way \
+                 to the loss of stage {last}, or the data are not finite: lower the learning rate, \
+                 clip the gradients, or look at the data"
+            ),
+        }
+    }
 }
 
 /// Sums over the groups of an evaluation.
@@ -395,18 +482,10 @@ impl Observer<'_> {
     }
 
     fn step(&mut self, report: StepReport) -> Result<()> {
-        let StepReport { step, loss, norm, stop, .. } = report;
-        self.stopped = self.stopped.or(stop);
+        self.stopped = self.stopped.or(report.stop);
         self.last = Some(report);
         if self.is_dry_run {
             return Ok(());
-        }
-        if !loss.is_finite() || !norm.is_finite() {
-            let problem = format!(
-                "step {step} of the training has loss {loss} and gradients of norm {norm}: lower \
-                 the learning rate, or clip the gradients"
-            );
-            return Err(Error::kernel(problem));
         }
         if let Some(metrics) = &mut self.metrics {
             metrics.step(&report, self.start.elapsed().as_secs_f64())?;
@@ -437,5 +516,24 @@ impl Observer<'_> {
         }
         self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_name_the_stage_and_fit_the_cause() {
+        let parameter = Some((1, "w".to_owned()));
+        let why = NotFinite { parameter, ..UNKNOWN }.why(3);
+        assert!(why.starts_with("a value of parameter \"w\" of stage 1 is not"), "{why}");
+        let why = NotFinite { weight: 0.0, ..UNKNOWN }.why(3);
+        assert!(why.contains("padding alone") && why.contains("the loss of stage 3"), "{why}");
+        assert!(!why.contains("rate"), "{why}");
+        let why = NotFinite { gradients: Some(2), ..UNKNOWN }.why(3);
+        assert!(why.starts_with("the gradients of stage 2 are not finite"), "{why}");
+        let why = UNKNOWN.why(3);
+        assert!(why.contains("on the way to the loss of stage 3"), "{why}");
     }
 }

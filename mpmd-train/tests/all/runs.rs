@@ -9,7 +9,7 @@ use mpmd_core::{ProcessId, Simulation};
 use mpmd_train::data::{At, Data};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Outcome, Rate, Run};
+use mpmd_train::{Checkpoints, Outcome, Rate, Run, Trainer};
 use serde_json::Value;
 
 use crate::stages::{params, trainer, untimed, windows};
@@ -156,6 +156,67 @@ fn loss_that_is_not_finite_is_an_error_everywhere() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("of the training has loss"), "{error}");
     }
+}
+
+/// Runs a training of two processes after `before`. Returns its error, which both have, and the
+/// number of saved checkpoints.
+fn spoiled(
+    options: impl Fn() -> Run<'static> + Sync,
+    rate: f64,
+    before: impl Fn(&mut Program, &mut Trainer<MpmdArray>) -> Result<()> + Sync,
+) -> (String, usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let results = Simulation::new(2, 4).run(|p| {
+        let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(rate));
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        before(p, &mut trainer)?;
+        let run = options().progress(false).checkpoints(Checkpoints::new(folder.path()));
+        trainer.run(p, run, &windows())
+    });
+    let errors: Vec<String> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();
+    assert_eq!(errors[0], errors[1]);
+    let entries = std::fs::read_dir(folder.path()).unwrap().map(Result::unwrap);
+    let saves = entries.filter(|entry| entry.file_type().unwrap().is_dir()).count();
+    (errors[0].clone(), saves)
+}
+
+/// Fills the parameters of the last stage with NaN.
+fn spoil_last_stage(p: &mut Program, trainer: &mut Trainer<MpmdArray>) -> Result<()> {
+    let params = trainer.pipeline().params(1).into_iter().map(|(_, array)| {
+        let sharding = array.sharding().expect("it is on devices").clone();
+        p.array_from_fn(array.aval().clone(), &sharding, |_, mut v| Ok(v.fill(f32::NAN)?))
+    });
+    let params = params.collect::<Result<Vec<_>>>()?;
+    trainer.pipeline_mut().set_params(1, params)
+}
+
+#[test]
+fn last_update_that_spoils_the_model_is_an_error_and_not_saved() {
+    // The loss of the only step is from before its update.
+    let (error, saves) = spoiled(|| Run::steps(1), 1e39, |_, _| Ok(()));
+    assert!(error.contains("the model after step 1 cannot be used"), "{error}");
+    assert!(error.contains("of stage 0 is not finite"), "{error}");
+    assert_eq!(saves, 0);
+}
+
+#[test]
+fn evaluation_that_is_not_finite_names_step_and_stage() {
+    let (error, saves) = spoiled(|| Run::steps(4).evaluate_every(2), 1e39, |_, _| Ok(()));
+    assert!(error.contains("the evaluation after step 2 has loss"), "{error}");
+    assert!(error.contains("of stage 0 is not finite"), "{error}");
+    assert_eq!(saves, 0);
+    let (error, _) = spoiled(|| Run::steps(4).evaluate_every(1), 0.01, spoil_last_stage);
+    assert!(error.contains("the evaluation after step 1 has loss NaN"), "{error}");
+    assert!(error.contains("of stage 1 is not finite"), "{error}");
+}
+
+#[test]
+fn gradients_that_are_not_finite_change_no_parameter() {
+    // So the stage that had them first is found.
+    let (error, saves) = spoiled(|| Run::steps(4), 0.01, spoil_last_stage);
+    assert!(error.contains("step 1 of the training has loss NaN"), "{error}");
+    assert!(error.contains("of stage 1 is not finite"), "{error}");
+    assert_eq!(saves, 0);
 }
 
 #[test]

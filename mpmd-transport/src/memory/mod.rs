@@ -69,7 +69,8 @@ impl OwnedBuffer {
     /// Makes the bytes immutable and shareable, without a copy.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
-        SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range, verdict: None }
+        let whole = Arc::new(Whole::new(Memory::Owned(self)));
+        SharedBuffer { whole, range, verdict: None, counted: None }
     }
 
     /// The place of the bytes in device memory, or `None` if they are host memory.
@@ -246,6 +247,9 @@ pub struct SharedBuffer {
     /// A fence that ends when the validity of the bytes is known, for this holder and its clones.
     /// See `with_verdict`.
     verdict: Option<Arc<dyn Fence>>,
+    /// Bytes that a pool counts as live for this holder and its clones, although the memory is not
+    /// its own. See [`Reservation::hold_for`].
+    counted: Option<Arc<Reservation>>,
 }
 
 struct Whole {
@@ -313,7 +317,7 @@ impl SharedBuffer {
     pub(crate) fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
-        Self { whole: Arc::new(whole), range: 0..bytes, verdict: None }
+        Self { whole: Arc::new(whole), range: 0..bytes, verdict: None, counted: None }
     }
 
     /// Returns the [value](Loan::value) that these bytes stand for, if there is one.
@@ -434,8 +438,7 @@ impl SharedBuffer {
             self.len()
         );
         let start = self.range.start + range.start;
-        let verdict = self.verdict.clone();
-        Self { whole: self.whole.clone(), range: start..start + range.len(), verdict }
+        Self { range: start..start + range.len(), ..self.clone() }
     }
 
     /// Drops this holder of memory that other processes may read for as long as they like. It is
@@ -465,7 +468,7 @@ impl SharedBuffer {
         if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }
-        let Self { whole, range, verdict } = self;
+        let Self { whole, range, verdict, counted } = self;
         match Arc::try_unwrap(whole) {
             Ok(mut whole) => match whole.take() {
                 // A block is retired before its last other holder is dropped.
@@ -477,21 +480,35 @@ impl SharedBuffer {
                 }
                 (memory, ready) => {
                     let whole = Whole { memory, reads: Mutex::default(), ready };
-                    Err(Self { whole: Arc::new(whole), range, verdict })
+                    Err(Self { whole: Arc::new(whole), range, verdict, counted })
                 }
             },
-            Err(whole) => Err(Self { whole, range, verdict }),
+            Err(whole) => Err(Self { whole, range, verdict, counted }),
         }
     }
 
     /// True if the bytes count against a memory limit of their pool or their owner. The owner may
     /// run short of memory, so a borrower copies them and gives them back.
     pub fn is_limited(&self) -> bool {
-        match &self.whole.memory {
-            Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
+        let of_memory = match &self.whole.memory {
+            Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => {
+                block.pool().limit().is_some()
+            }
             Memory::Lent(loan) => loan.is_limited(),
             _ => false,
-        }
+        };
+        of_memory || self.counted.as_ref().is_some_and(|held| held.pool().limit().is_some())
+    }
+
+    /// True if `pool` counts these bytes: they are one of its blocks or a part of one, or it
+    /// [holds](Reservation::hold_for) their bytes.
+    pub fn is_counted_by(&self, pool: &Pool) -> bool {
+        let block = match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.block(),
+            Memory::Lent(_) | Memory::Gone => None,
+        };
+        let pools = block.map(Block::pool).into_iter();
+        pools.chain(self.counted.as_ref().map(|held| held.pool())).any(|one| one.is_same(pool))
     }
 
     /// True if these bytes are lent and lie in another device's memory, which [this process's

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mpmd_base::block::{Mutex, MutexGuard, now};
+use mpmd_base::bytes_text;
 
 use super::segment::Segment;
-use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition};
+use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, SegmentPosition, SharedBuffer};
 
 /// Blocks up to this size in bytes share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
@@ -87,7 +88,10 @@ impl PoolStats {
 /// The pool has fewer bytes left than were requested. The environment's fault, or the program's.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
-    "{pool}: {asked} bytes asked for, {live} in use and {reserved} reserved of {}{}",
+    "{pool}: {} asked for, {} in use and {} reserved of {}{}",
+    bytes_text(*.asked),
+    bytes_text(*.live),
+    bytes_text(*.reserved),
     limit_text(.limit),
     refusal_text(.refusal)
 )]
@@ -108,7 +112,8 @@ pub struct OutOfMemory {
 }
 
 fn limit_text(limit: &Option<u64>) -> String {
-    limit.map_or_else(|| "the system's memory".to_owned(), |bytes| format!("a limit of {bytes}"))
+    let text = |bytes| format!("a limit of {}", bytes_text(bytes));
+    limit.map_or_else(|| "the system's memory".to_owned(), text)
 }
 
 fn refusal_text(refusal: &Option<String>) -> String {
@@ -218,6 +223,11 @@ impl Pool {
     /// no pool can have so many.
     pub fn rounded(bytes: usize) -> u64 {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
+    }
+
+    /// True if both are the same pool.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 
     /// Gives cached blocks that have a segment of their own (above 512 KiB, on a device 2 MiB) back
@@ -481,9 +491,19 @@ impl Reservation {
         self
     }
 
+    /// Counts the reserved bytes as live for as long as anybody holds the returned buffer, which
+    /// shares the memory of `values`.
+    pub fn hold_for(self, values: SharedBuffer) -> SharedBuffer {
+        SharedBuffer { counted: Some(Arc::new(self.hold())), ..values }
+    }
+
     /// The number of bytes requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    pub(super) fn pool(&self) -> &Pool {
+        &self.pool
     }
 }
 
@@ -569,8 +589,8 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
     }
 
-    pub(super) fn is_limited(&self) -> bool {
-        self.pool.inner.limit.is_some()
+    pub(super) fn pool(&self) -> &Pool {
+        &self.pool
     }
 
     pub(super) fn is_pinned(&self) -> bool {
@@ -709,6 +729,33 @@ mod tests {
         let PoolStats { live, reserved, cached, peak, recent_peak, .. } = pool.stats();
         assert_eq!((live, reserved, cached, peak, recent_peak), (0, 0, 512, 512, 512));
         pool.trim();
+    }
+
+    #[test]
+    fn held_values_count_until_their_last_holder() {
+        let (pool, other) = (Pool::new("test", Some(1000)), Pool::new("other", None));
+        let values = SharedBuffer::from(vec![7; 512]);
+        let held = pool.reserve(512).unwrap().hold_for(values.clone());
+        assert!(held.is_counted_by(&pool) && held.is_limited() && held.same_place(&values));
+        assert!(!held.is_counted_by(&other) && !values.is_counted_by(&pool));
+        let part = held.slice(3..5);
+        drop((values, held));
+        assert_eq!((&part[..], pool.stats().live), (&[7, 7][..], 512));
+        assert!(pool.reserve(512).is_err());
+        drop(part);
+        assert_eq!((pool.stats().live, pool.stats().reserved), (0, 0));
+        let own = pool.allocate(100).unwrap().freeze();
+        assert!(own.slice(1..2).is_counted_by(&pool) && !own.is_counted_by(&other));
+    }
+
+    #[test]
+    fn refusal_has_its_bytes_in_units() {
+        let pool = Pool::new("device 0", Some(3 << 20));
+        let _held = pool.allocate(2 << 20).unwrap();
+        assert_eq!(
+            pool.reserve(3 << 19).unwrap_err().to_string(),
+            "device 0: 1.5 MiB asked for, 2.0 MiB in use and 0 B reserved of a limit of 3.0 MiB"
+        );
     }
 
     #[test]

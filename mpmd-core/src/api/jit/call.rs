@@ -345,13 +345,8 @@ impl<'a, K: Kernel> Call<'a, K> {
     /// Allocates `bytes` of host staging memory, from which CUDA devices copy. Fails if there is no
     /// memory.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
-        self.runtime().staging.allocate(bytes).map_err(|error| {
-            let message = format!(
-                "operation {} ({}): out of memory on {error}",
-                self.op, self.bound.plan.what
-            );
-            Arc::new(Failure::new(FailureKind::Memory, self.runtime().me, self.op, message))
-        })
+        let runtime = self.runtime();
+        runtime.staging.allocate(bytes).map_err(|error| runtime.out_of_memory(self.op, &error))
     }
 
     /// Creates the failure of this kernel for the reason `why`. The message has kernel, operation,
@@ -432,14 +427,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
     let (plan, runtime) = (&call.bound.plan, call.runtime());
     let pool = &runtime.devices[seat.local_index].pool;
     held.extend(plan.objects.held().map(|bytes| memory.split_off(bytes)));
-    let failed = |error: OutOfMemory| {
-        let message = format!(
-            "operation {op} ({}): out of memory on {error}{}",
-            plan.what,
-            runtime.on_loan()
-        );
-        Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
-    };
+    let failed = |error: OutOfMemory| runtime.out_of_memory(op, &error);
     // One fresh output is the usual case; it needs no list.
     let (mut one, mut several) = (None, Vec::new().into_iter());
     match seat.fresh.len() {

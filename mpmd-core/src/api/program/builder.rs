@@ -135,7 +135,8 @@ impl Builder {
     }
 
     /// Sets the limit on the memory of arrays on each device, in bytes. An operation that needs
-    /// more waits for earlier ones to free memory, then fails. The default is no limit.
+    /// more waits for earlier ones to free memory, then fails. Host values that were put on a
+    /// device count there, even if the device shares their memory. The default is no limit.
     pub fn device_memory(mut self, bytes: u64) -> Self {
         self.device_memory = Some(bytes);
         self
@@ -191,16 +192,18 @@ impl Builder {
         self
     }
 
-    /// With `true`, the processes compare host values of any size by a hash; with `false`, only
-    /// those of up to 64 bytes. Every process must use the same setting. Large values are compared
-    /// by default in debug builds, and if the program joins a job with `MPMD_CHECK=uncommitted`.
+    /// With `true`, the processes compare host values whole at every call; with `false`, those of
+    /// more than 4 KiB only by samples at most calls: see
+    /// [`MpmdArray::from_host`](crate::MpmdArray::from_host). Every process must use the same
+    /// setting. On by default in debug builds, and if the program joins a job with
+    /// `MPMD_CHECK=uncommitted`.
     pub fn check_uncommitted(mut self, check: bool) -> Self {
         self.check_uncommitted = Some(check);
         self
     }
 
-    /// Returns true if host values of any size are compared: by this builder's setting, else in
-    /// debug builds.
+    /// Returns true if large host values are compared whole at every call: by this builder's
+    /// setting, else in debug builds.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }

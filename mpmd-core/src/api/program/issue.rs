@@ -167,7 +167,7 @@ impl Program {
         what: Arc<dyn fmt::Display + Send + Sync>,
         at: &'static Location<'static>,
     ) {
-        let values = self.hash_values(takes.iter().copied());
+        let values = self.hash_values(takes.iter().copied(), at);
         self.count += 1;
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;

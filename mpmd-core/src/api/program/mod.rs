@@ -53,6 +53,7 @@ pub use plan_cache::PlanCacheMetrics;
 pub(crate) use plan_cache::{PlanCache, PutKey};
 pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
+use values::LargeValueCalls;
 
 use crate::error::{Error, Result};
 use crate::exec::dry_run::DryRunBuilder;
@@ -92,6 +93,7 @@ pub struct Program {
     /// The rolling hash right after the last operation. Unlike `hash`, it lacks later ends of
     /// steps.
     hash_at_last: u128,
+    large_value_calls: LargeValueCalls,
     steps: u64,
     /// The span of the step in the program's log.
     step_span: StepSpan,
@@ -166,6 +168,7 @@ impl Program {
             count: 0,
             hash: Rolling::default(),
             hash_at_last: 0,
+            large_value_calls: LargeValueCalls::default(),
             steps: 0,
             step_span: StepSpan::default(),
             is_dry_run,

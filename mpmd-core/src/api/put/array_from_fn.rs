@@ -105,7 +105,7 @@ impl Program {
                     here.trace_start(local_index, op, started, started, None);
                     // The closure fills host memory; a CUDA device gets a copy of it.
                     let outcome = buffer
-                        .map_err(|error| (FailureKind::Memory, error.to_string()))
+                        .map_err(|error| (FailureKind::Memory, format!("out of memory on {error}")))
                         .and_then(|mut buffer| {
                             let view = ViewMut::new(&mut buffer, &info);
                             match catch_unwind(AssertUnwindSafe(|| fill(&info.region, view))) {

@@ -176,7 +176,7 @@ impl Copying {
                 self.end(Ok(()));
             }
             Err(error) => {
-                let failure = self.runtime.out_of_memory(self.guard.op(), &error.to_string());
+                let failure = self.runtime.out_of_memory(self.guard.op(), &error);
                 self.runtime.remember(&failure);
                 self.end(Err(failure));
             }

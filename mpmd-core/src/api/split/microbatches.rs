@@ -5,7 +5,6 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_device::copy::{contiguous_bytes, copy_region};
-use mpmd_proto::{Failure, FailureKind};
 
 use crate::api::program::{NewOp, Part, Program};
 use crate::error::{IssueProblem, Result};
@@ -167,9 +166,7 @@ impl Cut {
                     copy_region(&buffer, &whole, &mut copy, &part, &part, item);
                     copy.freeze()
                 });
-                let outcome = copied.map_err(|error| {
-                    Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
-                });
+                let outcome = copied.map_err(|error| runtime.out_of_memory(op, &error));
                 drop(buffer);
                 resolver.keep(outcome);
                 drop(guard);

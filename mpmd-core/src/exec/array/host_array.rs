@@ -38,9 +38,11 @@ impl HostArray {
     /// # Errors
     ///
     /// If the number of bytes is not that of `aval`. Invalid values are found when they are read.
+    #[track_caller]
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
         if data.len() != aval.bytes() {
-            return Err(AvalError::Length { expected: aval, found: data.len() });
+            let (at, found) = (Location::caller(), data.len());
+            return Err(AvalError::Length { at, expected: aval, found });
         }
         let aligned = (data.as_ptr() as usize).is_multiple_of(ALIGNMENT);
         let data = if aligned { data } else { aligned_copy(&data) };
@@ -73,13 +75,15 @@ impl HostArray {
     /// # Errors
     ///
     /// If they are not of type `E`, or some bytes are not valid values of it.
+    #[track_caller]
     pub fn as_slice<E: Element>(&self) -> Result<&[E], AvalError> {
+        let at = Location::caller();
         if E::DTYPE != self.dtype() {
-            return Err(AvalError::DType { expected: self.dtype(), found: E::DTYPE });
+            return Err(AvalError::DType { at, expected: self.dtype(), found: E::DTYPE });
         }
         // Length and alignment were checked at construction, so only values can be invalid.
         bytemuck::checked::try_cast_slice(&self.data)
-            .map_err(|_| AvalError::BitPattern { aval: self.aval.clone() })
+            .map_err(|_| AvalError::BitPattern { at, aval: self.aval.clone() })
     }
 
     /// Copies the elements to a vector, row-major.
@@ -87,6 +91,7 @@ impl HostArray {
     /// # Errors
     ///
     /// If they are not of type `E`, or some bytes are not valid values of it.
+    #[track_caller]
     pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, AvalError> {
         self.as_slice().map(<[E]>::to_vec)
     }
@@ -138,11 +143,19 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_dtype_is_an_error_that_names_both() {
+    fn a_wrong_dtype_is_an_error_that_names_both_and_the_line() {
         let array = HostArray::scalar(1.0f32);
-        let error = array.as_slice::<i32>().unwrap_err();
-        assert_eq!(error, AvalError::DType { expected: DType::F32, found: DType::I32 });
-        assert_eq!(error.to_string(), "the elements are f32, not i32");
+        let said = "the elements are f32, and are read as i32: read them as f32";
+        let (line, error) = (line!(), array.as_slice::<i32>().unwrap_err().to_string());
+        assert!(
+            error.contains(&format!("host_array.rs:{line}:")) && error.ends_with(said),
+            "{error}"
+        );
+        let (line, error) = (line!(), array.to_vec::<i32>().unwrap_err().to_string());
+        assert!(
+            error.contains(&format!("host_array.rs:{line}:")) && error.ends_with(said),
+            "{error}"
+        );
     }
 
     #[test]
@@ -151,8 +164,9 @@ mod tests {
         let said = short.to_string();
         assert!(said.contains(&format!("host_array.rs:{line}:")), "{said}");
         assert!(said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"), "{said}");
-        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err();
-        assert_eq!(short.to_string(), "f64[2] has 16 bytes, but 15 are given");
+        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err().to_string();
+        assert!(short.contains("host_array.rs:"), "{short}");
+        assert!(short.ends_with(": f64[2] has 16 bytes, but 15 are given"), "{short}");
         let bad = HostArray::from_bytes(bools([2]), vec![1, 2].into()).unwrap();
         assert!(matches!(bad.as_slice::<bool>(), Err(AvalError::BitPattern { .. })));
     }

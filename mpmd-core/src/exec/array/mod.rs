@@ -124,8 +124,12 @@ impl Leaf for MpmdArray {}
 impl MpmdArray {
     /// Creates an uncommitted array of these values, which must be the same on every process.
     ///
-    /// Processes compare the hash of the values that an operation takes. Values of up to 64 bytes
-    /// are always compared. Larger ones are compared in debug builds, and if
+    /// Values that a process has of its own, such as its part of a batch, are for
+    /// [`Program::array_from_fn`](crate::Program::array_from_fn).
+    ///
+    /// Processes compare a hash of the values that an operation takes. It has all values of up to
+    /// 4 KiB. Of larger ones it has 64 blocks of 64 bytes, and the whole at the calls 1, 2, 4, 8
+    /// and so on of a line; at every call in debug builds, and if
     /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
     /// `MPMD_CHECK=uncommitted` is set.
     pub fn from_host(values: HostArray) -> Self {
@@ -361,10 +365,15 @@ impl Placed {
 
     /// Returns the size in bytes of this process's shards of the array.
     pub(crate) fn local_bytes(&self) -> u64 {
+        self.shards.iter().map(|shard| self.shard_bytes(shard)).sum()
+    }
+
+    /// Returns the size in bytes of one of this process's shards.
+    pub(crate) fn shard_bytes(&self, shard: &LocalShard) -> u64 {
         let Made { aval, layout, .. } = &*self.made;
-        let region = |shard: &LocalShard| layout.region_of(shard.device);
-        let elements = |shard| region(shard).map_or_else(|| aval.elements(), Region::elements);
-        (self.shards.iter().map(elements).sum::<usize>() * aval.dtype().size()) as u64
+        let region = layout.region_of(shard.device);
+        let elements = region.map_or_else(|| aval.elements(), Region::elements);
+        (elements * aval.dtype().size()) as u64
     }
 
     pub(crate) fn region(&self, device: DeviceId) -> Region {

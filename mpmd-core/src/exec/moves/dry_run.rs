@@ -48,8 +48,9 @@ impl PutPlan {
         let shard = |(device, region): (DeviceId, &Region)| {
             let memory = match (may_alias && can_alias(device, region), to.memory_kind()) {
                 (true, _) if source.is_some() => Memory::Of(0),
-                (true, _) | (false, MemoryKind::Host) => Memory::Host,
-                (false, MemoryKind::Device) => Memory::Own,
+                (_, MemoryKind::Host) => Memory::Host,
+                // Host values that a device shares count as its own memory, too.
+                (_, MemoryKind::Device) => Memory::Own,
             };
             Shard { device: device.0, bytes: (region.elements() * item) as u64, memory }
         };

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
-use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_proto::router::Failure;
 use mpmd_transport::SharedBuffer;
 
 use crate::exec::moves::mailbox::Key;
@@ -182,9 +182,8 @@ impl Exchange {
     /// Copies `bytes` to a staging buffer that may outlive the kernel call. Fails if there is no
     /// memory.
     pub(crate) fn copy_in(&self, bytes: &[u8]) -> Outcome {
-        let mut buffer = self.runtime.staging.allocate(bytes.len()).map_err(|error| {
-            Arc::new(Failure::new(FailureKind::Memory, self.runtime.me, 0, error.to_string()))
-        })?;
+        let failed = |error| self.runtime.out_of_memory(self.guard.op(), &error);
+        let mut buffer = self.runtime.staging.allocate(bytes.len()).map_err(failed)?;
         buffer.copy_from_slice(bytes);
         Ok(buffer.freeze())
     }

@@ -93,7 +93,7 @@ impl Runtime {
             let to = match runtime.staging.allocate(bytes.len()) {
                 Ok(to) => to,
                 Err(error) => {
-                    return resolver.keep(Err(runtime.out_of_memory(op, &error.to_string())));
+                    return resolver.keep(Err(runtime.out_of_memory(op, &error)));
                 }
             };
             let all = Region::full(&[bytes.len()]);
@@ -143,11 +143,6 @@ impl Runtime {
     pub(crate) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
-    }
-
-    /// Creates the failure of an operation that got no memory, for the reason `why`.
-    pub(crate) fn out_of_memory(&self, op: u64, why: &str) -> Arc<Failure> {
-        Arc::new(Failure::new(FailureKind::Memory, self.me, op, format!("operation {op}: {why}")))
     }
 }
 

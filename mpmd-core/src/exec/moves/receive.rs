@@ -171,7 +171,7 @@ impl Receive {
         }
         match runtime.staging.allocate(in_memory(bytes)) {
             Ok(buffer) => Ok(Some((buffer, ReadTarget::Staging))),
-            Err(error) => Err(runtime.out_of_memory(guard.op(), &error.to_string())),
+            Err(error) => Err(runtime.out_of_memory(guard.op(), &error)),
         }
     }
 
@@ -264,11 +264,7 @@ impl Runtime {
         // The router has checked that this piece may have this length.
         let buffer = match self.staging.allocate(in_memory(fetch.bytes())) {
             Ok(buffer) => buffer,
-            Err(error) => {
-                let message = format!("{error}, for a piece of operation {op}");
-                let failure = Failure::new(FailureKind::Memory, self.me, op, message);
-                return resolver.keep(Err(Arc::new(failure)));
-            }
+            Err(error) => return resolver.keep(Err(self.out_of_memory(op, &error))),
         };
         let runtime = self.clone();
         let then = move |result: Result<OwnedBuffer, TransportError>| {

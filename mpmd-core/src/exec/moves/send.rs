@@ -6,7 +6,7 @@ use std::sync::Arc;
 use mpmd_base::ProcessId;
 use mpmd_device::copy::copy_region;
 use mpmd_device::cuda::Part;
-use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_proto::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::exec::moves::chunks::COPY_INLINE;
@@ -138,7 +138,7 @@ impl Send {
                 },
             ),
             Err(error) => {
-                let failure = runtime.out_of_memory(self.guard.op(), &error.to_string());
+                let failure = runtime.out_of_memory(self.guard.op(), &error);
                 self.offer_packed(&runtime, &peers, Err(failure));
             }
         }
@@ -149,10 +149,7 @@ impl Send {
     fn pack(&self, runtime: &Runtime, from: &SharedBuffer) -> Outcome {
         let transfer = &*self.transfer;
         let packed = runtime.staging.allocate(transfer.bytes);
-        let mut packed = packed.map_err(|error| {
-            let (me, op) = (runtime.me, self.guard.op());
-            Arc::new(Failure::new(FailureKind::Memory, me, op, error.to_string()))
-        })?;
+        let mut packed = packed.map_err(|error| runtime.out_of_memory(self.guard.op(), &error))?;
         let Transfer { region, holds, .. } = transfer;
         copy_region(from, holds, &mut packed, region, region, transfer.item_bytes());
         Ok(packed.freeze())

@@ -237,7 +237,7 @@ impl DeviceAssembly {
                 Some(packed.freeze())
             }
             Err(error) => {
-                self.fail(self.runtime.out_of_memory(self.op, &error.to_string()));
+                self.fail(self.runtime.out_of_memory(self.op, &error));
                 None
             }
         }
@@ -360,8 +360,7 @@ impl DeviceAssembly {
         if let Memory::Reserved(_) = open.memory
             && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
         {
-            let failed =
-                |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
+            let failed = |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error);
             open.memory = if open.missing.len() > 1 {
                 let bytes = self.region.elements() * self.item_bytes;
                 let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
@@ -422,7 +421,7 @@ impl Runtime {
         let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
             Some(Ok(reservation)) => reservation,
             Some(Err(error)) => {
-                let failure = self.out_of_memory(op, &error.to_string());
+                let failure = self.out_of_memory(op, &error);
                 self.remember(&failure);
                 return resolver.keep(Err(failure));
             }

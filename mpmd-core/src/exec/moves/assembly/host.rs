@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
 
-use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 use mpmd_device::{
     copy::{contiguous_bytes, copy_part, copy_region},
@@ -37,7 +36,7 @@ use mpmd_layout::region::Region;
 /// added. The sums are added in their order, not in order of arrival, so the result has the same
 /// bits every time. Early pieces wait.
 pub(crate) struct HostAssembly {
-    process: ProcessId,
+    runtime: Arc<Runtime>,
     op: u64,
     region: Region,
     dtype: DType,
@@ -116,7 +115,7 @@ impl HostAssembly {
     /// take less time than waking a copy worker.
     pub(crate) fn new(
         shard: NewShard,
-        process: ProcessId,
+        runtime: Arc<Runtime>,
         dtype: DType,
         in_parts: bool,
         is_small: bool,
@@ -126,7 +125,7 @@ impl HostAssembly {
             Open { resolver, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
         let state = Mutex::new(state);
-        Arc::new(Self { process, op, region, dtype, in_parts, is_small, state })
+        Arc::new(Self { runtime, op, region, dtype, in_parts, is_small, state })
     }
 
     /// Returns the number of the operation that makes the shard.
@@ -244,9 +243,10 @@ impl HostAssembly {
         if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
             drop(state);
             // The last part is back, so the shard is complete.
-            let whole = divided
-                .join()
-                .map_err(|_| self.out_of_memory("a part of the shard is still in use"));
+            let whole = divided.join().map_err(|_| {
+                let message = format!("operation {}: a part of the shard is still in use", self.op);
+                Arc::new(Failure::new(FailureKind::Memory, self.runtime.me, self.op, message))
+            });
             self.end(whole.map(OwnedBuffer::freeze));
         }
     }
@@ -328,16 +328,12 @@ impl HostAssembly {
     fn buffer(&self, memory: Memory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
         match memory {
             Memory::Reserved(reservation) => {
-                Some(reservation.allocate().map_err(|error| self.out_of_memory(&error.to_string())))
+                let failed = |error| self.runtime.out_of_memory(self.op, &error);
+                Some(reservation.allocate().map_err(failed))
             }
             Memory::Here(buffer) => Some(Ok(buffer)),
             Memory::Divided(_) | Memory::Lent => None,
         }
-    }
-
-    fn out_of_memory(&self, why: &str) -> Arc<Failure> {
-        let message = format!("operation {}: {why}", self.op);
-        Arc::new(Failure::new(FailureKind::Memory, self.process, self.op, message))
     }
 }
 

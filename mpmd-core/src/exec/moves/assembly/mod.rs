@@ -163,7 +163,7 @@ impl HostAssembly {
             match runtime.staging.allocate(transfer.bytes) {
                 Ok(staging) => (staging, CopyTarget::Staging),
                 Err(error) => {
-                    let failure = runtime.out_of_memory(self.op(), &error.to_string());
+                    let failure = runtime.out_of_memory(self.op(), &error);
                     runtime.remember(&failure);
                     return self.end(Err(failure));
                 }

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use mpmd_device::cuda::Gpu;
-use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
+use crate::exec::array::host_array::HostArray;
 use crate::exec::moves::assembly::{NewShard, Sum};
 use crate::exec::moves::receive::Receive;
 use crate::exec::moves::send::Send;
@@ -59,9 +59,7 @@ impl Start<'_> {
                 (Some(Origin::Device(device)), _) => {
                     return (alias(runtime, guard, source.slot(device)), None);
                 }
-                (Some(Origin::Host), Source::Host(host)) => {
-                    return (AsyncBuffer::filled(host.bytes().clone()), None);
-                }
+                (Some(Origin::Host), Source::Host(host)) => return (self.hold(target, host), None),
                 _ => {}
             }
         }
@@ -84,10 +82,10 @@ impl Start<'_> {
             }
             (Ok(reservation), None) => {
                 let (region, missing) = (target.region.clone(), target.pieces.clone());
-                let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
+                let (dtype, guard) = (aval.dtype(), guard.clone());
                 let shard = HostAssembly::new(
                     NewShard { op, region, missing, reservation, resolver, guard },
-                    me,
+                    runtime.clone(),
                     dtype,
                     target.in_parts && target.pieces != [1] && bytes > SMALL,
                     plan.is_small,
@@ -98,6 +96,24 @@ impl Start<'_> {
                 runtime.remember(&failure);
                 resolver.keep(Err(failure));
                 (slot, None)
+            }
+        }
+    }
+
+    /// Returns a shard that shares the memory of host values. It counts as any shard of its device:
+    /// if there is no memory, it fails.
+    fn hold(&self, target: &Target, host: &HostArray) -> AsyncBuffer {
+        let Self { plan, runtime, guard, .. } = *self;
+        let (kind, bytes) = (plan.what.to.memory_kind(), host.bytes());
+        let reserved =
+            runtime.reserve(target.local_index, kind, bytes.len(), guard.op(), &*plan.what);
+        match reserved {
+            Ok(reservation) => AsyncBuffer::filled(reservation.hold_for(bytes.clone())),
+            Err(failure) => {
+                runtime.remember(&failure);
+                let (resolver, slot) = AsyncBuffer::new();
+                resolver.keep(Err(failure));
+                slot
             }
         }
     }
@@ -143,7 +159,7 @@ impl Start<'_> {
         let reservation = match runtime.staging.reserve(region.elements() * item) {
             Ok(reservation) => reservation,
             Err(error) => {
-                let failure = runtime.out_of_memory(op, &error.to_string());
+                let failure = runtime.out_of_memory(op, &error);
                 runtime.remember(&failure);
                 shard.end(Err(failure));
                 return None;
@@ -159,7 +175,7 @@ impl Start<'_> {
                 resolver,
                 guard: guard.clone(),
             },
-            runtime.me,
+            runtime.clone(),
             plan.what.aval.dtype(),
             false,
             plan.is_small,
@@ -173,16 +189,13 @@ impl Start<'_> {
 
     /// Queues the filling with zeros of a host shard to which no piece contributes.
     fn zeros(&self, reservation: Reservation, resolver: Resolver) {
-        let (me, op, guard) = (self.runtime.me, self.guard.op(), self.guard.clone());
+        let (runtime, guard) = (self.runtime.clone(), self.guard.clone());
         self.runtime.move_data(Box::new(move || {
             let zeros = reservation.allocate().map(|mut buffer| {
                 buffer.fill(0);
                 buffer.freeze()
             });
-            resolver.keep(zeros.map_err(|error| {
-                let message = format!("operation {op}: {error}");
-                Arc::new(Failure::new(FailureKind::Memory, me, op, message))
-            }));
+            resolver.keep(zeros.map_err(|error| runtime.out_of_memory(guard.op(), &error)));
             drop(guard);
         }));
     }
