@@ -194,10 +194,11 @@ pub mod sharding {
         //! [`infer`] returns a table with the rule that applies to each leaf: [`Inferred`], with an
         //! [`InferredLeaf`] for each. [`LogicalAxes`] names the dimensions of leaves.
         //!
-        //! A [`Registry`] adds ops of your own. One closure gets the [`Call`] as it is written, with
-        //! its [`Literal`]s, and returns its arguments or an [`ArgumentError`]. The other divides a
-        //! leaf through a [`Placement`], or refuses it with an [`OpError`]. A [`RulesError`] names the
-        //! rule that fails; its parts are [`OpFailed`], [`ParseError`] and [`ErrorKind`].
+        //! A [`Registry`] adds ops of your own. One closure gets the [`Call`] as it is written,
+        //! with its [`Literal`]s, and returns its arguments or an [`ArgumentError`]. The other
+        //! divides a leaf through a [`Placement`], or refuses it with an [`OpError`]. A
+        //! [`RulesError`] names the rule that fails; its parts are [`OpFailed`], [`ParseError`] and
+        //! [`ErrorKind`].
 
         pub use mpmd_layout::sharding::rules::{
             ArgumentError, Call, ErrorKind, Inferred, InferredLeaf, Literal, LogicalAxes, OpError,
@@ -324,8 +325,8 @@ pub mod launch {
     //! Starting the processes of a job from the program itself.
     //!
     //! `mpmd run` is a thin layer over [`Launch`]; its [`Outcome`] says how the job ended.
-    //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong to
-    //! its job, and a [`DryRunEnv`] for `mpmd check`.
+    //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
+    //! to its job, and a [`DryRunEnv`] for `mpmd check`.
 
     pub use mpmd_launch::{
         Bind, DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode,

@@ -157,8 +157,8 @@ impl Program {
     /// [`MoveOptions::donate`] the source is freed as soon as it has been gathered. Uncommitted
     /// leaves and leaves without an intermediate move as in [`Program::reshard`].
     ///
-    /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding in
-    /// another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it.
+    /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding
+    /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it.
     ///
     /// # Errors
     ///

@@ -167,8 +167,8 @@ impl Cuts<'_> {
     }
 }
 
-/// Returns the cuts by the conditions of [`find_intermediate_sharding`], or the first condition that
-/// does not hold.
+/// Returns the cuts by the conditions of [`find_intermediate_sharding`], or the first condition
+/// that does not hold.
 pub(super) fn find_cuts<'a>(
     src: &'a Sharding,
     dst: &Sharding,

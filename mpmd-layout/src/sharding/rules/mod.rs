@@ -14,8 +14,8 @@
 //! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, whether or not it
 //!   divides evenly. A negative `dim` counts from the end. The absolute value of `dim` must be
 //!   below the number of dimensions. Otherwise the op fails, or warns and does nothing if
-//!   `ignore_ndim_error` is true. So `-1` is refused for a vector, as in the original: strategies mean the same in
-//!   both.
+//!   `ignore_ndim_error` is true. So `-1` is refused for a vector, as in the original: strategies
+//!   mean the same in both.
 //! - `logical_partitioning()` divides by the logical names of dimensions: [`LogicalAxes`].
 //! - Users can add ops to a [`Registry`].
 //!
