@@ -70,7 +70,7 @@ pub use trace::{Label, Role};
 
 /// Names that nearly every program needs.
 pub mod prelude {
-    pub use mpmd_layout::aval::{ShapedArray, f32s, f64s, i32s, u8s};
+    pub use mpmd_layout::aval::{DType, ShapedArray, f32s, f64s, i32s, u8s, u32s};
     pub use mpmd_layout::region::Region;
     pub use mpmd_layout::spec;
     pub use mpmd_layout::tree::Tree;

@@ -106,16 +106,20 @@
 
 #![forbid(unsafe_code)]
 
+pub use mpmd_base::block::Spin;
 pub use mpmd_base::{DeviceId, ProcessId};
 #[cfg(feature = "candle")]
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
-    ArrayFuture, Builder, Captured, Commits, Committed, Error, Failure, FailureKind, HostArray,
-    IssueError, Jit, MemoryUse, MoveOptions, MpmdArray, Program, Result, Sections, SplitOptions,
+    ArrayFuture, Builder, Captured, Commits, Committed, Error, Failure, FailureKind, Holdings,
+    HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse, Metrics, MoveOptions,
+    MpmdArray, PlanCacheMetrics, Program, PutVjp, RecoveringBuilder, Recovery, Result, Role,
+    Sections, Shard, SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;
 #[cfg(feature = "train")]
 pub use mpmd_train as train;
+pub use mpmd_transport::{SharedBuffer, TransportError};
 
 pub mod prelude {
     //! Names that nearly every program uses: `use mpmd::prelude::*;`.
@@ -126,10 +130,16 @@ pub mod prelude {
 pub mod aval {
     //! Shapes and dtypes.
     //!
-    //! Use the short forms, `f32s([64, 256])`, to write a shape; [`ShapedArray`] to compute with
-    //! one; [`Element`] as the bound of code that is generic over dtypes.
+    //! Use the short forms, `f32s([64, 256])`, to write a shape: [`bools`], [`i8s`], [`i16s`],
+    //! [`i32s`], [`i64s`], [`u8s`], [`u16s`], [`u32s`], [`u64s`], [`bf16s`], [`f16s`], [`f32s`],
+    //! [`f64s`], [`c64s`] and [`c128s`]; [`ShapedArray`] to compute with
+    //! one; [`Element`] as the bound of code that is generic over dtypes. An [`AvalError`] says why
+    //! shape and dtype make no array.
 
-    pub use mpmd_layout::aval::{DType, Element, ShapedArray, f32s, f64s, i32s, u8s};
+    pub use mpmd_layout::aval::{
+        AvalError, DType, Element, ShapedArray, bf16s, bools, c64s, c128s, f16s, f32s, f64s, i8s,
+        i16s, i32s, i64s, u8s, u16s, u32s, u64s,
+    };
 }
 
 pub mod region {
@@ -145,18 +155,24 @@ pub mod tree {
     //!
     //! Derive [`Tree`](trait@Tree) for a struct of arrays to pass it to kernels and reshards as one
     //! value. [`Empty`] is the tree without leaves, [`PrefixTree`] one value for a whole
-    //! subtree. Implement [`Leaf`] for a type of your own to have trees of it.
+    //! subtree. Implement [`Leaf`] for a type of your own to have trees of it. A [`Structure`] is a
+    //! tree's form without its leaves; the [`Path`] of a leaf is made of [`Name`]s. A [`TreeError`]
+    //! says where two trees differ.
 
-    pub use mpmd_layout::tree::{Empty, Leaf, PrefixTree, Tree};
+    pub use mpmd_layout::tree::{Empty, Leaf, Name, Path, PrefixTree, Structure, Tree, TreeError};
 }
 
 pub mod topology {
     //! Devices, the processes that own them, and meshes of devices.
     //!
     //! [`Mesh`] arranges devices along named axes; [`Topology`] lists all devices of the job. Use
-    //! [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs.
+    //! [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs. [`Links`] has the cost of a [`Link`]
+    //! of each [`LinkClass`], by which planners choose. A [`MeshError`] says why devices make no
+    //! mesh.
 
-    pub use mpmd_layout::topology::{CudaCollectives, DeviceKind, Mesh, Topology};
+    pub use mpmd_layout::topology::{
+        CudaCollectives, Device, DeviceKind, Link, LinkClass, Links, Mesh, MeshError, Topology,
+    };
 }
 
 pub mod sharding {
@@ -164,19 +180,29 @@ pub mod sharding {
     //!
     //! A [`Sharding`] gives these regions for every shape, a [`Layout`] for one shape. A [`Spec`],
     //! written with [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`]
-    //! chooses device or host memory.
+    //! chooses device or host memory. [`ShardingKind`] tells the kinds of shardings apart. A
+    //! [`ShardingError`] says why a sharding does not fit.
 
-    pub use mpmd_layout::sharding::{Layout, MemoryKind, Sharding, Spec, SpecEntry};
+    pub use mpmd_layout::sharding::{
+        Layout, MemoryKind, Sharding, ShardingError, ShardingKind, Spec, SpecEntry,
+    };
 
     pub mod rules {
         //! Rules that choose the sharding of each leaf by its name.
         //!
         //! [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings.
-        //! [`infer`] returns a table with the rule that applies to each leaf. A [`Registry`] adds
-        //! ops of your own.
+        //! [`infer`] returns a table with the rule that applies to each leaf: [`Inferred`], with an
+        //! [`InferredLeaf`] for each. [`LogicalAxes`] names the dimensions of leaves.
+        //!
+        //! A [`Registry`] adds ops of your own. One closure gets the [`Call`] as it is written,
+        //! with its [`Literal`]s, and returns its arguments or an [`ArgumentError`]. The other
+        //! divides a leaf through a [`Placement`], or refuses it with an [`OpError`]. A
+        //! [`RulesError`] names the rule that fails; its parts are [`OpFailed`], [`ParseError`] and
+        //! [`ErrorKind`].
 
         pub use mpmd_layout::sharding::rules::{
-            Inferred, Registry, Strategy, infer, infer_sharding,
+            ArgumentError, Call, ErrorKind, Inferred, InferredLeaf, Literal, LogicalAxes, OpError,
+            OpFailed, ParseError, Placement, Registry, RulesError, Strategy, infer, infer_sharding,
         };
     }
 }
@@ -185,17 +211,22 @@ pub mod reshard {
     //! Plans of the copies that bring an array from one sharding to another.
     //!
     //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use
-    //! [`plan()`] to see the pieces and bytes of a move without moving them.
-    //! [`find_intermediate_sharding`] finds a sharding to move to first.
+    //! [`plan()`] to see the pieces and bytes of a move without moving them: a [`Plan`] has each
+    //! [`Piece`] and their [`Summary`]. [`find_intermediate_sharding`] finds a sharding to move to
+    //! first, an [`Intermediate`].
 
-    pub use mpmd_layout::reshard::{Summary, find_intermediate_sharding, plan};
+    pub use mpmd_layout::reshard::{
+        Delivery, Intermediate, NoIntermediate, Origin, Part, Piece, Plan, ReshardError, Summary,
+        WhyNoIntermediate, find_intermediate_sharding, plan,
+    };
 }
 
 pub mod random {
     //! Random numbers that depend on a key and an element's index alone, so that an array has the
     //! same values under every sharding.
     //!
-    //! Derive a [`Key`] for each layer and step with [`Key::fold_in`].
+    //! Derive a [`Key`] for each layer and step with [`Key::fold_in`]. [`uniform_f32`],
+    //! [`uniform_f64`], [`normal_f32`] and [`normal_f64`] give the number of one element.
 
     pub use mpmd_layout::random::{Key, normal_f32, normal_f64, uniform_f32, uniform_f64};
 }
@@ -207,10 +238,12 @@ pub mod kernel {
     //! [`Program::jit`](crate::Program::jit). Or implement [`Kernel`]: its
     //! [`Signature`] declares outputs, aliases and collectives; [`View`] and [`ViewMut`] are the
     //! values; [`Context`] has the collectives. [`run_here`] runs a kernel without a job, for
-    //! tests.
+    //! tests. A [`ViewError`] says what a view is not. The other names are those in the signatures
+    //! of these: bounds for functions of your own that take kernels or closures.
 
     pub use mpmd_core::kernel::{
-        Context, Kernel, Reduce, Reducible, Shapes, Signature, View, ViewMut, Views, ViewsMut,
+        Closures, Context, Elementwise, HostKernel, HostWork, InferShapes, Kernel, Reduce,
+        Reducible, Shapes, Signature, Untyped, View, ViewError, ViewMut, Views, ViewsMut,
         elementwise, kernel, like_input,
     };
     pub use mpmd_core::run_here;
@@ -224,7 +257,8 @@ pub mod object {
     //! [`ObjectBytes`] reports its memory; one that implements [`Saved`] can be saved to arrays.
 
     pub use mpmd_core::{
-        BoundMethod, Made, Method, MpmdObject, ObjectBytes, ObjectRef, Saved, method,
+        BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MpmdObject, ObjectBytes,
+        ObjectRef, RunMethod, Saved, method,
     };
 }
 
@@ -244,9 +278,12 @@ pub mod cuda {
     //!
     //! [`Context::cuda`](crate::kernel::Context::cuda) gives a kernel that runs on a CUDA device a
     //! [`Cuda`]. It launches functions of a [`Source`] over a [`Grid`] and multiplies matrices with
-    //! [`Gemm`].
+    //! [`Gemm`]. An [`Arg`] is an argument of a function. A kernel that uses
+    //! [`Gemm`] lists [`CUBLAS`].
 
-    pub use mpmd_core::cuda::{Arg, CUBLAS, Cuda, Gemm, Grid, Math, Part, Scratch, Source};
+    pub use mpmd_core::cuda::{
+        Arg, CUBLAS, Cuda, CudaError, Gemm, Grid, Math, NoCuda, Part, Scratch, Source, Version,
+    };
 }
 
 pub mod pipeline {
@@ -258,20 +295,44 @@ pub mod pipeline {
     //! need.
 
     pub use mpmd_core::pipeline::{
-        Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline, PlacedShape,
-        SideInput, SideShapes, Stage, StageContext, StageSignature, StepOutput,
+        Gradients, Loss, Microbatch, MicrobatchShapes, Output, Outputs, ParamSharding, Passes,
+        Pipeline, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
+        StepOutput,
     };
     pub use mpmd_schedule::{
-        Action, ActionKind, Builtin, Schedule, StepDeviceMemory, StepMemory, Text,
+        Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
+        Placement, Schedule, ScheduleError, StageBytes, Step, StepDeviceMemory, StepKind,
+        StepMemory, Text, TextError,
     };
+}
+
+pub mod dry_run {
+    //! The operations of a program, without devices.
+    //!
+    //! [`Builder::dry_run`](crate::Builder::dry_run) makes a program that owns no device, and
+    //! [`Program::dry_run`](crate::Program::dry_run) returns the [`DryRun`] of its operations so
+    //! far. `mpmd check` is made of it.
+
+    pub use mpmd_record::dry_run::{
+        Array, Computed, DeviceMemory, Dropped, DryRun, DryRunError, DryRunFlow, DryRunMemory, End,
+        Kind, Link, Memory, MemoryPeak, Message, OpDescriptor, Operation, Parting, Read, Sent,
+        Shard, StepEnd, Taken,
+    };
+    pub use mpmd_schedule::flow::{Flow, FlowError, Leaves, Node, Post, Transfer};
 }
 
 pub mod launch {
     //! Starting the processes of a job from the program itself.
     //!
-    //! `mpmd run` is a thin layer over [`Launch`]. [`JobEnv`] reads the variables of a launcher.
+    //! `mpmd run` is a thin layer over [`Launch`]; its [`Outcome`] says how the job ended.
+    //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
+    //! to its job, and a [`DryRunEnv`] for `mpmd check`.
 
-    pub use mpmd_launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+    pub use mpmd_launch::{
+        Bind, DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode,
+        device_kinds, variables,
+    };
+    pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }
 
 pub mod testing {
@@ -282,7 +343,7 @@ pub mod testing {
     //! the [`ExitKind`] and the output of a process. Errors are
     //! [`LaunchError`](crate::launch::LaunchError)s.
 
-    pub use mpmd_core::{Simulation, simulate};
+    pub use mpmd_core::{Simulation, SimulationReport, simulate};
     pub use mpmd_launch::ExitKind;
     pub use mpmd_launch::testing::{ProcessEnd, Processes, RunningProcesses};
 }

@@ -7,15 +7,23 @@ use mpmd_layout::topology::Mesh;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::field::{Field, Malformed};
+use super::field::{Field, ID, Malformed};
+use super::placement::read_placements;
 use super::refusal::Refusal;
 
-/// A sharding as a case has it. Its form as JSON is checked, its values are not.
+/// A sharding as a case has it: one of the kinds, with `memory_kind` beside its fields if it is not
+/// in device memory. Its form as JSON is checked, its values are not.
 #[derive(Clone, Debug)]
-pub(super) enum CaseSharding {
+pub(super) struct CaseSharding {
+    kind: CaseKind,
+    memory_kind: MemoryKind,
+}
+
+#[derive(Clone, Debug)]
+enum CaseKind {
     /// A sharding over a mesh: `{mesh: {axis_names, shape, device_ids}, spec, unreduced?}`.
     Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
-    /// Chunks of a dimension on devices, in order: `{chunk: {dim, placements}}`.
+    /// Chunks of a dimension on devices, in order: `{chunk: {dim, placements, names?}}`.
     Chunk { dim: isize, placements: Vec<DeviceId> },
     /// Shards as (device, bounds by dimension): `{shards: [{device, region: [[start, end], …]},
     /// …]}`.
@@ -26,7 +34,7 @@ pub(super) enum CaseSharding {
 
 /// A mesh of a case. Its values are not checked.
 #[derive(Clone, Debug)]
-pub(super) struct CaseMesh {
+struct CaseMesh {
     axis_names: Vec<String>,
     shape: Vec<usize>,
     device_ids: Vec<DeviceId>,
@@ -37,6 +45,9 @@ pub(super) struct CaseMesh {
 pub(super) struct NamedJson {
     mesh: MeshJson,
     spec: Vec<Value>,
+    /// Absent for device memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_kind: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
@@ -54,34 +65,49 @@ impl CaseSharding {
             field.find("shards")?,
             field.find("device")?,
         ];
-        match (mesh, chunk, shards, device) {
+        let (kind, known): (_, &[&str]) = match (mesh, chunk, shards, device) {
             (Some(mesh), None, None, None) => {
                 let unreduced =
                     field.find("unreduced")?.map(|axes| axes.list(Field::text)).transpose()?;
                 let (mesh, spec) = (CaseMesh::read(&mesh)?, read_spec(&field.get("spec")?)?);
-                Ok(Self::Named { mesh, spec, unreduced: unreduced.unwrap_or_default() })
+                let unreduced = unreduced.unwrap_or_default();
+                (CaseKind::Named { mesh, spec, unreduced }, &["mesh", "spec", "unreduced"])
             }
-            (None, Some(chunk), None, None) => Ok(Self::Chunk {
-                dim: chunk.get("dim")?.integer()?,
-                placements: chunk.get("placements")?.list(device_id)?,
-            }),
-            (None, None, Some(shards), None) => shards.list(read_shard).map(Self::Shards),
-            (None, None, None, Some(device)) => device_id(&device).map(Self::Device),
-            _ => Err(field
-                .malformed("a sharding has one of the fields mesh, chunk, shards, device".into())),
-        }
+            (None, Some(chunk), None, None) => {
+                chunk.only(&["dim", "placements", "names"])?;
+                let device = |(field, number): (Field<'_>, usize)| {
+                    u32::try_from(number).map(DeviceId).map_err(|_| field.expected(ID))
+                };
+                let placements = read_placements(&chunk)?.into_iter().map(device);
+                let placements = placements.collect::<Result<_, _>>()?;
+                (CaseKind::Chunk { dim: chunk.get("dim")?.integer()?, placements }, &["chunk"])
+            }
+            (None, None, Some(shards), None) => {
+                (CaseKind::Shards(shards.list(read_shard)?), &["shards"])
+            }
+            (None, None, None, Some(device)) => {
+                (CaseKind::Device(device_id(&device)?), &["device"])
+            }
+            _ => {
+                let known = "a sharding has one of the fields mesh, chunk, shards, device";
+                return Err(field.malformed(known.into()));
+            }
+        };
+        field.only(&[known, &["memory_kind"]].concat())?;
+        let memory_kind = field.find("memory_kind")?.map(|kind| read_memory_kind(&kind));
+        Ok(Self { kind, memory_kind: memory_kind.transpose()?.unwrap_or_default() })
     }
 
     /// Returns the sharding, or the reason why its values are invalid.
     pub(super) fn sharding(&self) -> Result<Sharding, Refusal> {
-        Ok(match self {
-            Self::Named { mesh, spec, unreduced } => {
+        let sharding = match &self.kind {
+            CaseKind::Named { mesh, spec, unreduced } => {
                 let named = Sharding::named(mesh.mesh()?, spec.clone(), MemoryKind::Device);
                 let axes: Vec<&str> = unreduced.iter().map(String::as_str).collect();
                 if axes.is_empty() { named } else { named.unreduced(&axes)? }
             }
-            Self::Chunk { dim, placements } => Sharding::chunk(*dim, placements.clone())?,
-            Self::Shards(shards) => {
+            CaseKind::Chunk { dim, placements } => Sharding::chunk(*dim, placements.clone())?,
+            CaseKind::Shards(shards) => {
                 let shard = |(device, bounds): &(DeviceId, Vec<(usize, usize)>)| {
                     let region = Region::try_from(bounds.clone()).map_err(|error| {
                         Refusal::new(
@@ -93,13 +119,15 @@ impl CaseSharding {
                 };
                 Sharding::enumerated(shards.iter().map(shard).collect::<Result<_, Refusal>>()?)?
             }
-            Self::Device(device) => Sharding::single_device(*device),
-        })
+            CaseKind::Device(device) => Sharding::single_device(*device),
+        };
+        Ok(sharding.with_memory_kind(self.memory_kind))
     }
 }
 
 impl CaseMesh {
     fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        field.only(&["axis_names", "shape", "device_ids"])?;
         Ok(Self {
             axis_names: field.get("axis_names")?.list(Field::text)?,
             shape: field.get("shape")?.list(Field::count)?,
@@ -127,7 +155,11 @@ impl NamedJson {
         let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
         let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
         let mesh = MeshJson { axis_names, shape, device_ids: mesh.devices().to_vec() };
-        Some(Self { mesh, spec: spec_json(spec) })
+        let memory_kind = match sharding.memory_kind() {
+            MemoryKind::Device => None,
+            MemoryKind::Host => Some("host"),
+        };
+        Some(Self { mesh, spec: spec_json(spec), memory_kind })
     }
 }
 
@@ -162,7 +194,17 @@ fn read_shard(field: &Field<'_>) -> Result<(DeviceId, Vec<(usize, usize)>), Malf
         let [start, end] = field.pair()?;
         Ok((start.count()?, end.count()?))
     };
+    field.only(&["device", "region"])?;
     Ok((device_id(&field.get("device")?)?, field.get("region")?.list(bounds)?))
+}
+
+/// Reads a memory kind: ours, or the name that JAX gives it.
+fn read_memory_kind(field: &Field<'_>) -> Result<MemoryKind, Malformed> {
+    match field.as_text() {
+        Some("device") => Ok(MemoryKind::Device),
+        Some("host" | "pinned_host" | "unpinned_host") => Ok(MemoryKind::Host),
+        _ => Err(field.expected("device, host, pinned_host or unpinned_host")),
+    }
 }
 
 fn device_id(field: &Field<'_>) -> Result<DeviceId, Malformed> {

@@ -6,11 +6,13 @@ use mpmd_layout::sharding::{ChunkRanks, chunk_by_rank};
 use super::draw;
 use super::field::{Field, Malformed};
 use super::holding::Holding;
+use super::placement::read_placements;
 use super::refusal::Refusal;
 use super::svg;
 use super::{Answer, json_text};
 
-/// The case `{shape, dim, placements, world?}`, read and not yet checked. Placements are ranks.
+/// The case `{shape, dim, placements, names?, world?}`, read and not yet checked. Placements are
+/// ranks.
 #[derive(Debug)]
 pub(super) struct Case {
     shape: Vec<usize>,
@@ -26,11 +28,24 @@ struct ChunkAnswer {
 }
 
 impl Case {
+    /// Fields of a case, and of its answer.
+    pub(super) const FIELDS: [&str; 8] = [
+        "shape",
+        "dim",
+        "placements",
+        "names",
+        "world",
+        "offsets_by_rank",
+        "sizes_by_rank",
+        "ranks",
+    ];
+
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        let placements = read_placements(field)?;
         Ok(Self {
             shape: field.get("shape")?.list(Field::count)?,
             dim: field.get("dim")?.integer()?,
-            placements: field.get("placements")?.list(Field::count)?,
+            placements: placements.into_iter().map(|(_, rank)| rank).collect(),
             world: field.find("world")?.map(|world| world.count()).transpose()?,
         })
     }

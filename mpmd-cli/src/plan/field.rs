@@ -7,6 +7,9 @@ use serde_json::Value;
 /// The maximum number of characters of a value in an error message.
 const SHOWN: usize = 60;
 
+/// The values of [`Field::id`], in an error message.
+pub(super) const ID: &str = "a number from 0 to 4294967295";
+
 /// A JSON value of a case and its path, as `sharding.mesh.shape[1]`.
 #[derive(Clone, Debug)]
 pub(super) struct Field<'a> {
@@ -43,6 +46,19 @@ impl<'a> Field<'a> {
         let dot = if self.path.is_empty() { "" } else { "." };
         let field = |value| Field { value, path: format!("{}{dot}{name}", self.path) };
         Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
+    }
+
+    /// Checks that this object has no other fields than those of `known`. Fails if it has, or if
+    /// this is no object.
+    pub(super) fn only(&self, known: &[&str]) -> Result<(), Malformed> {
+        let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
+        let mut unknown: Vec<&String> =
+            fields.keys().filter(|name| !known.contains(&name.as_str())).collect();
+        // Sorted, because the parser may keep any order.
+        unknown.sort_unstable();
+        let Some(name) = unknown.first() else { return Ok(()) };
+        Err(self
+            .malformed(format!("has the unknown field `{name}`; known are {}", known.join(", "))))
     }
 
     /// Returns the (name, value) fields of an object, sorted by name, or `None` if this is no
@@ -104,7 +120,7 @@ impl<'a> Field<'a> {
     /// Returns the number of a device, a process or a host. Fails if the value is no `u32`.
     pub(super) fn id(&self) -> Result<u32, Malformed> {
         let number = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
-        number.ok_or_else(|| self.expected("a number from 0 to 4294967295"))
+        number.ok_or_else(|| self.expected(ID))
     }
 
     /// Returns a whole number, which may be below 0. Fails for any other value.
@@ -187,6 +203,18 @@ mod tests {
         assert_eq!(wrong(b.pair()), "`a.b`: expected a list of two, found a list of 4");
         assert_eq!(wrong(case.text()), "the case: expected a text, found an object of 2 fields");
         assert!(case.find("n").unwrap().is_none() && case.get("n").is_err(), "null is missing");
+    }
+
+    #[test]
+    fn unknown_fields_are_refused_by_name() {
+        let value = json!({"b": 1, "a": null});
+        let case = Field::case(&value);
+        assert_eq!(case.only(&["a", "b", "c"]), Ok(()));
+        assert_eq!(
+            wrong(case.only(&["b", "c"])),
+            "the case: has the unknown field `a`; known are b, c"
+        );
+        assert_eq!(wrong(case.get("b").unwrap().only(&[])), "`b`: expected an object, found 1");
     }
 
     #[test]

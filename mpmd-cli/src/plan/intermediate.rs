@@ -1,7 +1,9 @@
 //! `mpmd plan intermediate`: finds the sharding through which a source can reach a smaller target.
 
+use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{
-    Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,
+    Intermediate, NoIntermediate, WhyNoIntermediate, cheapest_intermediate,
+    find_intermediate_sharding,
 };
 use mpmd_layout::sharding::Sharding;
 use serde_json::json;
@@ -9,13 +11,18 @@ use serde_json::json;
 use super::Answer;
 use super::case::{CaseSharding, NamedJson};
 use super::field::{Field, Malformed};
+use super::job::CaseJob;
 use super::refusal::Refusal;
 
-/// The case `{src, dst}` of two shardings, read and not yet checked.
+/// The case `{src, dst}` of two shardings, read and not yet checked. With the fields of a case of
+/// `mpmd plan reshard` it is about one array.
 #[derive(Debug)]
 pub(super) struct Case {
     src: CaseSharding,
     dst: CaseSharding,
+    /// Shape and dtype.
+    array: Option<(Vec<usize>, String)>,
+    job: CaseJob,
 }
 
 #[derive(Debug)]
@@ -26,15 +33,44 @@ struct IntermediateAnswer {
 }
 
 impl Case {
+    /// Fields of a case, and of its answer.
+    pub(super) const FIELDS: [&str; 9] = [
+        "src",
+        "dst",
+        "shape",
+        "dtype",
+        "process_of",
+        "host_of",
+        "intermediate",
+        "replica_axes",
+        "reason",
+    ];
+
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let sharding = |name| CaseSharding::read(&field.get(name)?);
-        Ok(Self { src: sharding("src")?, dst: sharding("dst")? })
+        let (src, dst) = (sharding("src")?, sharding("dst")?);
+        let array = if field.find("shape")?.is_some() || field.find("dtype")?.is_some() {
+            Some((field.get("shape")?.list(Field::count)?, field.get("dtype")?.text()?))
+        } else {
+            None
+        };
+        Ok(Self { src, dst, array, job: CaseJob::read(field)? })
     }
 
     pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
         let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
         let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
-        let found = find_intermediate_sharding(&src, &dst);
+        let found = match &self.array {
+            None => find_intermediate_sharding(&src, &dst),
+            Some((shape, dtype)) => {
+                let aval = ShapedArray::try_new(shape, dtype.parse()?)?;
+                for (name, sharding) in [("src", &src), ("dst", &dst)] {
+                    sharding.layout(shape).map_err(|error| Refusal::from(error).of(name))?;
+                }
+                let job = self.job.job([("src", src.devices()), ("dst", dst.devices())])?;
+                cheapest_intermediate(&src, &dst, &aval, job.topology())
+            }
+        };
         Ok(Box::new(IntermediateAnswer { src, dst, found }))
     }
 }

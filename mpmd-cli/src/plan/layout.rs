@@ -37,6 +37,9 @@ struct Json<'a> {
 }
 
 impl Case {
+    /// Fields of a case, and of its answer.
+    pub(super) const FIELDS: [&str; 4] = ["sharding", "shape", "regions", "fully_replicated"];
+
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         Ok(Self {
             sharding: CaseSharding::read(&field.get("sharding")?)?,

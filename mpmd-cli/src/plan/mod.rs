@@ -2,7 +2,7 @@
 //! people.
 //!
 //! The fields of cases and answers are those of the golden files in the tests. They stay the same
-//! from version to version. Unknown fields of a case are ignored.
+//! from version to version. Unknown fields of a case are refused.
 
 mod case;
 mod chunk;
@@ -12,6 +12,7 @@ mod holding;
 mod intermediate;
 mod job;
 mod layout;
+mod placement;
 mod refusal;
 mod reshard;
 mod rules;
@@ -46,9 +47,9 @@ pub(crate) struct PlanArgs {
 enum What {
     /// The region of an array that each device holds: {sharding, shape}
     Layout(Drawn),
-    /// The sharding between a source and a smaller target: {src, dst}
+    /// The sharding between a source and a smaller target: {src, dst, shape?, dtype?}
     Intermediate(Input),
-    /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements}
+    /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements, names?}
     Chunk(Drawn),
     /// The specs that a strategy gives to the leaves of a tree: {mesh, params, strategy}
     Rules(Input),
@@ -104,13 +105,24 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
         Err(error) => return Ok(malformed(&error)),
     };
     let done = match &args.what {
-        What::Layout(_) => answers(&value, layout::Case::read, layout::Case::answer),
-        What::Intermediate(_) => {
-            answers(&value, intermediate::Case::read, intermediate::Case::answer)
+        What::Layout(_) => {
+            answers(&value, &layout::Case::FIELDS, layout::Case::read, layout::Case::answer)
         }
-        What::Chunk(_) => answers(&value, chunk::Case::read, chunk::Case::answer),
-        What::Rules(_) => answers(&value, rules::Case::read, rules::Case::answer),
-        What::Reshard(_) => answers(&value, reshard::Case::read, reshard::Case::answer),
+        What::Intermediate(_) => answers(
+            &value,
+            &intermediate::Case::FIELDS,
+            intermediate::Case::read,
+            intermediate::Case::answer,
+        ),
+        What::Chunk(_) => {
+            answers(&value, &chunk::Case::FIELDS, chunk::Case::read, chunk::Case::answer)
+        }
+        What::Rules(_) => {
+            answers(&value, &rules::Case::FIELDS, rules::Case::read, rules::Case::answer)
+        }
+        What::Reshard(_) => {
+            answers(&value, &reshard::Case::FIELDS, reshard::Case::read, reshard::Case::answer)
+        }
     };
     let answers = match done {
         Ok(answers) => answers,
@@ -152,16 +164,20 @@ fn read(file: Option<&Path>) -> Result<Value> {
 }
 
 /// Returns the answer or the refusal of each case; `value` is a case or a list of cases. Fails
-/// before any answer if a case has the wrong form.
+/// before any answer if a case has the wrong form, or a field that is none of `fields`. Cases with
+/// their answers, as in the golden files, can be asked again.
 fn answers<C>(
     value: &Value,
+    fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
     answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
 ) -> Result<Vec<Box<dyn Answer>>> {
     let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
     let mut cases = Vec::with_capacity(values.len());
     for (i, value) in values.iter().enumerate() {
-        match read(&Field::case(value)) {
+        let field = Field::case(value);
+        let known = [fields, &["error", "message"]].concat();
+        match field.only(&known).and_then(|()| read(&field)) {
             Ok(case) => cases.push(case),
             Err(error) => bail!("case {i}: {error}"),
         }

@@ -69,6 +69,20 @@ struct BytesJson {
 }
 
 impl Case {
+    /// Fields of a case, and of its answer.
+    pub(super) const FIELDS: [&str; 10] = [
+        "shape",
+        "dtype",
+        "src",
+        "dst",
+        "process_of",
+        "host_of",
+        "pieces",
+        "bytes_by_link_class",
+        "max_bytes_sent_by_a_device",
+        "steps",
+    ];
+
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         Ok(Self {
             shape: field.get("shape")?.list(Field::count)?,

@@ -46,6 +46,10 @@ struct CaseLeaf {
 struct RulesAnswer(Inferred);
 
 impl Case {
+    /// Fields of a case, and of its answer.
+    pub(super) const FIELDS: [&str; 8] =
+        ["mesh", "params", "strategy", "rules", "names", "state", "specs", "notes"];
+
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let axis = |field: &Field<'_>| {
             let [axis, size] = field.pair()?;
@@ -120,7 +124,11 @@ impl Case {
             strategy = strategy.with_state(state, params);
         }
         let strategy = strategy.with_logical(logical);
-        Ok(Box::new(RulesAnswer(infer(&leaves, &strategy, &mesh)?)))
+        // The notes are in the answer: the log would only repeat those that warn.
+        let silent = tracing::subscriber::NoSubscriber::new();
+        let inferred =
+            tracing::subscriber::with_default(silent, || infer(&leaves, &strategy, &mesh));
+        Ok(Box::new(RulesAnswer(inferred?)))
     }
 }
 
@@ -151,6 +159,7 @@ fn read_leaves(
     if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
         && dtype.as_text().is_some()
     {
+        field.only(&["shape", "dtype", "names"])?;
         let names = field.find("names")?.map(|names| names.list(logical_name)).transpose()?;
         leaves.push(CaseLeaf {
             name,

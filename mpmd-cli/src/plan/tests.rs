@@ -25,7 +25,7 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
         {"device": 3, "region": [[0, 4], [0, 6], [0, 2]]},
         {"device": 9, "region": [[4, 8], [0, 6], [0, 2]]},
     ]});
-    let device = json!({"device": 7});
+    let device = json!({"device": 7, "memory_kind": "pinned_host"});
     let all = [&square, &sums, &chunk, &shards, &device];
     let shape = json!([8, 6, 2]);
     let layout = |sharding: &&Value| json!({"sharding": sharding, "shape": shape});
@@ -57,13 +57,21 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
         ("layout", all.iter().map(layout).collect()),
         (
             "intermediate",
-            vec![json!({"src": square, "dst": whole}), json!({"src": whole, "dst": square})],
+            vec![
+                json!({"src": square, "dst": whole}),
+                json!({"src": whole, "dst": square}),
+                reshard(&square, &whole),
+            ],
         ),
         (
             "chunk",
             vec![
                 json!({"shape": [13, 21], "dim": 1, "placements": [2, 3, 1, 0]}),
                 json!({"shape": [9], "dim": 0, "placements": [1, 0], "world": 2}),
+                json!({
+                    "shape": [9], "dim": 0, "placements": ["rank:1/cuda:0", "a/cpu"],
+                    "names": {"a": 0},
+                }),
             ],
         ),
         ("rules", vec![rules]),
@@ -132,10 +140,11 @@ fn replacement(rng: &mut Rng) -> Value {
 /// Answers a case as `mpmd plan` does, in all output formats. Panics if an answer is no JSON.
 fn answer<C>(
     case: &Value,
+    fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
     answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
 ) {
-    match answers(case, read, answer) {
+    match answers(case, fields, read, answer) {
         Ok(answers) => {
             for answer in answers {
                 let json = answer.json();
@@ -157,11 +166,18 @@ fn fuzz_plan_cases() {
             change(rng, &mut case);
         }
         match *command {
-            "layout" => answer(&case, layout::Case::read, layout::Case::answer),
-            "intermediate" => answer(&case, intermediate::Case::read, intermediate::Case::answer),
-            "chunk" => answer(&case, chunk::Case::read, chunk::Case::answer),
-            "rules" => answer(&case, rules::Case::read, rules::Case::answer),
-            _ => answer(&case, reshard::Case::read, reshard::Case::answer),
+            "layout" => {
+                answer(&case, &layout::Case::FIELDS, layout::Case::read, layout::Case::answer)
+            }
+            "intermediate" => answer(
+                &case,
+                &intermediate::Case::FIELDS,
+                intermediate::Case::read,
+                intermediate::Case::answer,
+            ),
+            "chunk" => answer(&case, &chunk::Case::FIELDS, chunk::Case::read, chunk::Case::answer),
+            "rules" => answer(&case, &rules::Case::FIELDS, rules::Case::read, rules::Case::answer),
+            _ => answer(&case, &reshard::Case::FIELDS, reshard::Case::read, reshard::Case::answer),
         }
     });
 }

@@ -335,6 +335,131 @@ fn bad_jobs_and_arrays_give_errors() {
 }
 
 #[test]
+fn unknown_fields_of_a_case_are_refused() {
+    let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [0, 1]});
+    let rows = json!({"mesh": mesh, "spec": ["x"]});
+    let with = |value: &Value, field: &str| {
+        let mut value = value.clone();
+        value[field] = json!(true);
+        value
+    };
+    let reshard = json!({"shape": [4], "dtype": "f32", "src": rows, "dst": {"device": 3}});
+    let of = |field: &str, value: Value| {
+        let mut case = reshard.clone();
+        case[field] = value;
+        case
+    };
+    let shard = json!({"device": 3, "region": [[0, 4]], "size": 4});
+    let leaf = json!({"shape": [1], "dtype": "f32", "box": true});
+    let mut boxed = json!({"mesh": [["x", 2]], "strategy": [[".*", "replicate"]]});
+    boxed["params"] = json!({ "w": leaf });
+    let table = [
+        ("reshard", with(&reshard, "donate"), "the case: has the unknown field `donate`"),
+        ("reshard", of("src", with(&rows, "donate")), "`src`: has the unknown field `donate`"),
+        ("reshard", of("dst", json!({"device": 3, "spec": []})), "`dst`: has the unknown field"),
+        (
+            "reshard",
+            of("src", json!({"mesh": with(&mesh, "axis_types"), "spec": ["x"]})),
+            "`src.mesh`: has the unknown field `axis_types`; known are axis_names, shape, ",
+        ),
+        (
+            "reshard",
+            of("dst", json!({"chunk": {"dim": 0, "placements": [3], "world": 1}})),
+            "`dst.chunk`: has the unknown field `world`",
+        ),
+        (
+            "reshard",
+            of("dst", json!({"shards": [shard]})),
+            "`dst.shards[0]`: has the unknown field",
+        ),
+        ("layout", json!({"sharding": rows, "shape": [4], "dtype": "f32"}), "field `dtype`"),
+        ("intermediate", json!({"src": rows, "dst": rows, "cache": true}), "field `cache`"),
+        ("intermediate", json!({"src": rows, "dst": rows, "dtype": "f32"}), "no field `shape`"),
+        (
+            "chunk",
+            json!({"shape": [4], "dim": 0, "placements": [0], "ranks": [0], "x": 1}),
+            "field `x`",
+        ),
+        ("rules", with(&boxed, "rule"), "field `rule`"),
+        ("rules", boxed, "`params[\"w\"]`: has the unknown field `box`"),
+    ];
+    for (command, case, message) in table {
+        let told = ask(&[command], &case.to_string());
+        assert_eq!(told.status, Some(2), "{command} {case}: {}", told.stderr);
+        assert!(told.stderr.contains(message), "{command} {case}: {}", told.stderr);
+    }
+}
+
+#[test]
+fn memory_kinds_are_read_and_answered() {
+    let mesh = |size: usize, first: usize| {
+        let devices: Vec<usize> = (first..first + size).collect();
+        json!({"axis_names": ["x"], "shape": [size], "device_ids": devices})
+    };
+    let dst = json!({"mesh": mesh(4, 8), "spec": [null, "x"]});
+    for (kind, expected) in [
+        (json!("pinned_host"), json!("host")),
+        (json!("host"), json!("host")),
+        (json!("device"), Value::Null),
+        (Value::Null, Value::Null),
+    ] {
+        let src = json!({"mesh": mesh(8, 0), "spec": ["x", null], "memory_kind": kind});
+        let answer = told("intermediate", &json!({"src": src, "dst": dst}));
+        assert_eq!(answer["intermediate"]["memory_kind"], expected, "{answer}");
+    }
+    let case = json!({"shape": [4], "sharding": {"device": 1, "memory_kind": "disk"}});
+    let told = ask(&["layout"], &case.to_string());
+    assert_eq!(told.status, Some(2));
+    assert!(
+        told.stderr.contains("`sharding.memory_kind`: expected device, host"),
+        "{}",
+        told.stderr
+    );
+}
+
+#[test]
+fn replicas_stay_divided_where_the_array_is_known() {
+    let ids = |first: usize, count: usize| (first..first + count).collect::<Vec<usize>>();
+    let side = |fsdp: usize, tp: usize, first: usize| {
+        let (axes, ids) = (json!(["fsdp", "tp"]), ids(first, fsdp * tp));
+        let mesh = json!({"axis_names": axes, "shape": [fsdp, tp], "device_ids": ids});
+        json!({"mesh": mesh, "spec": ["fsdp", "tp"]})
+    };
+    let mut case = json!({"src": side(8, 1, 0), "dst": side(1, 4, 8)});
+    let whole = told("intermediate", &case);
+    assert_eq!(whole["intermediate"]["mesh"]["shape"], json!([8, 1, 1]));
+    (case["shape"], case["dtype"]) = (json!([64, 64]), json!("bf16"));
+    let split = told("intermediate", &case);
+    assert_eq!(split["intermediate"]["mesh"]["shape"], json!([2, 4, 1]), "{split}");
+    assert_eq!(split["replica_axes"], json!(["fsdp_intermediate_replica"]));
+    case["shape"] = json!([63, 64]);
+    refused("intermediate", &case, "not_divisible", &["src: ", "63"]);
+}
+
+#[test]
+fn placements_may_be_written_as_in_torch() {
+    let placements = json!(["rank:1/cuda:0", "worker2/cuda:1", "rank:0", 3]);
+    let mut case = json!({"shape": [8], "dim": 0, "placements": placements});
+    case["names"] = json!({"worker2": 2});
+    let numbers = json!({"shape": [8], "dim": 0, "placements": [1, 2, 0, 3]});
+    assert_eq!(told("chunk", &case), told("chunk", &numbers));
+    let chunk = json!({"dim": 0, "placements": placements, "names": {"worker2": 2}});
+    let layout = json!({"sharding": {"chunk": chunk}, "shape": [8]});
+    assert_eq!(told("layout", &layout)["regions"]["2"], json!([[2, 4]]));
+    for (placement, message) in [
+        (json!("cuda:0"), "`placements[0]`: \"cuda:0\" names no process: write rank:R/cuda:0"),
+        (json!("worker3/cpu"), "is on `worker3`, which has no number: add it to `names`"),
+        (json!("rank:a/cpu"), "is no placement"),
+        (json!(-1), "`placements[0]`: expected a whole number from 0"),
+    ] {
+        case["placements"][0] = placement;
+        let told = ask(&["chunk"], &case.to_string());
+        assert_eq!(told.status, Some(2), "{}", told.stdout);
+        assert!(told.stderr.contains(message), "{}", told.stderr);
+    }
+}
+
+#[test]
 fn bad_strategies_give_errors() {
     let leaf = json!({"shape": [8, 8], "dtype": "f32"});
     let case = |mesh: Value, strategy: Value, params: Value| {

@@ -2,6 +2,7 @@
 //! [`Program::reshard_with_intermediate_sharding`] also moves them by way of an intermediate
 //! sharding.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -9,19 +10,26 @@ use std::sync::Arc;
 use crate::api::program::Program;
 use crate::api::put::{MoveOptions, PutSteps, refuse_twice};
 use crate::api::split::{Relabel, Relabelled};
-use crate::error::{IssueProblem, Result};
+use crate::error::{Error, IssueProblem, Result};
 use crate::exec::PutPlan;
 use crate::exec::array::MpmdArray;
 use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
+use mpmd_layout::reshard::{Intermediate, cheapest_intermediate, groups_by_devices};
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::tree::{PrefixTree, Tree};
+use mpmd_layout::tree::{PrefixTree, Structure, Tree};
+
+/// A function of the caller that moves arrays, given as (array, target), and returns them in order.
+type MoveFn<'a> =
+    dyn FnMut(&mut Program, &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>> + 'a;
 
 /// The steps that move one array to its target.
 enum Route {
     Direct(PutSteps),
     Via(Box<Via>),
 }
+
+/// A move, as (array, source, target).
+type Move<'a> = (&'a ShapedArray, &'a Sharding, &'a Sharding);
 
 /// Gathers replicas on the source's devices first, then moves one replica to the target.
 struct Via {
@@ -106,11 +114,26 @@ impl Program {
             let unfit = |why| wrong(IssueProblem::Sharding { path: path.clone(), why });
             to.layout(array.shape()).map_err(unfit)?;
         }
+        let moves: Vec<_> = leaves.iter().map(|(_, array)| *array).zip(&to).collect();
+        let mut moved = self.move_groups(&moves, &mut with, wrong)?.into_iter();
+        Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
+    }
+
+    /// Moves (array, target) pairs by `with`, one group on the same devices after another, and
+    /// returns the results in the order of `moves`. Fails as `wrong` says if `with` returns other
+    /// arrays than it was asked for.
+    #[track_caller]
+    fn move_groups(
+        &mut self,
+        moves: &[(&MpmdArray, &Sharding)],
+        with: &mut MoveFn<'_>,
+        wrong: impl Fn(IssueProblem) -> Error,
+    ) -> Result<Vec<MpmdArray>> {
         let groups =
-            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
-        let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
+            groups_by_devices(moves.iter().map(|(array, _)| Some(array.sharding()?.devices())));
+        let mut moved: Vec<Option<MpmdArray>> = vec![None; moves.len()];
         for group in groups {
-            let moves: Vec<_> = group.iter().map(|place| (leaves[*place].1, &to[*place])).collect();
+            let moves: Vec<_> = group.iter().map(|place| moves[*place]).collect();
             let results = match moves.first() {
                 Some((array, _)) if array.sharding().is_none() => self.put_list(&moves)?,
                 _ => with(self, &moves)?,
@@ -120,22 +143,22 @@ impl Program {
             }
             group.into_iter().zip(results).for_each(|(place, y)| moved[place] = Some(y));
         }
-        let mut moved = moved.into_iter().flatten();
-        Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
+        Ok(moved.into_iter().flatten().collect())
     }
 
     /// Moves every array of a tree to a sharding, as [`Program::reshard`] does. Each leaf goes by
-    /// way of an [intermediate sharding](find_intermediate_sharding) if there is one between its
+    /// way of an [intermediate sharding](cheapest_intermediate) if there is one between its
     /// shardings in `from` and `to`.
     ///
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
     /// on some of these devices, then moves to the target. The two sides so exchange few and large
     /// pieces. In return, every source device temporarily holds an array that is gathered along the
-    /// cut axes. With [`MoveOptions::donate`] the source is freed as soon as it has been
-    /// gathered. Uncommitted leaves and leaves without an intermediate move as in
-    /// [`Program::reshard`].
+    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. With
+    /// [`MoveOptions::donate`] the source is freed as soon as it has been gathered. Uncommitted
+    /// leaves and leaves without an intermediate move as in [`Program::reshard`].
     ///
-    /// Like `to`, `from` is one sharding or a prefix tree of them.
+    /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding
+    /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it.
     ///
     /// # Errors
     ///
@@ -150,49 +173,114 @@ impl Program {
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
-        let misfit = |error| wrong(IssueProblem::Tree(error));
-        let from = from.into().broadcast(&x.structure()).map_err(misfit)?;
-        let to = to.into().broadcast(&x.structure()).map_err(misfit)?;
         let leaves = x.leaves_with_paths();
-        let mut routes = Vec::with_capacity(leaves.len());
-        for ((path, array), (from, to)) in leaves.iter().zip(from.iter().zip(&to)) {
-            array.check_usable(path).map_err(wrong)?;
-            routes.push(self.route(path, array, from, to, options.cache_plans).map_err(wrong)?);
-        }
-        if options.donate {
-            refuse_twice(&leaves).map_err(wrong)?;
-            self.check_given_up(&leaves).map_err(wrong)?;
-        }
+        let (routes, _) =
+            self.routes(&x.structure(), &leaves, from.into(), to.into(), options).map_err(wrong)?;
         let moved = self.reshard_along(x, &leaves, routes, options, at);
         self.synced(at)?;
         Ok(moved)
     }
 
-    fn route(
+    /// Moves every array of a tree to a sharding by way of an intermediate sharding, as
+    /// [`Program::reshard_with_intermediate_sharding`] does, with the last move by a function of
+    /// the caller.
+    ///
+    /// `with` is called as in [`Program::reshard_with`]. Of a leaf with an intermediate it gets the
+    /// first replica, an array of the leaf's shape on some of its devices; any other leaf it gets
+    /// as it is. Donation frees the leaves that are gathered. The others are `with`'s to donate.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Program::reshard_with_intermediate_sharding`] and of
+    /// [`Program::reshard_with`].
+    #[track_caller]
+    pub fn reshard_with_intermediate_sharding_by<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        from: impl Into<PrefixTree<Sharding>>,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: MoveOptions,
+        mut with: impl FnMut(&mut Self, &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>>,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = Location::caller();
+        let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding_by");
+        let leaves = x.leaves_with_paths();
+        let (routes, to) =
+            self.routes(&x.structure(), &leaves, from.into(), to.into(), options).map_err(wrong)?;
+        let step = |((_, array), route): (&(String, &MpmdArray), &Route)| match route {
+            Route::Direct(_) => MpmdArray::clone(array),
+            Route::Via(via) => self.gather(array, via, options, at),
+        };
+        let sources: Vec<MpmdArray> = leaves.iter().zip(&routes).map(step).collect();
+        self.synced(at)?;
+        let moves: Vec<_> = sources.iter().zip(&to).collect();
+        let mut moved = self.move_groups(&moves, &mut with, wrong)?.into_iter();
+        Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
+    }
+
+    /// Returns the route and the target of every leaf. Issues nothing.
+    #[expect(clippy::mutable_key_type, reason = "a sharding's hash ignores its cached layouts")]
+    fn routes(
+        &mut self,
+        structure: &Structure,
+        leaves: &[(String, &MpmdArray)],
+        from: PrefixTree<Sharding>,
+        to: PrefixTree<Sharding>,
+        options: MoveOptions,
+    ) -> std::result::Result<(Vec<Route>, Vec<Sharding>), IssueProblem> {
+        let from = from.broadcast(structure).map_err(IssueProblem::Tree)?;
+        let to = to.broadcast(structure).map_err(IssueProblem::Tree)?;
+        let mut routes = Vec::with_capacity(leaves.len());
+        let mut chosen = HashMap::new();
+        for ((path, array), (from, to)) in leaves.iter().zip(from.iter().zip(&to)) {
+            array.check_usable(path)?;
+            routes.push(self.route(path, array, from, to, options.cache_plans, &mut chosen)?);
+        }
+        drop(chosen);
+        if options.donate {
+            refuse_twice(leaves)?;
+            self.check_given_up(leaves)?;
+        }
+        Ok((routes, to))
+    }
+
+    /// Returns the route of one leaf. `chosen` has the intermediates of the leaves before it.
+    #[expect(clippy::mutable_key_type, reason = "a sharding's hash ignores its cached layouts")]
+    fn route<'a>(
         &mut self,
         path: &str,
-        array: &MpmdArray,
-        from: &Sharding,
-        to: &Sharding,
+        array: &'a MpmdArray,
+        from: &'a Sharding,
+        to: &'a Sharding,
         cache: bool,
+        chosen: &mut HashMap<Move<'a>, Option<Intermediate>>,
     ) -> std::result::Result<Route, IssueProblem> {
         // The direct plan is made in any case: it reports the mistakes of every route.
         let direct = self.put_steps(path, array, to, cache)?;
         let Some(found) = array.sharding() else { return Ok(Route::Direct(direct)) };
-        if found != from {
+        let aval = array.aval();
+        let same = found == from
+            || found.memory_kind() == from.memory_kind()
+                && from.layout(aval.shape()).is_ok_and(|layout| {
+                    found.layout(aval.shape()).is_ok_and(|found| found == layout)
+                });
+        if !same {
             let (path, expected, found) = (path.to_owned(), from.to_string(), found.to_string());
             return Err(IssueProblem::SourceSharding { path, expected, found });
         }
-        let between = match find_intermediate_sharding(from, to) {
-            Ok(between) => between,
+        let topology = &self.runtime.topology;
+        let find = || match cheapest_intermediate(from, to, aval, topology) {
+            Ok(between) => Some(between),
             Err(none) => {
                 tracing::debug!(leaf = path, %from, %to, "{}", none.why);
-                return Ok(Route::Direct(direct));
+                None
             }
         };
-        let aval = array.aval();
+        let Some(between) = chosen.entry((aval, from, to)).or_insert_with(find).clone() else {
+            return Ok(Route::Direct(direct));
+        };
         let replica = first_replica(path, aval, &between)?;
-        let gather = self.put_plan_between(path, aval, Some(from), &between.sharding, cache)?;
+        let gather = self.put_plan_between(path, aval, Some(found), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;
         Ok(Route::Via(Box::new(Via { between: between.sharding, gather, replica, onward })))
     }
@@ -234,7 +322,20 @@ impl Program {
         options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let Via { between, gather, replica, onward } = via;
+        let replica = self.gather(array, via, options, at);
+        // The replica has no other handle, so it is donated, whether the source is or not.
+        self.put_one(&replica, &via.onward, options.donate(true), Some(&replica), at)
+    }
+
+    /// Gathers an array to its intermediate sharding and returns the first replica.
+    fn gather(
+        &mut self,
+        array: &MpmdArray,
+        via: &Via,
+        options: MoveOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let Via { between, gather, replica, .. } = via;
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
         let gathered = self.put_one(array, gather, options.may_alias(true), None, at);
@@ -246,9 +347,7 @@ impl Program {
             awaits_sends: true,
         };
         let mut replica = self.relabel(&[&gathered], relabel, vec![0x4e91], at);
-        let replica = replica.pop().expect("one was asked for");
-        // The replica has no other handle, so it is donated, whether the source is or not.
-        self.put_one(&replica, onward, options.donate(true), Some(&replica), at)
+        replica.pop().expect("one was asked for")
     }
 }
 
@@ -274,10 +373,7 @@ fn first_replica(
     between: &Intermediate,
 ) -> std::result::Result<Relabelled, IssueProblem> {
     let unfit = || IssueProblem::Split(format!("{} has no replicas", between.sharding));
-    let mut mesh = between.sharding.mesh().cloned().ok_or_else(unfit)?;
-    for axis in &between.replica_axes {
-        mesh = mesh.slice(axis, 0..1).map_err(|_| unfit())?;
-    }
+    let mesh = between.replica_mesh().ok_or_else(unfit)?;
     Relabelled::over(path, aval.clone(), &between.sharding, mesh, 0..1)
 }
 

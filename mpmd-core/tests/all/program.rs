@@ -113,6 +113,35 @@ fn two_stages_give_same_values_at_every_process_count() {
 }
 
 #[test]
+fn sync_waits_for_all_operations_and_returns_a_failure() {
+    for processes in [1, 2] {
+        let results = simulate(processes, 2, 3, |p| {
+            let mesh = p.mesh(&[("x", 2)])?;
+            let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
+            let twice =
+                p.jit(elementwise(|x: f32| 2.0 * x)).on(&mesh).outputs(rows.clone()).build()?;
+            let mut x = p.device_put(&MpmdArray::from_slice(&[4], &[1.0f32; 4])?, &rows)?;
+            for _ in 0..20 {
+                let moved = p.device_put(&x, &all)?;
+                let y = p.device_put(&moved, &rows)?;
+                x = twice.call(p, y)?;
+            }
+            p.sync()?;
+            assert!(x.is_complete());
+            let fails = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| -> Result<()> {
+                Err(Error::kernel("no such luck"))
+            });
+            let fails = p.jit(fails).on(&mesh).outputs(rows).build()?;
+            drop(fails.call(p, x)?);
+            let error = p.sync().expect_err("the kernel failed").to_string();
+            assert!(error.contains("no such luck"), "{error}");
+            Ok(())
+        });
+        assert!(results.iter().all(|result| !matches!(result, Err(Error::Issue(_)))));
+    }
+}
+
+#[test]
 fn lost_process_is_an_error_on_every_other() {
     let results = Simulation::new(4, 4).lose(mpmd_core::ProcessId(1), 4).run(two_stages);
     for (process, result) in results.into_iter().enumerate() {

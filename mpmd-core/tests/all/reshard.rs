@@ -7,7 +7,7 @@ use crate::common::watchdog;
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::reshard::find_intermediate_sharding;
-use mpmd_core::sharding::{Sharding, Spec};
+use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Error, FailureKind, IssueProblem, Simulation, simulate};
 
@@ -163,6 +163,95 @@ fn moves_through_an_intermediate_give_the_direct_values() {
                 check(p, &donated, &whole)?;
                 assert!(refusal(p.reshard(&x, &dst, options)).contains("was donated"));
             }
+            Ok(())
+        });
+        results.into_iter().for_each(Result::unwrap);
+    }
+}
+
+#[test]
+fn source_may_be_spelled_in_another_way() {
+    let _limit = watchdog(60);
+    for processes in PROCESSES {
+        let results = simulate(processes, 16, 5, |p| {
+            let whole = values(&[8, 4], DType::F32);
+            let (eight, square) =
+                (mesh_at(p, &[("x", 8)], 0)?, mesh_at(p, &[("a", 2), ("b", 4)], 0)?);
+            let to = mesh_at(p, &[("y", 4)], 8)?.sharding(spec![None, "y"]);
+            let x =
+                p.device_put(&MpmdArray::from_host(whole.clone()), eight.sharding(spec!["x"]))?;
+            let options = MoveOptions::default();
+            for from in [
+                eight.sharding(spec!["x"]),
+                eight.sharding(spec!["x", None]),
+                square.sharding(spec![("a", "b")]),
+            ] {
+                let moved = p.reshard_with_intermediate_sharding(&x, &from, &to, options)?;
+                check(p, &moved, &whole)?;
+            }
+            let before = p.operations();
+            drop(p.reshard_with_intermediate_sharding(
+                &x,
+                eight.sharding(spec!["x"]),
+                &to,
+                options,
+            )?);
+            assert_eq!(p.operations(), before + 3, "a short spec has an intermediate, too");
+            let host = eight.sharding(spec!["x"]).with_memory_kind(MemoryKind::Host);
+            for other in [square.sharding(spec![("b", "a")]), eight.replicated(), host] {
+                let said = refusal(p.reshard_with_intermediate_sharding(&x, &other, &to, options));
+                assert!(said.contains(&format!("is said to come from {other}")), "{said}");
+            }
+            Ok(())
+        });
+        results.into_iter().for_each(Result::unwrap);
+    }
+}
+
+#[test]
+fn a_function_of_the_caller_moves_the_first_replica() {
+    let _limit = watchdog(60);
+    for processes in PROCESSES {
+        let results = simulate(processes, 16, 5, |p| {
+            let whole = values(&[16, 8], DType::F32);
+            let host = MpmdArray::from_host(whole.clone());
+            let from = mesh_at(p, &[("fsdp", 8), ("tp", 1)], 0)?.sharding(spec!["fsdp", "tp"]);
+            let to = mesh_at(p, &[("fsdp", 1), ("tp", 4)], 8)?.sharding(spec!["fsdp", "tp"]);
+            let direct = mesh_at(p, &[("x", 4)], 0)?.sharding(spec!["x"]);
+            let x = p.device_put(&host, &from)?;
+            let y = p.device_put(&host, &direct)?;
+            let tree = (vec![x.clone(), y], host);
+            let mut seen = Vec::new();
+            let options = MoveOptions::default().donate(true);
+            let source = (vec![&from, &direct], &direct);
+            let (moved, last) = p.reshard_with_intermediate_sharding_by(
+                &tree,
+                source,
+                &to,
+                options,
+                |p, moves| {
+                    let texts = moves.iter().map(|(x, _)| x.sharding().unwrap().to_string());
+                    seen.extend(texts);
+                    moves.iter().map(|(x, to)| p.device_put(*x, *to)).collect()
+                },
+            )?;
+            let split = "P(fsdp_intermediate_split, tp) on {fsdp_intermediate_replica:1, \
+                         fsdp_intermediate_split:4, tp:1} devices [0, 1, 2, 3]";
+            assert_eq!(seen, [split.to_owned(), direct.to_string()]);
+            for z in moved.iter().chain([&last]) {
+                assert_eq!(z.sharding(), Some(&to));
+                check(p, z, &whole)?;
+            }
+            assert!(refusal(p.device_put(&x, &to)).contains("was donated"), "it was gathered");
+            check(p, &tree.0[1], &whole)?;
+            let short = p.reshard_with_intermediate_sharding_by(
+                &moved[0],
+                &to,
+                &from,
+                MoveOptions::default(),
+                |_, _| Ok(Vec::new()),
+            );
+            assert_eq!(refusal(short), "the function returned 0 arrays for 1");
             Ok(())
         });
         results.into_iter().for_each(Result::unwrap);

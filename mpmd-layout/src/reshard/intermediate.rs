@@ -99,6 +99,10 @@ impl WhyNoIntermediate {
 /// `<axis>_intermediate_split` of size `d[i]` takes the old place. The devices keep their row-major
 /// order, so the step to the intermediate moves data: it does not only relabel devices.
 ///
+/// Every device then holds the cut dimensions whole. For an array of known shape,
+/// [`cheapest_intermediate`](super::cheapest_intermediate) also considers replicas that stay
+/// divided.
+///
 /// The conditions leave `d[i] = 1` for every axis that can be cut. If `d[i]` is larger, the
 /// original fails by accident; here the reason is [`WhyNoIntermediate::NoSplitCandidate`]. It is
 /// the same for a spec that names an axis twice or names an axis that its mesh does not have.
@@ -110,10 +114,65 @@ pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
 ) -> Result<Intermediate, NoIntermediate> {
-    find(src, dst).map_err(|why| NoIntermediate { why, src: src.clone(), dst: dst.clone() })
+    let none = |why| NoIntermediate { why, src: src.clone(), dst: dst.clone() };
+    find_cuts(src, dst).and_then(|cuts| cuts.whole()).map_err(none)
 }
 
-fn find(src: &Sharding, dst: &Sharding) -> Result<Intermediate, WhyNoIntermediate> {
+impl Intermediate {
+    /// Returns the mesh of the first replica: the devices at index 0 of every replica axis. Returns
+    /// `None` if the sharding's mesh lacks one of the axes.
+    pub fn replica_mesh(&self) -> Option<Mesh> {
+        let mesh = self.sharding.mesh()?.clone();
+        self.replica_axes.iter().try_fold(mesh, |mesh, axis| mesh.slice(axis, 0..1).ok())
+    }
+}
+
+/// The axes of a source that an intermediate cuts, and the numbers of parts on both sides.
+pub(super) struct Cuts<'a> {
+    src: &'a Sharding,
+    mesh: &'a Mesh,
+    /// One entry for each dimension of the source.
+    entries: Vec<SpecEntry>,
+    cuts: Vec<Cut>,
+    /// Number of parts of the source.
+    parts: usize,
+    /// Number of parts of the target.
+    dst_parts: usize,
+}
+
+impl Cuts<'_> {
+    /// Returns the intermediate whose replicas are not divided along the cut axes.
+    pub(super) fn whole(&self) -> Result<Intermediate, WhyNoIntermediate> {
+        let found = cut_axes(self.src, self.mesh, &self.entries, &self.cuts);
+        found.ok_or(WhyNoIntermediate::NoSplitCandidate)
+    }
+
+    /// Returns the intermediate whose replicas have as many parts as the target, as far as the
+    /// sizes of the cut axes allow. Returns `None` if it is that of [`whole`](Self::whole) or cuts
+    /// no axis.
+    pub(super) fn split(&self) -> Option<Intermediate> {
+        let cut: usize = self.cuts.iter().map(|cut| cut.parts).product();
+        let kept = self.parts.checked_div(cut)?;
+        let mut wanted = self.dst_parts / gcd(self.dst_parts, kept);
+        let mut cuts = self.cuts.clone();
+        for cut in &mut cuts {
+            cut.split = gcd(cut.parts, wanted);
+            wanted /= cut.split;
+        }
+        if cuts.iter().all(|cut| cut.split == 1) {
+            return None;
+        }
+        cuts.retain(|cut| cut.split < cut.parts);
+        cut_axes(self.src, self.mesh, &self.entries, &cuts)
+    }
+}
+
+/// Returns the cuts by the conditions of [`find_intermediate_sharding`], or the first condition
+/// that does not hold.
+pub(super) fn find_cuts<'a>(
+    src: &'a Sharding,
+    dst: &Sharding,
+) -> Result<Cuts<'a>, WhyNoIntermediate> {
     let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else {
         return Err(WhyNoIntermediate::NotNamed);
     };
@@ -161,10 +220,11 @@ fn find(src: &Sharding, dst: &Sharding) -> Result<Intermediate, WhyNoIntermediat
             _ => None,
         })
         .collect();
-    cut_axes(src, mesh, &entries, &cuts).ok_or(WhyNoIntermediate::NoSplitCandidate)
+    Ok(Cuts { src, mesh, entries, cuts, parts: total, dst_parts: dst_total })
 }
 
 /// A request to cut an axis into a replica axis and a split axis.
+#[derive(Clone)]
 struct Cut {
     axis: String,
     /// The axis' size.

@@ -1,5 +1,6 @@
 //! Resharding: the pieces of an array that go from device to device between two shardings.
 
+mod best;
 mod group;
 mod intermediate;
 mod plan;
@@ -9,6 +10,7 @@ mod spread;
 mod tests;
 mod tiling;
 
+pub use best::cheapest_intermediate;
 pub use group::groups_by_devices;
 pub use intermediate::{
     Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,

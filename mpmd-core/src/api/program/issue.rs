@@ -245,11 +245,31 @@ impl Program {
     /// If an operation of this process has failed, or the job.
     #[inline]
     pub(crate) fn synced(&self, at: &'static Location<'static>) -> Result<()> {
-        if !self.runtime.config.sync {
-            return Ok(());
+        if self.runtime.config.sync {
+            self.wait_until_idle("a synchronous call", at)
+        } else {
+            Ok(())
         }
+    }
+
+    /// Blocks until all operations that this process has issued so far have ended: its kernels, its
+    /// moves and the receivers of its sends. Then time measured by the program is that of the work.
+    /// [`Builder::sync`](super::Builder::sync) does so after each call.
+    ///
+    /// Operations of other processes may still run. Reports a hang each time the peer timeout
+    /// expires.
+    ///
+    /// # Errors
+    ///
+    /// If an operation of this process has failed, or the job.
+    #[track_caller]
+    pub fn sync(&self) -> Result<()> {
+        self.wait_until_idle("`Program::sync`", Location::caller())
+    }
+
+    fn wait_until_idle(&self, what: &'static str, at: &'static Location<'static>) -> Result<()> {
         self.runtime.ask_taken(self.count);
-        self.wait_for_operations("a synchronous call", at, |counts| counts.ops == 0);
+        self.wait_for_operations(what, at, |counts| counts.ops == 0);
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 

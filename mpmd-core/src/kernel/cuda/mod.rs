@@ -22,9 +22,9 @@ mod staged;
 
 use std::fmt;
 
-pub use mpmd_device::cuda::CudaError;
 pub use mpmd_device::cuda::source::{CUBLAS, Source};
 pub use mpmd_device::cuda::work::{Grid, Math};
+pub use mpmd_device::cuda::{CudaError, NoCuda, Version};
 use mpmd_device::cuda::{Gpu, RawArg, RawStream};
 use mpmd_transport::memory::{DevicePlace, OutOfMemory};
 

@@ -42,7 +42,7 @@ pub struct InferredLeaf {
     /// True if some dimension does not divide evenly. The sharding then has no layout of this
     /// shape.
     pub uneven: bool,
-    /// Notes, for example "`fsdp("data")` fits no dimension", or that a dimension does not divide
+    /// Notes, for example that an `fsdp` fits no dimension, or that a dimension does not divide
     /// evenly.
     pub notes: Vec<String>,
 }
@@ -214,10 +214,11 @@ bias   f32[15]         P(data)               8 B  0 "bias|step"        dimension
             r#"of 15 does not divide evenly by 8 (data)
 w      f32[1024,4096]  P(None, data)     2.0 MiB  2 ".*w.*"
 odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp("#,
-            r#"'data')` fits no dimension
+            r#"'data')` fits no dimension: none that is still whole divides evenly by 8 (data)
 rest   f32[]           P()                   4 B  none
 step   i32[]           P()                   4 B  0 "bias|step"        `shard_dim("#,
-            r#"'data', 0, True)` has no such dimension
+            r#"'data', 0, True)` does nothing: the leaf has 0 dimensions, and the absolute "#,
+            r#"value of `dim` must be below that
 total  24.0 MiB                         10.0 MiB  of 16.0 MiB allowed
 rule 1 ("x") counts for no leaf"#
         );

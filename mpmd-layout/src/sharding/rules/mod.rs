@@ -13,15 +13,18 @@
 //!   not change, nor do leaves without a dimension that fits.
 //! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, whether or not it
 //!   divides evenly. A negative `dim` counts from the end. The absolute value of `dim` must be
-//!   below the number of dimensions. Otherwise the op fails, or does nothing if `ignore_ndim_error`
-//!   is true. So `-1` is refused for a vector, as in the original: strategies mean the same in
-//!   both.
+//!   below the number of dimensions. Otherwise the op fails, or warns and does nothing if
+//!   `ignore_ndim_error` is true. So `-1` is refused for a vector, as in the original: strategies
+//!   mean the same in both.
 //! - `logical_partitioning()` divides by the logical names of dimensions: [`LogicalAxes`].
 //! - Users can add ops to a [`Registry`].
 //!
 //! A leaf without a matching pattern stays whole. The strategies are those of big_vision's
-//! `infer_sharding` and give the same specs (`tests/golden/rules.rs`). The exception is annotated
-//! leaves, where the original behaves differently by accident.
+//! `infer_sharding` and give the same specs (`tests/golden/rules.rs`), with two exceptions. For
+//! annotated leaves the original behaves differently by accident. If equally large dimensions tie
+//! in `fsdp` on an array of four or more dimensions, the original takes the one that numpy's sort
+//! puts last. That sort is not stable, and its result depends on numpy's version and the
+//! processor. Here the last dimension wins everywhere, as in the original for up to three.
 //!
 //! ```
 //! # extern crate mpmd_layout as mpmd;
@@ -71,12 +74,13 @@ pub use error::{ArgumentError, ErrorKind, OpError, OpFailed, ParseError, RulesEr
 pub use inferred::{Inferred, InferredLeaf};
 pub use literal::Literal;
 pub use logical::LogicalAxes;
-pub use ops::{Op, Placement};
+pub use ops::Placement;
 pub use strategy::{Registry, Strategy};
 
 use std::collections::HashMap;
 
 use ops::State;
+use tracing::Level;
 
 use super::Sharding;
 use crate::aval::ShapedArray;
@@ -89,8 +93,9 @@ use crate::tree::Tree;
 /// Applies the rules in order and the ops of each rule in order, each op to all leaves in the order
 /// given. The finished specs are checked last. So the first error is the same on every process.
 ///
-/// Each [note](InferredLeaf::notes) is also a `tracing` event of level `INFO`, with the fields
-/// `leaf`, `array`, `spec` and `rule`, the pattern.
+/// Each [note](InferredLeaf::notes) is also a `tracing` event with the fields `leaf`, `array`,
+/// `spec` and `rule`, the pattern. Its level is `WARN` for a `shard_dim` that ignores a missing
+/// dimension, otherwise `INFO`.
 ///
 /// # Errors
 ///
@@ -136,12 +141,16 @@ pub fn infer(
     for (place, leaf) in leaves.iter().enumerate() {
         let state = states[follows(place).unwrap_or(place)].clone();
         check(&leaf.0, &state, mesh)?;
-        let leaf =
-            InferredLeaf::new(leaf.clone(), state.entries, matched[place], state.notes, mesh);
+        let (levels, notes): (Vec<Level>, Vec<String>) = state.notes.into_iter().unzip();
+        let leaf = InferredLeaf::new(leaf.clone(), state.entries, matched[place], notes, mesh);
         let pattern = leaf.rule.map(|rule| strategy.rules[rule].pattern.as_str());
-        for note in &leaf.notes {
+        for (place, note) in leaf.notes.iter().enumerate() {
             let (name, array, spec) = (&leaf.name, &leaf.aval, &leaf.spec);
-            tracing::info!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+            if levels.get(place) == Some(&Level::WARN) {
+                tracing::warn!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+            } else {
+                tracing::info!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+            }
         }
         inferred.push(leaf);
     }

@@ -1,4 +1,6 @@
-//! The built-in ops of tactics, and the types that users write their own ops with.
+//! The built-in ops of tactics, and the type that users write their own ops with.
+
+use tracing::Level;
 
 use super::call::Call;
 use super::error::{ArgumentError, OpError};
@@ -9,26 +11,10 @@ use crate::sharding::{Spec, SpecEntry};
 use crate::topology::Mesh;
 
 /// One step of a tactic: divides a leaf's dimensions over axes of the mesh.
-///
-/// Every process infers by itself. An op must therefore be a pure function of the placement that it
-/// gets: no clock, no files, no process id, no map in random order. A closure `|leaf: &mut
-/// Placement<'_>| …` is an op.
-pub trait Op: Send + Sync {
-    /// Applies the op to one leaf.
-    ///
-    /// # Errors
-    ///
-    /// If the leaf cannot be sharded in this way. The whole inference fails then.
+pub(super) trait Op: Send + Sync {
+    /// Applies the op to one leaf. Fails if the leaf cannot be sharded in this way; the whole
+    /// inference fails then.
     fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError>;
-}
-
-impl<F> Op for F
-where
-    F: Fn(&mut Placement<'_>) -> Result<(), OpError> + Send + Sync,
-{
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
-        self(leaf)
-    }
 }
 
 /// The state of a leaf while the ops of a tactic are applied to it.
@@ -54,7 +40,8 @@ pub(super) struct State {
     pub(super) divided: Vec<(String, String)>,
     /// (axis, op as written) for each axis that must not divide any dimension.
     pub(super) kept_whole: Vec<(String, String)>,
-    pub(super) notes: Vec<String>,
+    /// (level of the event, text) of each note.
+    pub(super) notes: Vec<(Level, String)>,
 }
 
 impl Placement<'_> {
@@ -137,7 +124,7 @@ impl Placement<'_> {
 
     /// Adds a note on the leaf. The table of the result shows it.
     pub fn note(&mut self, note: impl Into<String>) {
-        self.state.notes.push(note.into());
+        self.state.notes.push((Level::INFO, note.into()));
     }
 }
 
@@ -219,7 +206,12 @@ impl Op for Fsdp {
             shape[*dim].is_multiple_of(parts) && leaf.entries()[*dim] == SpecEntry::None
         };
         let Some(dim) = largest_first(shape).into_iter().find(fits) else {
-            leaf.note(format!("`{}` fits no dimension", leaf.op));
+            let axes = SpecEntry::from(self.axes.clone());
+            leaf.note(format!(
+                "`{}` fits no dimension: none that is still whole divides evenly by {parts} \
+                 ({axes})",
+                leaf.op
+            ));
             return Ok(());
         };
         leaf.shard(dim, &self.axes)
@@ -250,7 +242,12 @@ impl Op for ShardDim {
             if !self.ignore_ndim_error {
                 return Err(OpError::DimOutOfRange { dim: self.dim, ndim });
             }
-            leaf.note(format!("`{}` has no such dimension", leaf.op));
+            let note = format!(
+                "`{}` does nothing: the leaf has {ndim} dimensions, and the absolute value of \
+                 `dim` must be below that",
+                leaf.op
+            );
+            leaf.state.notes.push((Level::WARN, note));
             return Ok(());
         };
         leaf.shard(if self.dim < 0 { ndim - index } else { index }, &self.axes)

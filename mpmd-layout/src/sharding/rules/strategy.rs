@@ -8,9 +8,9 @@ use std::sync::Arc;
 use fancy_regex::Regex;
 
 use super::call::{Call, is_name};
-use super::error::{ArgumentError, RulesError};
+use super::error::{ArgumentError, OpError, RulesError};
 use super::logical::LogicalAxes;
-use super::ops::{Fsdp, LogicalPartitioning, Op, Replicate, ShardDim};
+use super::ops::{Fsdp, LogicalPartitioning, Op, Placement, Replicate, ShardDim};
 use super::pattern::whole_name;
 
 type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync;
@@ -18,17 +18,16 @@ type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync
 /// The ops that tactics can call, by name. [`Registry::default`] has the built-in ones.
 ///
 /// ```
-/// use mpmd_layout::sharding::rules::{ArgumentError, Call, Literal, Placement, Registry};
+/// use mpmd_layout::sharding::rules::{ArgumentError, Call, Literal, Registry};
 ///
 /// let mut registry = Registry::default();
-/// registry.register("last_dim", |call: &Call| {
+/// let axes = |call: &Call| {
 ///     let [axis] = call.bind(["axis"])?;
-///     let axes = axis.and_then(Literal::axes);
-///     let axes = axes.ok_or_else(|| ArgumentError("needs an axis".into()))?;
-///     Ok(move |leaf: &mut Placement<'_>| match leaf.aval().ndim() {
-///         0 => Ok(()),
-///         ndim => leaf.shard(ndim - 1, &axes),
-///     })
+///     axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))
+/// };
+/// registry.register("last_dim", axes, |axes, leaf| match leaf.aval().ndim() {
+///     0 => Ok(()),
+///     ndim => leaf.shard(ndim - 1, axes),
 /// })?;
 /// assert!(registry.names().any(|name| name == "last_dim"));
 /// # Ok::<(), mpmd_layout::sharding::rules::RulesError>(())
@@ -74,39 +73,46 @@ pub(super) struct TacticOp {
 }
 
 impl Registry {
-    /// Adds the op `name`. `make` creates the op from a call in a tactic; it runs once for each
-    /// call when a strategy is parsed. An error of `make` fails the parsing.
+    /// Adds the op `name`. `read` reads the arguments of a call in a tactic; it runs once for each
+    /// call when a strategy is parsed, and its error fails the parsing. `apply` is the op: it
+    /// divides one leaf's dimensions over axes of the mesh, with these arguments. Its error fails
+    /// the whole inference.
+    ///
+    /// Every process infers by itself. So both must be pure functions of what they get: no clock,
+    /// no files, no process id, no map in random order.
     ///
     /// # Errors
     ///
     /// If there is an op of that name, or the name is not an identifier or several joined by dots.
-    pub fn register<O: Op + 'static>(
+    pub fn register<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
-        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+        read: impl Fn(&Call) -> Result<A, ArgumentError> + Send + Sync + 'static,
+        apply: impl Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
     ) -> Result<(), RulesError> {
         let name = checked(name)?;
         match self.factories.entry(name) {
             Entry::Occupied(taken) => Err(RulesError::NameTaken { name: taken.key().clone() }),
             Entry::Vacant(free) => {
-                free.insert(factory(make));
+                free.insert(factory(read_and_applied(read, apply)));
                 Ok(())
             }
         }
     }
 
-    /// Adds the op `name`, or replaces the op of that name. `make` is as in
+    /// Adds the op `name`, or replaces the op of that name. `read` and `apply` are as in
     /// [`register`](Self::register). Strategies that are parsed already do not change.
     ///
     /// # Errors
     ///
     /// If the name is not an identifier or several joined by dots.
-    pub fn replace<O: Op + 'static>(
+    pub fn replace<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
-        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+        read: impl Fn(&Call) -> Result<A, ArgumentError> + Send + Sync + 'static,
+        apply: impl Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
     ) -> Result<(), RulesError> {
-        self.factories.insert(checked(name)?, factory(make));
+        self.factories.insert(checked(name)?, factory(read_and_applied(read, apply)));
         Ok(())
     }
 
@@ -248,6 +254,30 @@ impl fmt::Debug for Rule {
             .field("steps", &steps)
             .finish_non_exhaustive()
     }
+}
+
+/// An op of a user: the arguments of its call, and its function.
+struct UserOp<A, F> {
+    arguments: A,
+    apply: Arc<F>,
+}
+
+impl<A, F> Op for UserOp<A, F>
+where
+    A: Send + Sync,
+    F: Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync,
+{
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        (self.apply)(&self.arguments, leaf)
+    }
+}
+
+fn read_and_applied<A, F>(
+    read: impl Fn(&Call) -> Result<A, ArgumentError>,
+    apply: F,
+) -> impl Fn(&Call) -> Result<UserOp<A, F>, ArgumentError> {
+    let apply = Arc::new(apply);
+    move |call| Ok(UserOp { arguments: read(call)?, apply: apply.clone() })
 }
 
 fn factory<O: Op + 'static>(
@@ -404,14 +434,13 @@ mod tests {
     #[test]
     fn names_are_registered_once_or_replaced() {
         let mut registry = Registry::default();
-        let nothing = |_: &Call| Ok(|_: &mut super::super::Placement<'_>| Ok(()));
-        registry.register("my.op", nothing).unwrap();
-        let taken = registry.register("my.op", nothing).unwrap_err();
+        registry.register("my.op", |_| Ok(()), |_, _| Ok(())).unwrap();
+        let taken = registry.register("my.op", |_| Ok(()), |_, _| Ok(())).unwrap_err();
         assert_eq!((taken.kind(), taken.to_string().contains("`my.op`")), (ErrorKind::Key, true));
-        registry.replace("my.op", nothing).unwrap();
-        registry.replace("fsdp", nothing).unwrap();
+        registry.replace("my.op", |_| Ok(()), |_, _| Ok(())).unwrap();
+        registry.replace("fsdp", |_| Ok(()), |_, _| Ok(())).unwrap();
         assert!(Strategy::parse(&[("k", "my.op|fsdp")], &registry).is_ok());
-        let bad = registry.register("my op", nothing).unwrap_err();
+        let bad = registry.register("my op", |_| Ok(()), |_, _| Ok(())).unwrap_err();
         assert_eq!(
             bad.to_string(),
             "\"my op\" cannot be an op's name: names are identifiers, or several joined by dots"
