@@ -52,8 +52,8 @@ const STEPS: &[Step] = &[
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
     ("licences and security advisories of dependencies", Extent::All, dependencies),
     ("clippy", Extent::All, |root| clippy(root, &[&["--all-targets"], WITH_ALL].concat())),
-    // As users build it. The features of others' crates are those of the other steps, so that none of
-    // these is built once more.
+    // As users build it. The features of others' crates are those of the other steps, so that
+    // none of these is built once more.
     ("clippy without UCX and CUDA", Extent::All, |root| clippy(root, &[])),
     ("documentation", Extent::All, documentation),
     ("tests and the programs they start", Extent::All, programs),

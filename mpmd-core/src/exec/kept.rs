@@ -110,7 +110,8 @@ pub(crate) struct Copy {
 }
 
 impl Contents {
-    /// Describes the arrays and values that a commit keeps. `names` may be shorter than `arrays`, and have empty names.
+    /// Describes the arrays and values that a commit keeps. `names` may
+    /// be shorter than `arrays`, and have empty names.
     pub(crate) fn of(arrays: &[MpmdArray], names: Vec<String>, values: Vec<u8>) -> Self {
         let mut names = names.into_iter();
         let array = |(number, array): (usize, &MpmdArray)| {
