@@ -21,13 +21,13 @@ pub enum Scaling {
     Default,
     /// Divides each frequency by a factor.
     Linear {
-        /// The factor.
+        /// The divisor of the frequencies, usually 1 or more.
         factor: f64,
     },
     /// Divides low frequencies by a factor, keeps high ones, and interpolates between: the scaling
     /// of Llama 3.1, from the function `apply_scaling` in Meta's published model code.
     Llama3 {
-        /// The factor.
+        /// The divisor of the frequencies, usually 1 or more.
         factor: f64,
         /// Frequencies with at most this number of turns in the original context are divided.
         low_freq_factor: f64,

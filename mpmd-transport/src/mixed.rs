@@ -49,8 +49,8 @@ impl Mixed {
     }
 }
 
-/// A handler that forwards a peer's messages and its end only if they come from the transport used
-/// for that peer. It forwards all ends of tickets.
+/// A handler that forwards a peer's messages and the news of its loss only if they come from the
+/// transport used for that peer. It forwards the completion of every send.
 struct Ear {
     handler: Arc<dyn Handler>,
     is_near: Arc<[bool]>,

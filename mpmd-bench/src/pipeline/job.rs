@@ -99,8 +99,8 @@ pub(super) fn measure(
             agree(p, other, (), || Ok(()))?;
         }
         let step_time = start.elapsed();
-        // After this all data has been received, so the sent bytes are known, and all processes
-        // start their kernels together.
+        // Once all have met, each process has received everything: no byte of this step is still
+        // to be counted. The kernels alone begin together, too.
         meet(p)?;
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;

@@ -74,8 +74,8 @@ pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
     }
 }
 
-/// Returns the (time, label) pairs of an axis from `from` to `until`, about `most` at most. Times
-/// are in `unit`. Shown times are multiples of one, two or five times a power of ten.
+/// Returns the (time, label) pairs of an axis from `from` to `until`, at most `most` plus one.
+/// Times are in `unit`. Shown times are multiples of one, two or five times a power of ten.
 pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
     let (one, _) = time_unit(unit, from.abs().max(until.abs()));
     let least = (until - from) / one / most.max(1) as f64;

@@ -20,7 +20,7 @@ pub struct StreamTurn<'a> {
     issuing: MutexGuard<'a, u64>,
     /// The event before the work and its host time in nanoseconds, if times are recorded.
     begin: (Option<RawEvent>, u64),
-    /// True if something may have been issued.
+    /// True once work may have been issued to the stream in this turn.
     has_begun: bool,
 }
 

@@ -53,7 +53,7 @@ pub(crate) enum Start {
 
 impl Candidate {
     /// Joins the builder's epoch, and starts this process's part in it. Blocks until all processes
-    /// are connected; one that [waits](Self::waits), until there is a place for it.
+    /// are connected, or, for a process that [waits](Self::waits), until there is a place for it.
     pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
         let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
         let (process, epoch, identity, member) =

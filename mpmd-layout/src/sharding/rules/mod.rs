@@ -90,8 +90,8 @@ use crate::tree::Tree;
 /// Infers the shardings over `mesh` that `strategy` gives to these leaves. A leaf is (name, shape
 /// and dtype).
 ///
-/// Applies the rules in order and the ops of each rule in order, each op to all leaves in the order
-/// given. The finished specs are checked last. So the first error is the same on every process.
+/// Rule after rule, and in a rule op after op, is applied to all leaves in the given order. The
+/// finished specs are checked last. So the first error is the same on every process.
 ///
 /// Each [note](InferredLeaf::notes) is also a `tracing` event with the fields `leaf`, `array`,
 /// `spec` and `rule`, the pattern. Its level is `WARN` for a `shard_dim` that ignores a missing
