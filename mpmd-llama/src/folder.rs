@@ -103,8 +103,9 @@ impl Folder {
     /// # Errors
     ///
     /// If a file is missing or damaged, no regular file, a pointer of Git LFS or too large, or a
-    /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another shape or dtype, or
-    /// unknown. The message names the file, the tensor, the expected and the found.
+    /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another
+    /// shape or dtype, or unknown. The message names the file, the tensor, the expected and the
+    /// found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = path.join(CONFIG);
@@ -275,8 +276,8 @@ fn read_as(
 }
 
 /// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
-/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a folder in `snapshots/REV` of
-/// a hub cache to `blobs` beside `snapshots`.
+/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a
+/// folder in `snapshots/REV` of a hub cache to `blobs` beside `snapshots`.
 fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
     let (real, root) = (path.canonicalize()?, folder.canonicalize()?);

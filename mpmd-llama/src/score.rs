@@ -46,8 +46,8 @@ struct Score {
 ///
 /// # Errors
 ///
-/// If the folder, the tokenizer or the file is invalid, or the job could not be started. If the score
-/// is not a finite number, the job's exit code is 1.
+/// If the folder, the tokenizer or the file is invalid, or the job could not be started. If the
+/// score is not a finite number, the job's exit code is 1.
 pub fn run(
     folder: &Folder,
     (file, count): (&Path, usize),

@@ -34,9 +34,9 @@ pub struct Text {
 impl Text {
     /// Reads files and folders, in the order given.
     ///
-    /// A folder is read in sorted order. It skips `.git`, `target`, links, pointers of Git LFS, files
-    /// that are not UTF-8 text and files above [`LARGEST_FILE`]. A file given by name may have any
-    /// size.
+    /// A folder is read in sorted order. It skips `.git`, `target`, links, pointers of Git LFS,
+    /// files that are not UTF-8 text and files above [`LARGEST_FILE`]. A file given by name may
+    /// have any size.
     ///
     /// # Errors
     ///

@@ -129,6 +129,10 @@ struct Statuses {
     saves: Vec<(u64, Phase)>,
 }
 
+/// A step's figures, the last stage with a gradient that is not finite, and the last save of each
+/// process with its phase.
+pub(super) type AllOfReport = (StepReport, Option<usize>, Vec<(u64, Phase)>);
+
 impl StepHandle {
     /// Blocks until the step has finished, and returns its figures. In a dry run, returns at once;
     /// the figures are then NaN.
@@ -140,9 +144,8 @@ impl StepHandle {
         Ok(self.read_all()?.0)
     }
 
-    /// As [`StepHandle::read`]. Also returns the last stage with a gradient that is not finite, and
-    /// the last save of each process with its phase.
-    pub(super) fn read_all(self) -> Result<(StepReport, Option<usize>, Vec<(u64, Phase)>)> {
+    /// As [`StepHandle::read`], with what the trainer alone looks at.
+    pub(super) fn read_all(self) -> Result<AllOfReport> {
         let (step, rate) = (self.step, self.rate);
         let (figures, Statuses { stop, seconds, saves }) = self.figures.read::<FIGURES>()?;
         let [loss, weight, norm, stage] = figures;

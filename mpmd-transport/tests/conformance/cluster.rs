@@ -1,6 +1,6 @@
 //! A job of n processes over one kind of transport, each with a recorder.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 

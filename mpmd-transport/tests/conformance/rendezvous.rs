@@ -129,8 +129,8 @@ fn all_processes_get_the_same_list_of_members() {
 #[test]
 fn service_at_all_addresses_is_reached_by_both_kinds() {
     let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
-    let config = ServerConfig { processes: 2, token: token(), peer_timeout: LONG };
-    let server = Server::bind(any, config).unwrap();
+    let service = ServerConfig { processes: 2, token: token(), peer_timeout: LONG };
+    let server = Server::bind(any, service).unwrap();
     let port = server.address().port();
     let has_ipv6 = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
     let hosts = ["127.0.0.1", if has_ipv6 { "[::1]" } else { "localhost" }];
