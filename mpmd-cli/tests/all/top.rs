@@ -1,9 +1,9 @@
 //! `mpmd top` beside jobs of two processes, which are this test program again.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::*;
@@ -23,6 +23,8 @@ const GO: &str = "MPMD_TEST_GO";
 /// A job whose processes wait for each other. It is ended when this is dropped.
 struct Job {
     launcher: Child,
+    /// Kept open: a job ends with the reader of its output.
+    _output: BufReader<ChildStdout>,
     go: PathBuf,
     /// The process ids of the two processes.
     pids: [u32; 2],
@@ -38,7 +40,8 @@ impl Job {
         command.args(["--exact", "top::program_of_the_job", "--ignored", "--nocapture"]);
         command.env(GO, &go).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut launcher = command.spawn().unwrap();
-        let lines = BufReader::new(launcher.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let mut output = BufReader::new(launcher.stdout.take().unwrap());
+        let lines = output.by_ref().lines().map_while(Result::ok);
         let mut pids = [None; 2];
         for line in lines {
             // The test harness may begin the line with the name of its test.
@@ -49,7 +52,12 @@ impl Job {
                 break;
             }
         }
-        Self { launcher, go, pids: pids.map(|pid| pid.expect("both processes start")) }
+        Self {
+            launcher,
+            _output: output,
+            go,
+            pids: pids.map(|pid| pid.expect("both processes start")),
+        }
     }
 
     /// Looks at the job until `is_seen` returns true, and returns that look.

@@ -205,9 +205,9 @@ fn train(p: &mut Program, how: IssueMode) -> Result<Ran> {
         }
         sums = new;
     }
-    // Weights are host values, which are counted separately.
-    let sums_here = sums.iter().filter(|array| !array.is_fully_remote()).count();
-    let live = settled(p, sums_here as u64 * Pool::rounded(WIDTH * 4));
+    let kept = sums.iter().chain(&model.weights);
+    let kept_here = kept.filter(|array| !array.is_fully_remote()).count();
+    let live = settled(p, kept_here as u64 * Pool::rounded(WIDTH * 4));
     Ok((values, p.operations(), live))
 }
 
@@ -226,7 +226,8 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
                 issued == replayed,
                 "{processes} processes, seed {seed}: {issued:?} {replayed:?}"
             );
-            let bytes = (STAGES / processes) as u64 * Pool::rounded(WIDTH * 4);
+            // Sums and weights.
+            let bytes = 2 * (STAGES / processes) as u64 * Pool::rounded(WIDTH * 4);
             assert!(replayed.iter().all(|(_, _, live)| *live == bytes), "{replayed:?}");
         }
     }

@@ -173,8 +173,10 @@ fn spoiled(
         let run = options().progress(false).checkpoints(Checkpoints::new(folder.path()));
         trainer.run(p, run, &windows())
     });
-    let errors: Vec<String> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();
-    assert_eq!(errors[0], errors[1]);
+    let mut errors: Vec<String> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();
+    // A process that hears of the other's end first says so before that error.
+    errors.sort_by_key(String::len);
+    assert!(errors[1].ends_with(&errors[0]), "{errors:?}");
     let entries = std::fs::read_dir(folder.path()).unwrap().map(Result::unwrap);
     let saves = entries.filter(|entry| entry.file_type().unwrap().is_dir()).count();
     (errors[0].clone(), saves)
