@@ -19,7 +19,8 @@ pub fn log_to_stderr() {
     let _ = log.with_ansi(stderr().is_terminal()).try_init();
 }
 
-/// The exit code of a program whose output nobody reads any more: that of one which SIGPIPE ends.
+/// The exit code of a program whose output has lost its reader. A shell shows the same for a
+/// program that SIGPIPE has ended.
 pub const NO_READER: i32 = 141;
 
 /// Ends this process if `println!` fails, instead of a panic. It ends without a word and with

@@ -10,8 +10,9 @@ use tokio::sync::oneshot;
 use super::cause::signal_name;
 use super::error::LaunchError;
 
-/// What happens to a job's processes, or what the user asks.
+/// An end of a process of the job, or a request of the user.
 pub(super) enum Event {
+    /// The process with this number has ended.
     Ended(usize),
     /// SIGINT, SIGTERM, SIGHUP or SIGUSR1, which requests the end of this process.
     Signal(Signal),

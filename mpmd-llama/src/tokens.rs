@@ -267,7 +267,7 @@ mod tests {
         Tokenizer::from_bytes(tokenizer.to_string()).unwrap()
     }
 
-    /// Returns a tokenizer whose words begin with `▁`, which is in front of every text.
+    /// Returns a tokenizer of the older kind: each word begins with `▁`, and so does the text.
     fn with_prefix(change: impl FnOnce(&mut Value)) -> Tokenizer {
         let mut tokenizer: Value =
             serde_json::from_str(&BYTES.replace('\u{120}', "\u{2581}")).unwrap();

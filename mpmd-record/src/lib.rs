@@ -1,4 +1,5 @@
-//! What a program tells about itself in files and answers, and views of it.
+//! The records that a program leaves of itself, in files and in answers to observers, and views of
+//! them.
 //!
 //! - [`activity`]: the current activity of a running process.
 //! - [`dry_run`]: the operations that a dry run lists, as a flow that can be proved, and the

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_have_the_parts_of_the_target_where_that_moves_fewer_bytes() {
+    fn replicas_are_divided_as_the_target_where_that_moves_less() {
         let src = on(&[("fsdp", 8), ("tp", 1)], 0, spec!["fsdp", "tp"]);
         let dst = on(&[("fsdp", 1), ("tp", 4)], 8, spec!["fsdp", "tp"]);
         let expected = "P(fsdpS, tp) on {fsdpR:2, fsdpS:4, tp:1}";

@@ -393,14 +393,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.optimizer.not_finite(p, &self.pipeline, &self.reporter.everywhere())
     }
 
-    /// Creates the error of a figure that is not finite. `what` says which.
+    /// Creates the error of a figure that is not finite. `what` names the figure and its step.
     fn not_finite(&self, what: &str, figure: &NotFinite) -> Error {
         let last = self.pipeline.stages() - 1;
         Error::kernel(format!("{what}: {}", figure.why(last)))
     }
 }
 
-/// What is known of a step or an evaluation with a figure that is not finite.
+/// Findings about a step or an evaluation with a figure that is not finite.
 struct NotFinite {
     /// (stage, path) of a trained parameter with a value that is not finite.
     parameter: Option<(usize, String)>,

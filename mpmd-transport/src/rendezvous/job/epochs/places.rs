@@ -1,4 +1,4 @@
-//! The places of an epoch: who has which, and who waits for one.
+//! The places of an epoch: their owners, and the processes that wait for one.
 
 use std::sync::Arc;
 use std::time::Duration;
