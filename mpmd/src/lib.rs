@@ -212,12 +212,14 @@ pub mod reshard {
     //!
     //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use
     //! [`plan()`] to see the pieces and bytes of a move without moving them: a [`Plan`] has each
-    //! [`Piece`] and their [`Summary`]. [`find_intermediate_sharding`] finds a sharding to move to
-    //! first, an [`Intermediate`].
+    //! [`Piece`] and their [`Summary`]. [`cheapest_intermediate`] finds the [`Intermediate`] that
+    //! [`Program::reshard_with_intermediate_sharding`](crate::Program::reshard_with_intermediate_sharding)
+    //! moves through. [`find_intermediate_sharding`] finds one by the rule of pathways-utils, which
+    //! knows no shape.
 
     pub use mpmd_layout::reshard::{
         Delivery, Intermediate, NoIntermediate, Origin, Part, Piece, Plan, ReshardError, Summary,
-        WhyNoIntermediate, find_intermediate_sharding, plan,
+        WhyNoIntermediate, cheapest_intermediate, find_intermediate_sharding, plan,
     };
 }
 
@@ -243,8 +245,8 @@ pub mod kernel {
 
     pub use mpmd_core::kernel::{
         Closures, Context, Elementwise, HostKernel, HostWork, InferShapes, Kernel, Reduce,
-        Reducible, Shapes, Signature, Untyped, View, ViewError, ViewMut, Views, ViewsMut,
-        elementwise, kernel, like_input,
+        Reducible, RunKernel, Shapes, Signature, Untyped, View, ViewError, ViewMut, Views,
+        ViewsMut, elementwise, kernel, like_input,
     };
     pub use mpmd_core::run_here;
 }

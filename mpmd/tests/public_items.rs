@@ -64,12 +64,15 @@ const PRELUDE: [&str; 26] = [
 /// Traits of the standard library whose implementations show types: `type Output = …`.
 const SHOWING: [&str; 6] = ["Deref", "From", "Index", "IntoFuture", "IntoIterator", "Iterator"];
 
+/// A name and the crate that it is of, without `mpmd_`.
+type Name = (String, String);
+
 /// A name in a public signature.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Mention {
     /// The item, as `Program::jit`.
     by: String,
-    name: String,
+    name: Name,
 }
 
 /// The public items of a crate by name, each with the names in its public signatures.
@@ -148,6 +151,17 @@ fn re_exported(items: &[Item], found: &mut Vec<(String, String, String)>) {
     }
 }
 
+/// Returns the crates of this workspace of which `items` re-export all names of a module.
+fn globbed(items: &[Item]) -> impl Iterator<Item = String> {
+    let text = |item: &Item| match item {
+        Item::Use(item) if is_public(&item.vis) => item.tree.to_token_stream().to_string(),
+        _ => String::new(),
+    };
+    items.iter().map(text).filter(|text| text.ends_with('*')).filter_map(|text| {
+        Some(text.strip_prefix("mpmd_")?.split(|c: char| !c.is_alphanumeric()).next()?.to_owned())
+    })
+}
+
 /// Appends the names of the items of a crate's file and of its public modules.
 fn exported(file: &Path, names: &mut BTreeSet<String>) {
     let items = parsed(file).items;
@@ -214,14 +228,16 @@ struct Names {
     /// (first segment, name) by local name.
     imports: HashMap<String, (String, String)>,
     /// The names in the private aliases of types: callers see what these stand for.
-    aliases: HashMap<String, BTreeSet<String>>,
+    aliases: HashMap<String, BTreeSet<Name>>,
     /// Names of the crates that are not of this workspace.
     foreign: BTreeSet<String>,
+    /// The crate of the file, without `mpmd_`.
+    home: String,
 }
 
 impl Names {
     /// Returns the names of workspace types and traits in `tokens` that are none of `generics`.
-    fn mentioned(&self, tokens: TokenStream, generics: &[&Generics]) -> BTreeSet<String> {
+    fn mentioned(&self, tokens: TokenStream, generics: &[&Generics]) -> BTreeSet<Name> {
         let parameters: BTreeSet<String> = generics
             .iter()
             .flat_map(|generics| &generics.params)
@@ -259,11 +275,15 @@ impl Names {
                 None if first == at => ("crate", name),
                 None => (start, name),
             };
-            let ours = !self.foreign.contains(root);
+            if self.foreign.contains(root) {
+                continue;
+            }
             match self.aliases.get(name) {
-                Some(names) if ours => found.extend(names.iter().cloned()),
-                None if ours => drop(found.insert(name.clone())),
-                _ => {}
+                Some(names) => found.extend(names.iter().cloned()),
+                None => {
+                    let home = root.strip_prefix("mpmd_").unwrap_or(&self.home);
+                    found.insert((home.to_owned(), name.clone()));
+                }
             }
         }
         found
@@ -303,14 +323,21 @@ fn flatten(tokens: TokenStream, words: &mut Vec<String>) {
     }
 }
 
-/// Adds the items of a module and their signatures to `items`.
-fn collect(module: &[Item], outer: &HashMap<String, (String, String)>, items: &mut Items) {
+/// Adds the items of a module of the crate `home` and their signatures to `items`.
+fn collect(
+    home: &str,
+    module: &[Item],
+    outer: &HashMap<String, (String, String)>,
+    items: &mut Items,
+) {
     let (imports, aliases) = (outer.clone(), HashMap::new());
-    let mut names = Names { imports, aliases, foreign: foreign() };
+    let mut names = Names { imports, aliases, foreign: foreign(), home: home.to_owned() };
     for item in module {
         if let Item::Use(item) = item {
             let mut found = Vec::new();
             used(&item.tree, None, &mut found);
+            // A macro may have the name of a trait, which signatures mean.
+            found.retain(|(first, ..)| first != "mpmd_derive");
             let import = |(first, name, local): (String, String, String)| (local, (first, name));
             names.imports.extend(found.into_iter().map(import));
         }
@@ -398,7 +425,7 @@ fn collect(module: &[Item], outer: &HashMap<String, (String, String)>, items: &m
         }
     }
     for module in modules {
-        collect(module, &names.imports, items);
+        collect(home, module, &names.imports, items);
     }
 }
 
@@ -406,17 +433,42 @@ fn collect(module: &[Item], outer: &HashMap<String, (String, String)>, items: &m
 struct Facade {
     /// (crate, name, name in `mpmd`), without the prelude's.
     shown: Vec<(String, String, String)>,
-    /// Every name that a program can write.
-    names: BTreeSet<String>,
+    /// Every name that a program can write, by the crate that defines it.
+    names: BTreeSet<Name>,
+    known: Known,
+}
+
+/// What the crates define.
+struct Known {
     /// By crate.
     items: BTreeMap<&'static str, Items>,
+    /// The crate and name of what a crate re-exports of another, by the crate and its own name.
+    re_exports: HashMap<Name, Name>,
+    /// The crates of which a crate re-exports a module, or all names of one, by that crate.
+    globs: BTreeMap<&'static str, Vec<String>>,
+}
+
+impl Known {
+    /// Returns the name where it is defined. `home` may re-export it, with or without `mpmd_`.
+    fn defined(&self, home: &str, name: &str) -> Name {
+        let home = home.trim_start_matches("mpmd_");
+        let has = |home: &str| self.items.get(home).is_some_and(|items| items.contains_key(name));
+        let here = (home.to_owned(), name.to_owned());
+        match self.re_exports.get(&here) {
+            _ if has(home) => here,
+            Some((home, name)) => self.defined(home, name),
+            None => {
+                let found = self.globs.get(home).into_iter().flatten().find(|other| has(other));
+                found.map_or(here, |other| (other.clone(), name.to_owned()))
+            }
+        }
+    }
 }
 
 fn facade() -> Facade {
     let mut shown = Vec::new();
     let lib = parsed(&root().join("mpmd/src/lib.rs"));
     re_exported(&lib.items, &mut shown);
-    let mut names: BTreeSet<String> = shown.iter().map(|(_, _, name)| name.clone()).collect();
     let core = parsed(&root().join("mpmd-core/src/lib.rs"));
     let prelude = core.items.iter().find_map(|item| match item {
         Item::Mod(item) if item.ident == "prelude" => item.content.as_ref(),
@@ -424,13 +476,25 @@ fn facade() -> Facade {
     });
     let mut prelude_names = Vec::new();
     re_exported(&prelude.expect("there is a prelude").1, &mut prelude_names);
-    names.extend(prelude_names.into_iter().map(|(_, _, name)| name));
-    let mut items = BTreeMap::new();
+    let (mut items, mut re_exports, mut globs) = (BTreeMap::new(), HashMap::new(), BTreeMap::new());
     for name in CRATES {
         let folder = root().join(format!("mpmd-{name}/src"));
         let mut found = Items::new();
         for file in sources(&folder) {
-            collect(&parsed(&file).items, &HashMap::new(), &mut found);
+            let file = parsed(&file);
+            collect(name, &file.items, &HashMap::new(), &mut found);
+            globs.entry(name).or_insert_with(Vec::new).extend(globbed(&file.items));
+            let mut used = Vec::new();
+            re_exported(&file.items, &mut used);
+            for (first, original, local) in used {
+                if let Some(other) = first.strip_prefix("mpmd_") {
+                    if local.starts_with(char::is_lowercase) {
+                        // It may be a module, with what is in it.
+                        globs.entry(name).or_default().push(other.to_owned());
+                    }
+                    re_exports.insert((name.to_owned(), local), (other.to_owned(), original));
+                }
+            }
         }
         items.insert(name, found);
         if WHOLE.contains(&name) {
@@ -439,25 +503,29 @@ fn facade() -> Facade {
             shown.extend(
                 whole.iter().map(|local| (format!("mpmd_{name}"), local.clone(), local.clone())),
             );
-            names.extend(whole);
         }
     }
-    Facade { shown, names, items }
+    let known = Known { items, re_exports, globs };
+    let in_core =
+        |first: &str| if first.starts_with("mpmd_") { first.to_owned() } else { "core".to_owned() };
+    let prelude_names = prelude_names.iter().map(|(first, name, _)| (in_core(first), name));
+    let named = shown.iter().map(|(home, name, _)| (home.clone(), name));
+    let names = named.chain(prelude_names).map(|(home, name)| known.defined(&home, name)).collect();
+    Facade { shown, names, known }
 }
 
 impl Facade {
-    /// Returns the names in the public signatures of everything shown.
+    /// Returns the names in the public signatures of everything shown, by the crates that define
+    /// them.
     fn mentions(&self) -> BTreeSet<Mention> {
-        let mut mentions = BTreeSet::new();
         let read = |(_, name, _): &&(String, String, String)| !OPAQUE.contains(&name.as_str());
+        let mut mentions = BTreeSet::new();
         for (home, name, _) in self.shown.iter().filter(read) {
-            let home = home.trim_start_matches("mpmd_");
-            let at_home = self.items.get(home).and_then(|items| items.get(name));
-            // A crate may re-export what another defines.
-            let elsewhere = self.items.values().filter_map(|items| items.get(name));
-            match at_home {
-                Some(found) => mentions.extend(found.iter().cloned()),
-                None => mentions.extend(elsewhere.flatten().cloned()),
+            let (home, name) = self.known.defined(home, name);
+            let items = self.known.items.get(home.as_str()).and_then(|items| items.get(&name));
+            for Mention { by, name: (home, name) } in items.into_iter().flatten() {
+                let name = self.known.defined(home, name);
+                mentions.insert(Mention { by: by.clone(), name });
             }
         }
         mentions
@@ -491,14 +559,16 @@ fn every_program_of_the_guide_is_compiled() {
 fn every_type_in_a_public_signature_has_a_name() {
     let facade = facade();
     let mentions = facade.mentions();
-    for (by, name) in [("Program::jit", "Kernel"), ("Registry::register", "Placement")] {
-        let known = mentions.iter().any(|mention| mention.by == by && mention.name == name);
-        assert!(known, "`{by}` takes a `{name}`, which was not read: {}", mentions.len());
+    for (by, home, name) in
+        [("Program::jit", "core", "Kernel"), ("Registry::register", "layout", "Placement")]
+    {
+        let mention = Mention { by: by.into(), name: (home.into(), name.into()) };
+        assert!(mentions.contains(&mention), "of {} mentions, none is {mention:?}", mentions.len());
     }
     let nameless: Vec<String> = mentions
         .iter()
         .filter(|mention| !facade.names.contains(&mention.name))
-        .map(|mention| format!("{} ({})", mention.name, mention.by))
+        .map(|Mention { by, name: (home, name) }| format!("{name} of mpmd-{home} ({by})"))
         .collect();
     assert!(nameless.is_empty(), "`mpmd` does not re-export {}", nameless.join(", "));
 }
@@ -515,17 +585,22 @@ fn every_name_has_a_reason() {
     let lines = texts[0].lines().filter(|line| line.trim_start().starts_with("//"));
     texts[0] = lines.collect::<Vec<_>>().join("\n");
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    let mut reasons: BTreeSet<&str> =
-        texts.iter().flat_map(|text| text.split(|c| !is_word(c))).collect();
+    let words: BTreeSet<&str> = texts.iter().flat_map(|text| text.split(|c| !is_word(c))).collect();
     let mentions = facade.mentions();
-    reasons.extend(mentions.iter().map(|mention| mention.name.as_str()));
+    // An item's own signatures are no reason to show it.
+    let is_mentioned = |item: &Name| {
+        let by_other = |by: &str| by.split("::").next() != Some(&item.1);
+        mentions.iter().any(|mention| mention.name == *item && by_other(&mention.by))
+    };
     let whole = |home: &str| WHOLE.iter().any(|name| home == format!("mpmd_{name}"));
     let idle: Vec<&String> = facade
         .shown
         .iter()
         .filter(|(home, _, _)| !whole(home))
-        .map(|(_, _, name)| name)
-        .filter(|name| !reasons.contains(name.as_str()))
+        .filter(|(home, name, local)| {
+            !words.contains(local.as_str()) && !is_mentioned(&facade.known.defined(home, name))
+        })
+        .map(|(_, _, local)| local)
         .collect();
     assert!(
         idle.is_empty(),

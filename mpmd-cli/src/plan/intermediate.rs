@@ -49,7 +49,10 @@ impl Case {
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let sharding = |name| CaseSharding::read(&field.get(name)?);
         let (src, dst) = (sharding("src")?, sharding("dst")?);
-        let array = if field.find("shape")?.is_some() || field.find("dtype")?.is_some() {
+        let of_array = ["shape", "dtype", "process_of", "host_of"];
+        let found: Vec<_> =
+            of_array.iter().map(|name| field.find(name)).collect::<Result<_, _>>()?;
+        let array = if found.iter().any(Option::is_some) {
             Some((field.get("shape")?.list(Field::count)?, field.get("dtype")?.text()?))
         } else {
             None

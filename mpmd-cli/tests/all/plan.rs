@@ -375,6 +375,7 @@ fn unknown_fields_of_a_case_are_refused() {
         ("layout", json!({"sharding": rows, "shape": [4], "dtype": "f32"}), "field `dtype`"),
         ("intermediate", json!({"src": rows, "dst": rows, "cache": true}), "field `cache`"),
         ("intermediate", json!({"src": rows, "dst": rows, "dtype": "f32"}), "no field `shape`"),
+        ("intermediate", json!({"src": rows, "dst": rows, "host_of": [0]}), "no field `shape`"),
         (
             "chunk",
             json!({"shape": [4], "dim": 0, "placements": [0], "ranks": [0], "x": 1}),

@@ -2,12 +2,11 @@
 //! [`Program::reshard_with_intermediate_sharding`] also moves them by way of an intermediate
 //! sharding.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::api::program::Program;
+use crate::api::program::{Program, PutKey};
 use crate::api::put::{MoveOptions, PutSteps, refuse_twice};
 use crate::api::split::{Relabel, Relabelled};
 use crate::error::{Error, IssueProblem, Result};
@@ -27,9 +26,6 @@ enum Route {
     Direct(PutSteps),
     Via(Box<Via>),
 }
-
-/// A move, as (array, source, target).
-type Move<'a> = (&'a ShapedArray, &'a Sharding, &'a Sharding);
 
 /// Gathers replicas on the source's devices first, then moves one replica to the target.
 struct Via {
@@ -61,22 +57,9 @@ impl Program {
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard");
-        let to = to
-            .into()
-            .broadcast(&x.structure())
-            .map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
-        let mut routes = Vec::with_capacity(leaves.len());
-        for ((path, array), to) in leaves.iter().zip(&to) {
-            array.check_usable(path).map_err(wrong)?;
-            routes.push(Route::Direct(
-                self.put_steps(path, array, to, options.cache_plans).map_err(wrong)?,
-            ));
-        }
-        if options.donate {
-            refuse_twice(&leaves).map_err(wrong)?;
-            self.check_given_up(&leaves).map_err(wrong)?;
-        }
+        let (routes, _) =
+            self.routes(&x.structure(), &leaves, None, to.into(), options).map_err(wrong)?;
         let moved = self.reshard_along(x, &leaves, routes, options, at);
         self.synced(at)?;
         Ok(moved)
@@ -127,7 +110,7 @@ impl Program {
         &mut self,
         moves: &[(&MpmdArray, &Sharding)],
         with: &mut MoveFn<'_>,
-        wrong: impl Fn(IssueProblem) -> Error,
+        wrong: impl Copy + Fn(IssueProblem) -> Error,
     ) -> Result<Vec<MpmdArray>> {
         let groups =
             groups_by_devices(moves.iter().map(|(array, _)| Some(array.sharding()?.devices())));
@@ -153,12 +136,14 @@ impl Program {
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
     /// on some of these devices, then moves to the target. The two sides so exchange few and large
     /// pieces. In return, every source device temporarily holds an array that is gathered along the
-    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. With
+    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. It never
+    /// moves fewer bytes than `reshard`, and more over the network if the source spans hosts. With
     /// [`MoveOptions::donate`] the source is freed as soon as it has been gathered. Uncommitted
     /// leaves and leaves without an intermediate move as in [`Program::reshard`].
     ///
     /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding
-    /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it.
+    /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it and
+    /// the devices are in the same order.
     ///
     /// # Errors
     ///
@@ -174,8 +159,9 @@ impl Program {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
         let leaves = x.leaves_with_paths();
-        let (routes, _) =
-            self.routes(&x.structure(), &leaves, from.into(), to.into(), options).map_err(wrong)?;
+        let (routes, _) = self
+            .routes(&x.structure(), &leaves, Some(from.into()), to.into(), options)
+            .map_err(wrong)?;
         let moved = self.reshard_along(x, &leaves, routes, options, at);
         self.synced(at)?;
         Ok(moved)
@@ -187,7 +173,8 @@ impl Program {
     ///
     /// `with` is called as in [`Program::reshard_with`]. Of a leaf with an intermediate it gets the
     /// first replica, an array of the leaf's shape on some of its devices; any other leaf it gets
-    /// as it is. Donation frees the leaves that are gathered. The others are `with`'s to donate.
+    /// as it is. Leaves on other devices are gathered after the move of those before them. Donation
+    /// frees the leaves that are gathered. The others are `with`'s to donate.
     ///
     /// # Errors
     ///
@@ -205,38 +192,46 @@ impl Program {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding_by");
         let leaves = x.leaves_with_paths();
-        let (routes, to) =
-            self.routes(&x.structure(), &leaves, from.into(), to.into(), options).map_err(wrong)?;
-        let step = |((_, array), route): (&(String, &MpmdArray), &Route)| match route {
-            Route::Direct(_) => MpmdArray::clone(array),
-            Route::Via(via) => self.gather(array, via, options, at),
-        };
-        let sources: Vec<MpmdArray> = leaves.iter().zip(&routes).map(step).collect();
-        self.synced(at)?;
-        let moves: Vec<_> = sources.iter().zip(&to).collect();
-        let mut moved = self.move_groups(&moves, &mut with, wrong)?.into_iter();
+        let (routes, to) = self
+            .routes(&x.structure(), &leaves, Some(from.into()), to.into(), options)
+            .map_err(wrong)?;
+        let groups =
+            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
+        for group in groups {
+            let gather = |place: &usize| match &routes[*place] {
+                Route::Direct(_) => leaves[*place].1.clone(),
+                Route::Via(via) => self.gather(leaves[*place].1, via, options, at),
+            };
+            let sources: Vec<MpmdArray> = group.iter().map(gather).collect();
+            self.synced(at)?;
+            let moves: Vec<_> = sources.iter().zip(group.iter().map(|place| &to[*place])).collect();
+            let results = self.move_groups(&moves, &mut with, wrong)?;
+            group.into_iter().zip(results).for_each(|(place, y)| moved[place] = Some(y));
+        }
+        let mut moved = moved.into_iter().flatten();
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
     }
 
-    /// Returns the route and the target of every leaf. Issues nothing.
-    #[expect(clippy::mutable_key_type, reason = "a sharding's hash ignores its cached layouts")]
+    /// Returns the route and the target of every leaf: the direct route without `from`. Issues
+    /// nothing.
     fn routes(
         &mut self,
         structure: &Structure,
         leaves: &[(String, &MpmdArray)],
-        from: PrefixTree<Sharding>,
+        from: Option<PrefixTree<Sharding>>,
         to: PrefixTree<Sharding>,
         options: MoveOptions,
     ) -> std::result::Result<(Vec<Route>, Vec<Sharding>), IssueProblem> {
-        let from = from.broadcast(structure).map_err(IssueProblem::Tree)?;
+        let from = from.map(|from| from.broadcast(structure)).transpose();
+        let from = from.map_err(IssueProblem::Tree)?;
         let to = to.broadcast(structure).map_err(IssueProblem::Tree)?;
         let mut routes = Vec::with_capacity(leaves.len());
-        let mut chosen = HashMap::new();
-        for ((path, array), (from, to)) in leaves.iter().zip(from.iter().zip(&to)) {
+        for (place, ((path, array), to)) in leaves.iter().zip(&to).enumerate() {
             array.check_usable(path)?;
-            routes.push(self.route(path, array, from, to, options.cache_plans, &mut chosen)?);
+            let from = from.as_ref().map(|from| &from[place]);
+            routes.push(self.route(path, array, from, to, options.cache_plans)?);
         }
-        drop(chosen);
         if options.donate {
             refuse_twice(leaves)?;
             self.check_given_up(leaves)?;
@@ -244,20 +239,20 @@ impl Program {
         Ok((routes, to))
     }
 
-    /// Returns the route of one leaf. `chosen` has the intermediates of the leaves before it.
-    #[expect(clippy::mutable_key_type, reason = "a sharding's hash ignores its cached layouts")]
-    fn route<'a>(
+    /// Returns the route of one leaf: the direct route without `from`.
+    fn route(
         &mut self,
         path: &str,
-        array: &'a MpmdArray,
-        from: &'a Sharding,
-        to: &'a Sharding,
+        array: &MpmdArray,
+        from: Option<&Sharding>,
+        to: &Sharding,
         cache: bool,
-        chosen: &mut HashMap<Move<'a>, Option<Intermediate>>,
     ) -> std::result::Result<Route, IssueProblem> {
         // The direct plan is made in any case: it reports the mistakes of every route.
         let direct = self.put_steps(path, array, to, cache)?;
-        let Some(found) = array.sharding() else { return Ok(Route::Direct(direct)) };
+        let (Some(from), Some(found)) = (from, array.sharding()) else {
+            return Ok(Route::Direct(direct));
+        };
         let aval = array.aval();
         let same = found == from
             || found.memory_kind() == from.memory_kind()
@@ -276,9 +271,13 @@ impl Program {
                 None
             }
         };
-        let Some(between) = chosen.entry((aval, from, to)).or_insert_with(find).clone() else {
-            return Ok(Route::Direct(direct));
+        let found_between = if cache {
+            let key = PutKey { aval: aval.clone(), from: Some(from.clone()), to: to.clone() };
+            self.put_plans.intermediate(key, find)
+        } else {
+            find()
         };
+        let Some(between) = found_between else { return Ok(Route::Direct(direct)) };
         let replica = first_replica(path, aval, &between)?;
         let gather = self.put_plan_between(path, aval, Some(found), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;

@@ -25,12 +25,12 @@ pub struct Source {
     name: &'static str,
     text: &'static str,
     /// The language of the text.
-    pub kind: Kind,
+    pub(crate) kind: Kind,
 }
 
 /// The kind of a source.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// CUDA C for NVRTC.
     Cuda {
         /// True if each product and sum is rounded by itself.

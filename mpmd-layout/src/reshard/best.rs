@@ -1,9 +1,9 @@
 //! Chooses between the intermediate shardings of a move by the planner's count of bytes.
 
 use super::intermediate::{Intermediate, NoIntermediate, find_cuts};
-use super::plan::{Summary, plan};
+use super::plan::plan;
 use crate::aval::ShapedArray;
-use crate::sharding::{Sharding, Spec, SpecEntry};
+use crate::sharding::Sharding;
 use crate::topology::{LinkClass, Topology};
 
 /// The classes of links between devices, slowest first.
@@ -19,10 +19,9 @@ const LINKS: [LinkClass; 3] = [LinkClass::Network, LinkClass::SameHost, LinkClas
 /// In the other, one replica has as many parts as the target: 8 parts on the way to 4 become 2
 /// replicas of 4 parts.
 ///
-/// For each, the plans to the intermediate and from its first replica to the target are made. The
-/// intermediate with fewer bytes over the slowest class of links wins, then over the next class.
-/// Then the one whose busiest devices send fewer bytes wins, and last the one of
-/// `find_intermediate_sharding`.
+/// For each, the bytes to the intermediate and from its first replica to the target are counted. The
+/// intermediate with fewer bytes over the slowest class of links wins, then over the next class, and
+/// last the one of `find_intermediate_sharding`. Takes time linear in the number of devices.
 ///
 /// # Errors
 ///
@@ -33,9 +32,8 @@ pub fn cheapest_intermediate(
     aval: &ShapedArray,
     topology: &Topology,
 ) -> Result<Intermediate, NoIntermediate> {
-    let (padded_src, padded_dst) = (padded(src, aval.ndim()), padded(dst, aval.ndim()));
     let none = |why| NoIntermediate { why, src: src.clone(), dst: dst.clone() };
-    let cuts = find_cuts(&padded_src, &padded_dst).map_err(none)?;
+    let cuts = find_cuts(src, dst, aval.ndim()).map_err(none)?;
     let whole = cuts.whole().map_err(none)?;
     let Some(split) = cuts.split() else { return Ok(whole) };
     let cost = |between: &Intermediate| cost(src, between, dst, aval, topology);
@@ -45,40 +43,23 @@ pub fn cheapest_intermediate(
     }
 }
 
-/// Returns the sharding with an entry for each of `ndim` dimensions in its spec. A sharding without
-/// a mesh, or with a longer spec, is returned as it is.
-fn padded(sharding: &Sharding, ndim: usize) -> Sharding {
-    let (Some(mesh), Some(spec)) = (sharding.mesh(), sharding.spec()) else {
-        return sharding.clone();
-    };
-    if spec.entries().len() >= ndim || !sharding.unreduced_axes().is_empty() {
-        return sharding.clone();
-    }
-    let mut entries = spec.entries().to_vec();
-    entries.resize(ndim, SpecEntry::None);
-    Sharding::named(mesh.clone(), Spec::new(entries), sharding.memory_kind())
-}
-
-/// Returns the bytes of both steps over each class of [`LINKS`], and the bytes that the busiest
-/// devices of both steps send. Returns `None` if a sharding does not fit the array or the job.
+/// Returns the bytes of both steps over each class of [`LINKS`], or `None` if a sharding does not
+/// fit the array or the job.
 fn cost(
     src: &Sharding,
     between: &Intermediate,
     dst: &Sharding,
     aval: &ShapedArray,
     topology: &Topology,
-) -> Option<([u64; 3], u64)> {
+) -> Option<[u64; 3]> {
     let spec = between.sharding.spec()?.clone();
     let replica = between.replica_mesh()?.sharding(spec);
-    let summary = |from: &Sharding, to: &Sharding| -> Option<Summary> {
+    let bytes = |from: &Sharding, to: &Sharding| {
         let (from, to) = (from.layout(aval.shape()).ok()?, to.layout(aval.shape()).ok()?);
-        Some(plan(&from, &to, aval.dtype().size(), topology).ok()?.summary())
+        Some(plan(&from, &to, aval.dtype().size(), topology).ok()?.bytes_over_links())
     };
-    let (gather, onward) = (summary(src, &between.sharding)?, summary(&replica, dst)?);
-    let bytes =
-        LINKS.map(|class| gather.bytes_over(class).saturating_add(onward.bytes_over(class)));
-    let busiest = [&gather, &onward].map(|step| step.max_bytes_sent_by_a_device);
-    Some((bytes, busiest[0].saturating_add(busiest[1])))
+    let (gather, onward) = (bytes(src, &between.sharding)?, bytes(&replica, dst)?);
+    Some(LINKS.map(|class| gather[class as usize].saturating_add(onward[class as usize])))
 }
 
 #[cfg(test)]
@@ -86,6 +67,7 @@ mod tests {
     use super::*;
     use crate::aval::f32s;
     use crate::reshard::{WhyNoIntermediate, find_intermediate_sharding};
+    use crate::sharding::Spec;
     use crate::spec;
     use crate::topology::{DeviceId, Mesh};
 
@@ -116,8 +98,8 @@ mod tests {
             |between| cost(&src, between, &dst, &f32s([16, 8]), &Topology::even(4, 8)).unwrap();
         // 512 bytes cross to the target's process in both cases. Within the source's, a whole
         // replica on every device takes 7/8 of them 8 times, a quarter much less.
-        assert_eq!(bytes(&whole).0, [0, 512, 8 * 448]);
-        assert_eq!(bytes(&split).0, [0, 512, 8 * 128 - 2 * 64]);
+        assert_eq!(bytes(&whole), [0, 512, 8 * 448]);
+        assert_eq!(bytes(&split), [0, 512, 8 * 128 - 2 * 64]);
 
         // Two cut axes: the target's two parts stay on the first, and the second is whole.
         let src = on(&[("a", 2), ("b", 2), ("c", 2)], 0, spec!["a", "b", None]);
@@ -127,6 +109,17 @@ mod tests {
         // A target of one part: there is nothing to choose.
         let (src, dst) = (on(&[("x", 8)], 0, spec!["x", None]), on(&[("y", 4)], 8, spec![]));
         assert_eq!(chosen(&src, &dst, &[8, 4]).as_deref(), Ok("P(xS, None) on {xR:8, xS:1}"));
+    }
+
+    /// The pieces of the gathered replicas are 2^24: listing them takes minutes.
+    #[test]
+    fn thousands_of_devices_need_no_list_of_pieces() {
+        let src = on(&[("fsdp", 4096)], 0, spec!["fsdp", None]);
+        let dst = on(&[("tp", 64)], 4096, spec![None, "tp"]);
+        let job = Topology::even(1024, 8);
+        let found = cheapest_intermediate(&src, &dst, &f32s([4096, 64]), &job).unwrap();
+        let expected = "{fsdp_intermediate_replica:64, fsdp_intermediate_split:64}";
+        assert!(found.sharding.to_string().contains(expected), "{}", found.sharding);
     }
 
     #[test]

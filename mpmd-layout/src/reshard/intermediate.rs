@@ -115,7 +115,7 @@ pub fn find_intermediate_sharding(
     dst: &Sharding,
 ) -> Result<Intermediate, NoIntermediate> {
     let none = |why| NoIntermediate { why, src: src.clone(), dst: dst.clone() };
-    find_cuts(src, dst).and_then(|cuts| cuts.whole()).map_err(none)
+    find_cuts(src, dst, 0).and_then(|cuts| cuts.whole()).map_err(none)
 }
 
 impl Intermediate {
@@ -168,10 +168,12 @@ impl Cuts<'_> {
 }
 
 /// Returns the cuts by the conditions of [`find_intermediate_sharding`], or the first condition
-/// that does not hold.
+/// that does not hold. Specs with fewer than `ndim` entries count as undivided in the remaining
+/// dimensions.
 pub(super) fn find_cuts<'a>(
     src: &'a Sharding,
     dst: &Sharding,
+    ndim: usize,
 ) -> Result<Cuts<'a>, WhyNoIntermediate> {
     let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else {
         return Err(WhyNoIntermediate::NotNamed);
@@ -183,10 +185,13 @@ pub(super) fn find_cuts<'a>(
         return Err(WhyNoIntermediate::NotNamed);
     }
     let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
-    if entries.is_empty() != dst_entries.is_empty() {
-        let length = entries.len().max(dst_entries.len());
-        entries.resize(length, SpecEntry::None);
-        dst_entries.resize(length, SpecEntry::None);
+    let length = if entries.is_empty() != dst_entries.is_empty() {
+        entries.len().max(dst_entries.len()).max(ndim)
+    } else {
+        ndim
+    };
+    for entries in [&mut entries, &mut dst_entries] {
+        entries.resize(entries.len().max(length), SpecEntry::None);
     }
     if entries.len() != dst_entries.len() {
         return Err(WhyNoIntermediate::RankMismatch);

@@ -261,6 +261,41 @@ impl Plan {
         summary
     }
 
+    /// Returns the [bytes](Summary::bytes) of the plan over each class of links. Counts devices
+    /// without listing pieces: a whole array gathered from n devices on each of them has n² pieces.
+    pub(super) fn bytes_over_links(&self) -> [u64; 4] {
+        let mut bytes = [0u64; 4];
+        for src in &self.sources {
+            for b in 0..self.dst.len() {
+                let wanting = self.dst.holders(b);
+                for a in src.touching(&self.dst.tile(b).region) {
+                    let Some(region) = src.tile(a).region.intersect(&self.dst.tile(b).region)
+                    else {
+                        continue;
+                    };
+                    let both = src.common_holders(a, &self.dst, b);
+                    // One copy crosses to each host without the region. From there, or from a
+                    // holder of the host, one goes to each other process, and so to each device.
+                    let network = wanting.hosts - both.hosts;
+                    let host = wanting.processes - both.processes - network;
+                    let process = wanting.devices - both.devices - network - host;
+                    let of_region =
+                        (region.elements() as u64).saturating_mul(self.item_bytes as u64);
+                    for (class, copies) in [
+                        (LinkClass::SameDevice, both.devices),
+                        (LinkClass::SameProcess, process),
+                        (LinkClass::SameHost, host),
+                        (LinkClass::Network, network),
+                    ] {
+                        let moved = of_region.saturating_mul(copies as u64);
+                        bytes[class as usize] = bytes[class as usize].saturating_add(moved);
+                    }
+                }
+            }
+        }
+        bytes
+    }
+
     /// Returns the intersection of tiles `a` and `b` and its route, or `None` if they share
     /// nothing.
     fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {

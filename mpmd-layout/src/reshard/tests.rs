@@ -336,7 +336,8 @@ proptest! {
     fn slow_links_carry_only_missing_bytes(
         src in any_layout(), dst in any_layout(), topology in any_topology(), item in any_item(),
     ) {
-        let summary = plan(&src, &dst, item, &topology).unwrap().summary();
+        let plan = plan(&src, &dst, item, &topology).unwrap();
+        let summary = plan.summary();
         let process = |device| topology.process_of(device).unwrap();
         let hosts: BTreeSet<u32> =
             (0..topology.processes()).map(|p| topology.host_of(ProcessId(p as u32))).collect();
@@ -354,6 +355,7 @@ proptest! {
         prop_assert_eq!(found.iter().sum::<u64>(), (between * item) as u64);
         let all: usize = dst.regions().iter().map(Region::elements).sum();
         prop_assert_eq!(summary.bytes.iter().sum::<u64>(), (all * item) as u64);
+        prop_assert_eq!(plan.bytes_over_links(), summary.bytes);
     }
 
     #[test]

@@ -51,6 +51,14 @@ pub(super) struct Process {
     devices: Range<u32>,
 }
 
+/// Numbers of hosts, processes and devices that hold something.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Holders {
+    pub(super) hosts: usize,
+    pub(super) processes: usize,
+    pub(super) devices: usize,
+}
+
 #[derive(Clone, Debug)]
 enum Lookup {
     Grid {
@@ -130,6 +138,11 @@ impl Tiling {
         Ok(tiling)
     }
 
+    /// Returns the number of tiles. Their indices are below it.
+    pub(super) fn len(&self) -> u32 {
+        self.tiles.len() as u32
+    }
+
     pub(super) fn tile(&self, tile: u32) -> &Tile {
         &self.tiles[tile as usize]
     }
@@ -169,6 +182,52 @@ impl Tiling {
             .binary_search_by_key(&process, |found| found.process)
             .ok()
             .map(|at| &processes[at])
+    }
+
+    /// Returns the numbers of holders of a tile.
+    pub(super) fn holders(&self, tile: u32) -> Holders {
+        let (processes, devices) = (self.all_processes(tile), self.all_devices(tile));
+        Holders {
+            hosts: self.hosts(tile).len(),
+            processes: processes.len(),
+            devices: devices.len(),
+        }
+    }
+
+    /// Returns the numbers of hosts, processes and devices that hold tile `a` of this layout and
+    /// tile `b` of `other`. Takes time in proportion to the shorter of the two lists.
+    pub(super) fn common_holders(&self, a: u32, other: &Self, b: u32) -> Holders {
+        if other.holders(b).devices < self.holders(a).devices {
+            return other.common_holders(b, self, a);
+        }
+        let on = |host: &&Host| other.on_host(b, host.host).is_some();
+        let within = |held: &&Process| other.in_process(b, held.process, held.host).is_some();
+        let at = |device: &&DeviceId| other.tile_of(**device) == Some(b);
+        Holders {
+            hosts: self.hosts(a).iter().filter(on).count(),
+            processes: self.all_processes(a).iter().filter(within).count(),
+            devices: self.all_devices(a).iter().filter(at).count(),
+        }
+    }
+
+    /// Returns the processes that hold a tile, on all hosts.
+    fn all_processes(&self, tile: u32) -> &[Process] {
+        match self.hosts(tile) {
+            [] => &[],
+            [first, .., last] => {
+                slice(&self.processes, &(first.processes.start..last.processes.end))
+            }
+            [only] => self.processes(only),
+        }
+    }
+
+    /// Returns the devices that hold a tile, in all processes.
+    fn all_devices(&self, tile: u32) -> &[DeviceId] {
+        match self.all_processes(tile) {
+            [] => &[],
+            [first, .., last] => slice(&self.devices, &(first.devices.start..last.devices.end)),
+            [only] => self.devices(only),
+        }
     }
 
     /// Returns the indices of the tiles that share elements with a non-empty region, in a fixed

@@ -44,8 +44,7 @@ pub enum ShardingError {
     },
     /// A dimension cannot be divided evenly.
     #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} cannot divide \
-        into {parts} equal parts: pad it to {}, or leave it whole", shape[*dim],
-        shape[*dim].next_multiple_of(*parts))]
+        into {parts} equal parts: {}leave it whole", shape[*dim], padding(shape[*dim], *parts))]
     NotDivisible {
         /// The index of the dimension.
         dim: usize,
@@ -236,6 +235,12 @@ pub enum ShardingError {
         /// Number of placements.
         placements: usize,
     },
+}
+
+/// Returns the advice to pad a dimension, if there is such a size.
+fn padding(size: usize, parts: usize) -> String {
+    let padded = size.checked_next_multiple_of(parts);
+    padded.map_or(String::new(), |padded| format!("pad it to {padded}, or "))
 }
 
 fn dims(shape: &[usize]) -> String {

@@ -174,6 +174,15 @@ mod tests {
             "P(None, (a, b)): dimension 1 of shape [4, 8] has size 8, which {a:2, b:3} cannot \
              divide into 6 equal parts: pad it to 12, or leave it whole"
         );
+        assert_eq!(
+            error(spec!["a"], &[usize::MAX]).to_string(),
+            format!(
+                "P(a): dimension 0 of shape [{0}] has size {0}, which {{a:2}} cannot divide into 2 \
+                 equal parts: leave it whole",
+                usize::MAX
+            ),
+            "no size fits behind it"
+        );
         assert!(layout(&mesh(), &spec!["b"], &[0, 5]).is_ok(), "nothing divides evenly");
     }
 }

@@ -1,4 +1,4 @@
-//! The cache of `device_put` plans.
+//! The cache of `device_put` plans, and of the intermediate shardings of moves.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use lru::LruCache;
 
 use crate::exec::PutPlan;
 use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::Intermediate;
 use mpmd_layout::sharding::Sharding;
 
 /// Counters of the cache of `device_put` plans.
@@ -23,7 +24,7 @@ pub struct PlanCacheMetrics {
     pub entries: usize,
 }
 
-/// The key of a [`PutPlan`] in the cache.
+/// The key of a [`PutPlan`] or an [`Intermediate`] in the cache.
 #[derive(Clone, Eq, Hash, PartialEq)]
 pub(crate) struct PutKey {
     pub(crate) aval: ShapedArray,
@@ -31,18 +32,22 @@ pub(crate) struct PutKey {
     pub(crate) to: Sharding,
 }
 
-/// A cache of `device_put` plans. It evicts the least recently used one.
+/// A cache of `device_put` plans and of intermediate shardings. It evicts the least recently used
+/// one.
 pub(crate) struct PlanCache {
     /// The plans by key; `None` if the capacity is 0.
     plans: Option<LruCache<PutKey, Arc<PutPlan>>>,
+    /// The intermediates by key, as many as plans; `None` for a move without one.
+    intermediates: Option<LruCache<PutKey, Option<Intermediate>>>,
     metrics: PlanCacheMetrics,
 }
 
 impl PlanCache {
     /// Creates a cache of at most `entries` plans.
     pub(super) fn new(entries: usize) -> Self {
-        let plans = NonZeroUsize::new(entries).map(LruCache::new);
-        Self { plans, metrics: PlanCacheMetrics::default() }
+        let entries = NonZeroUsize::new(entries);
+        let (plans, intermediates) = (entries.map(LruCache::new), entries.map(LruCache::new));
+        Self { plans, intermediates, metrics: PlanCacheMetrics::default() }
     }
 
     /// Returns the plan of `key`, or `None` if it is not in the cache. Counts a hit or a miss.
@@ -61,6 +66,19 @@ impl PlanCache {
         let Some(plans) = &mut self.plans else { return };
         if plans.push(key, plan).is_some() {
             self.metrics.evictions += 1;
+        }
+    }
+
+    /// Returns the intermediate of a move, by `find` if it is not in the cache. The counters have
+    /// plans only.
+    pub(crate) fn intermediate(
+        &mut self,
+        key: PutKey,
+        find: impl FnOnce() -> Option<Intermediate>,
+    ) -> Option<Intermediate> {
+        match &mut self.intermediates {
+            Some(known) => known.get_or_insert(key, find).clone(),
+            None => find(),
         }
     }
 

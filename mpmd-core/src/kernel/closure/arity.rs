@@ -7,7 +7,7 @@ use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::tree::{Empty, Tree};
 
 /// A closure over typed views, inputs first. `A` is the type of a function with its arguments.
-pub trait Run<A>: Send + Sync + 'static {
+pub trait RunKernel<A>: Send + Sync + 'static {
     /// The structure of the inputs.
     type In: Tree<Leaf = MpmdArray>;
     /// The structure of the outputs.
@@ -108,7 +108,7 @@ where
 macro_rules! run {
     ([$($x:ident: $X:ident)+] [$($y:ident: $Y:ident)+]) => {
         impl<F, R, $($X,)+ $($Y,)+>
-            Run<fn($(View<'static, $X>,)+ $(ViewMut<'static, $Y>,)+) -> R> for F
+            RunKernel<fn($(View<'static, $X>,)+ $(ViewMut<'static, $Y>,)+) -> R> for F
         where
             F: Fn($(View<'_, $X>,)+ $(ViewMut<'_, $Y>),+) -> R + Send + Sync + 'static,
             R: Returned<()>,

@@ -38,8 +38,7 @@ use super::host::{HostKernel, HostWork};
 use super::{Shapes, Views, ViewsMut};
 use crate::error::{Error, Result, leaf};
 use crate::exec::array::MpmdArray;
-pub use arity::InferShapes;
-use arity::Run;
+pub use arity::{InferShapes, RunKernel};
 pub use elementwise::{Elementwise, elementwise};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
@@ -91,7 +90,7 @@ use mpmd_layout::tree::Tree;
 #[track_caller]
 pub fn kernel<S, F, A, B>(shapes: S, run: F) -> HostKernel<Closures<S, F, A, B>>
 where
-    F: Run<A>,
+    F: RunKernel<A>,
     S: InferShapes<B, F::In, F::Out>,
     A: 'static,
     B: 'static,
@@ -114,7 +113,7 @@ pub struct Closures<S, F, A, B> {
 
 impl<S, F, A, B> HostWork for Closures<S, F, A, B>
 where
-    F: Run<A>,
+    F: RunKernel<A>,
     S: InferShapes<B, F::In, F::Out>,
     A: 'static,
     B: 'static,
