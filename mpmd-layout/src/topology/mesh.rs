@@ -29,26 +29,37 @@ struct Inner {
 
 impl Mesh {
     /// Creates a mesh from the (name, size) of each axis, major to minor. `devices` are in
-    /// row-major order: the last axis varies fastest.
+    /// row-major order: the last axis varies fastest. One size may be -1: the number of devices
+    /// that the other axes leave.
+    ///
+    /// ```
+    /// use mpmd_layout::topology::{DeviceId, Mesh};
+    ///
+    /// let mesh = Mesh::new(&[("data", -1), ("model", 2)], (0..6).map(DeviceId).collect())?;
+    /// assert_eq!(mesh.shape(), [3, 2]);
+    /// # Ok::<(), mpmd_layout::topology::MeshError>(())
+    /// ```
     ///
     /// # Errors
     ///
     /// If the sizes do not multiply to the number of devices, or a device comes twice. Also if an
     /// axis has no name, the name of another axis, or size 0.
-    pub fn new(axes: &[(&str, usize)], devices: Vec<DeviceId>) -> Result<Self, MeshError> {
+    pub fn new<S: Copy + TryInto<isize>>(
+        axes: &[(&str, S)],
+        devices: Vec<DeviceId>,
+    ) -> Result<Self, MeshError> {
         let names: Vec<String> = axes.iter().map(|(name, _)| (*name).to_owned()).collect();
-        let shape: Vec<usize> = axes.iter().map(|(_, size)| *size).collect();
+        // A size that does not fit is too large for any number of devices.
+        let sizes: Vec<isize> =
+            axes.iter().map(|(_, size)| (*size).try_into().unwrap_or(isize::MAX)).collect();
+        let shape = shape(&names, &sizes, devices.len())?;
         let text = || axes_text(&names, &shape);
-        for (i, (name, size)) in axes.iter().enumerate() {
+        for (i, (name, size)) in names.iter().zip(&shape).enumerate() {
             if name.is_empty() || *size == 0 {
-                return Err(MeshError::EmptyAxis {
-                    axis: (*name).to_owned(),
-                    size: *size,
-                    mesh: text(),
-                });
+                return Err(MeshError::EmptyAxis { axis: name.clone(), size: *size, mesh: text() });
             }
-            if axes[..i].iter().any(|(earlier, _)| earlier == name) {
-                return Err(MeshError::DuplicateAxis { axis: (*name).to_owned(), mesh: text() });
+            if names[..i].contains(name) {
+                return Err(MeshError::DuplicateAxis { axis: name.clone(), mesh: text() });
             }
         }
         let expected = shape.iter().fold(1usize, |product, size| product.saturating_mul(*size));
@@ -283,7 +294,25 @@ impl fmt::Display for DeviceList<'_> {
     }
 }
 
-fn axes_text(names: &[String], shape: &[usize]) -> String {
+/// Returns the sizes with what the others leave of `devices` in place of -1. Fails if two are below
+/// 0, one is below -1, or the others do not divide the devices.
+fn shape(names: &[String], sizes: &[isize], devices: usize) -> Result<Vec<usize>, MeshError> {
+    let mut below = (0..sizes.len()).filter(|at| sizes[*at] < 0);
+    let (rest, second) = (below.next(), below.next());
+    let of_others = sizes.iter().filter(|size| **size >= 0);
+    let others = of_others.fold(1usize, |all, size| all.saturating_mul(size.unsigned_abs()));
+    let fits = |at: usize| {
+        second.is_none() && sizes[at] == -1 && others > 0 && devices.is_multiple_of(others)
+    };
+    let Some(at) = rest.filter(|at| !fits(*at)) else {
+        let left = devices.checked_div(others).unwrap_or(0);
+        let size = |size: &isize| if *size < 0 { left } else { size.unsigned_abs() };
+        return Ok(sizes.iter().map(size).collect());
+    };
+    Err(MeshError::Rest { axis: names[at].clone(), mesh: axes_text(names, sizes), devices })
+}
+
+fn axes_text(names: &[String], shape: &[impl fmt::Display]) -> String {
     let axes: Vec<String> =
         names.iter().zip(shape).map(|(name, size)| format!("{name}:{size}")).collect();
     format!("{{{}}}", axes.join(", "))
@@ -373,6 +402,32 @@ mod tests {
         assert!(matches!(new(&[("x", 0)], &[]), MeshError::EmptyAxis { .. }));
         assert_eq!(new(&[("x", 2)], &[3, 3]), MeshError::DuplicateDevice { device: DeviceId(3) });
         assert!(matches!(new(&[("x", usize::MAX), ("y", 2)], &[0]), MeshError::DeviceCount { .. }));
-        assert!(Mesh::new(&[], ids(&[0])).is_ok(), "no axes, one device");
+        assert!(Mesh::new::<usize>(&[], ids(&[0])).is_ok(), "no axes, one device");
+    }
+
+    #[test]
+    fn one_size_may_be_what_the_others_leave() {
+        let new = |axes: &[(&str, i32)], devices: u32| {
+            Mesh::new(axes, (0..devices).map(DeviceId).collect())
+        };
+        let shape = |axes: &[(&str, i32)], devices| new(axes, devices).unwrap().shape().to_vec();
+        assert_eq!(shape(&[("a", -1), ("b", 4)], 8), [2, 4]);
+        assert_eq!(shape(&[("a", 2), ("b", -1), ("c", 4)], 8), [2, 1, 4]);
+        assert_eq!(shape(&[("a", -1)], 5), [5]);
+        let error = |axes: &[(&str, i32)], devices| new(axes, devices).unwrap_err().to_string();
+        assert_eq!(
+            error(&[("a", -1), ("b", 4)], 6),
+            "axis `a` of mesh {a:-1, b:4} cannot be what is left of 6 devices: the sizes of the \
+             other axes must divide that number, and one axis may be of size -1"
+        );
+        for (axes, devices) in [
+            (&[("a", -1), ("b", -1)][..], 4),
+            (&[("a", -2)], 4),
+            (&[("a", -1), ("b", 0)], 4),
+            (&[("a", -1), ("b", 8)], 4),
+        ] {
+            assert!(error(axes, devices).contains("cannot be what is left"), "{axes:?}");
+        }
+        assert!(matches!(new(&[("a", -1)], 0), Err(MeshError::EmptyAxis { .. })));
     }
 }

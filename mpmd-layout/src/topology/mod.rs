@@ -103,6 +103,19 @@ pub enum MeshError {
         /// Number of kinds given.
         found: usize,
     },
+    /// A size below 0 is not -1, comes twice, or the other sizes do not divide the devices.
+    #[error(
+        "axis `{axis}` of mesh {mesh} cannot be what is left of {devices} devices: the sizes of \
+         the other axes must divide that number, and one axis may be of size -1"
+    )]
+    Rest {
+        /// The axis.
+        axis: String,
+        /// The axes and their sizes as text: `{x:-1, y:2}`.
+        mesh: String,
+        /// Number of devices.
+        devices: usize,
+    },
     /// The sizes of the axes do not multiply to the number of devices.
     #[error("a mesh {mesh} takes {expected} devices, found {found}")]
     DeviceCount {

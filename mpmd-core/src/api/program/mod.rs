@@ -241,21 +241,27 @@ impl Program {
         self.count
     }
 
-    /// Creates a mesh with these axes over all devices of the job, in row-major order.
+    /// Creates a mesh with these axes over all devices of the job, in row-major order. One size may
+    /// be -1: the number of devices that the other axes leave.
     ///
     /// # Errors
     ///
     /// If the product of the sizes is not the number of devices.
-    pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<Mesh> {
+    pub fn mesh<S: Copy + TryInto<isize>>(&self, axes: &[(&str, S)]) -> Result<Mesh> {
         self.mesh_of(axes, self.runtime.topology.device_ids())
     }
 
-    /// Creates a mesh with these axes over `devices`, in row-major order.
+    /// Creates a mesh with these axes over `devices`, in row-major order. One size may be -1, as in
+    /// [`Program::mesh`].
     ///
     /// # Errors
     ///
     /// If the devices do not fill the axes, repeat, or are not of this job.
-    pub fn mesh_of(&self, axes: &[(&str, usize)], devices: &[DeviceId]) -> Result<Mesh> {
+    pub fn mesh_of<S: Copy + TryInto<isize>>(
+        &self,
+        axes: &[(&str, S)],
+        devices: &[DeviceId],
+    ) -> Result<Mesh> {
         let mesh = Mesh::new(axes, devices.to_vec())?;
         mesh.replicated().check_devices(&self.runtime.topology)?;
         Ok(mesh)
