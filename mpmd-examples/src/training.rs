@@ -94,7 +94,8 @@ pub fn schedule(
         let (stages, microbatches) = (stages.unwrap_or(4 * chunks), microbatches.unwrap_or(8));
         anyhow::ensure!(
             stages.is_multiple_of(chunks),
-            "{stages} stages do not divide among ranks of {chunks} stages each"
+            "schedule {name} has {chunks} stages on each rank: give a multiple of {chunks}, not \
+             {stages}"
         );
         Schedule::named(name, stages / chunks, microbatches, Some(chunks))?
     } else {

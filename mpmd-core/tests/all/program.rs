@@ -2,7 +2,7 @@
 
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, normal_f32};
-use mpmd_core::{Simulation, simulate};
+use mpmd_core::{Builder, Simulation, simulate};
 
 /// A kernel that computes h = x @ w, with a part of w's columns on each device.
 struct Up;
@@ -147,5 +147,55 @@ fn lost_process_is_an_error_on_every_other() {
     for (process, result) in results.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("process 1"), "process {process}: {error}");
+    }
+}
+
+#[test]
+fn processes_may_have_unequal_numbers_of_devices() {
+    let job = |counts: &'static [usize]| {
+        let simulation = Simulation::new(counts.len(), counts.iter().sum());
+        simulation.settings(|builder| builder.devices_by_process(counts))
+    };
+    let expected: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    for (counts, own) in
+        [(&[2, 0, 1][..], [2, 0, 1]), (&[1, 1, 1], [1, 1, 1]), (&[0, 0, 3], [0, 0, 3])]
+    {
+        let results = job(counts).run(|p| {
+            let mesh = p.mesh(&[("model", -1)])?;
+            let me = p.process().index();
+            assert_eq!(
+                (mesh.shape(), p.topology().devices_of(p.process()).len()),
+                (&[3][..], own[me])
+            );
+            let x =
+                MpmdArray::from_slice(&[1, 12], &(0..12).map(|i| i as f32).collect::<Vec<_>>())?;
+            let eye = (0..144).map(|i| f32::from(u8::from(i % 13 == 0))).collect::<Vec<_>>();
+            let w = p.device_put(
+                &MpmdArray::from_slice(&[12, 12], &eye)?,
+                mesh.sharding(spec!["model"]),
+            )?;
+            let h = p.device_put(&x, mesh.sharding(spec![None, "model"]))?;
+            assert_eq!(h.is_fully_remote(), own[me] == 0);
+            let down = p.jit(Down).on(&mesh).outputs(mesh.replicated()).build()?;
+            let y = down.call(p, (w, h))?;
+            let y = p.reshard(&y, mesh.sharding(spec![None, "model"]), MoveOptions::default())?;
+            let y = p.reshard(&y, mesh.replicated(), MoveOptions::default())?;
+            y.to_host()?.map(|y| y.to_vec::<f32>().map_err(Error::from)).transpose()
+        });
+        for (process, result) in results.into_iter().enumerate() {
+            let expected = (own[process] > 0).then_some(&expected);
+            assert_eq!(result.unwrap().as_ref(), expected, "process {process} of {counts:?}");
+        }
+    }
+    let refused = |builder: fn(Builder) -> Builder| {
+        builder(Program::builder()).alone().err().expect("it is refused").to_string()
+    };
+    for (builder, count) in [
+        ((|b: Builder| b.devices_by_process(&[1, 2])) as fn(Builder) -> Builder, "[1, 2]"),
+        (|b: Builder| b.devices_by_process(&[0]), "[0]"),
+        (|b: Builder| b.devices_by_process(&[2]).devices(3), "[2]"),
+    ] {
+        let said = refused(builder);
+        assert!(said.contains(count) && said.contains("give a number for each process"), "{said}");
     }
 }

@@ -381,6 +381,58 @@ fn partial_sums_stay_and_are_not_separated() {
 }
 
 #[test]
+fn array_of_shards_shares_their_memory() {
+    let _limit = watchdog(60);
+    for processes in PROCESSES {
+        let results = simulate(processes, 8, processes as u64, |p| {
+            let whole = values(&[8, 6], DType::I32);
+            let sharding = grid(p)?.sharding(spec!["y"]);
+            let layout = sharding.layout(&[8, 6]).unwrap();
+            let mut shards = Vec::new();
+            for (device, region) in layout.iter().collect::<Vec<_>>().into_iter().rev() {
+                let rows: Vec<usize> = region.range(0).collect();
+                let shard = MpmdArray::from_host(pick(&whole, &rows, 0..6));
+                shards.push(p.device_put(&shard, Sharding::single_device(device))?);
+            }
+            let before = p.operations();
+            let x = p.array_from_shards(&[8, 6], &sharding, &shards, keep())?;
+            assert_eq!((p.operations(), x.sharding()), (before + 1, Some(&sharding)));
+            check(p, &x, &whole)?;
+            for shard in if x.is_fully_remote() { Vec::new() } else { x.addressable_shards()? } {
+                let own = shards.iter().find(|own| devices(own) == [shard.device.0]).unwrap();
+                let own = own.addressable_shards()?.remove(0);
+                assert_eq!(own.data.bytes().as_ptr(), shard.data.bytes().as_ptr());
+            }
+
+            let mut wrong = |sharding: &Sharding, shards: &[MpmdArray]| {
+                refusal(p.array_from_shards(&[8, 6], sharding, shards, keep()))
+            };
+            assert_eq!(
+                wrong(&sharding, &shards[1..]),
+                "device 7 of P(y) on {x:4, y:2} devices 0..8 has no shard"
+            );
+            let twice = [&shards[..7], &shards[..1]].concat();
+            assert_eq!(wrong(&sharding, &twice), "\"7\": is on device 7, as is shard 0");
+            assert_eq!(
+                wrong(&sharding.mesh().unwrap().replicated(), &shards),
+                "\"0\": is i32[4,6], but device 7 has i32[8,6] of it"
+            );
+            assert_eq!(wrong(&sharding, &[x]), "\"0\": is on 8 devices: a shard is on one");
+            let host = MpmdArray::from_host(whole);
+            assert!(wrong(&sharding, &[host]).contains("is uncommitted"));
+            assert_eq!(wrong(&sharding, &[]), "there is no shard");
+            let donate = SplitOptions::default().donate(true);
+            let y = p.array_from_shards(&[8, 6], &sharding, &shards, donate)?;
+            check(p, &y, &values(&[8, 6], DType::I32))?;
+            let again = refusal(p.array_from_shards(&[8, 6], &sharding, &shards, keep()));
+            assert!(again.contains("donated"), "{again}");
+            Ok(())
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+    }
+}
+
+#[test]
 fn trees_without_leaves_come_back_as_they_are() {
     let _limit = watchdog(60);
     let mut p = Program::builder().devices(2).alone().unwrap();

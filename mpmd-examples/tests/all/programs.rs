@@ -286,6 +286,7 @@ fn training_losses_do_not_depend_on_threads_or_schedule() {
         ("2", "--processes 2 --schedule zb-h1"),
         ("4", "--processes 2 --schedule interleaved"),
         ("2", "--processes 3 --stages 3 --transport inproc"),
+        ("2", "--processes 1 --stages 1"),
     ] {
         assert_eq!(losses(threads, args), alone, "{threads} threads, {args}");
     }
@@ -296,6 +297,6 @@ fn training_with_too_few_layers_is_refused_once() {
     let Run { code, err, .. } = run(TRAIN_MLP, "--layers 2 --stages 3");
     assert_eq!((code, count(&err, "--layers 2 are too few for --stages 3")), (Some(1), 1), "{err}");
     let Run { code, err, .. } = run(TRAIN_MLP, "--layers 5 --stages 5 --schedule interleaved");
-    let message = "5 stages do not divide among ranks of 2 stages each";
+    let message = "schedule interleaved has 2 stages on each rank: give a multiple of 2, not 5";
     assert_eq!((code, count(&err, message)), (Some(1), 1), "{err}");
 }

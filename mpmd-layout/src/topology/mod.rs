@@ -263,20 +263,26 @@ impl Topology {
     ///
     /// If there would be more than `u32::MAX` devices or processes.
     pub fn even(processes: usize, devices_per_process: usize) -> Self {
-        let count =
-            processes.checked_mul(devices_per_process).and_then(|count| u32::try_from(count).ok());
-        let (Some(count), Ok(_)) = (count, u32::try_from(processes)) else {
-            panic!(
-                "{processes} processes with {devices_per_process} devices each are too many to \
-                 number"
-            );
-        };
-        let device = |id: u32| Device {
+        Self::with_devices(&vec![devices_per_process; processes])
+    }
+
+    /// Creates a job on one host with a process for each number of CPU devices. Ids ascend: process
+    /// 0 owns the first devices. A process may own none.
+    ///
+    /// # Panics
+    ///
+    /// If there would be more than `u32::MAX` devices or processes.
+    pub fn with_devices(counts: &[usize]) -> Self {
+        let all = counts.iter().try_fold(0usize, |all, count| all.checked_add(*count));
+        let all = all.and_then(|all| u32::try_from(all.max(counts.len())).ok());
+        assert!(all.is_some(), "{} processes or their devices are too many", counts.len());
+        let owners = (0u32..).zip(counts).flat_map(|(p, count)| std::iter::repeat_n(p, *count));
+        let device = |(id, process): (u32, u32)| Device {
             id: DeviceId(id),
-            process: ProcessId((id as usize / devices_per_process) as u32),
+            process: ProcessId(process),
             kind: DeviceKind::Cpu,
         };
-        Self::with_processes(processes, (0..count).map(device).collect())
+        Self::with_processes(counts.len(), (0..).zip(owners).map(device).collect())
             .expect("numbered ascending, each within the processes")
     }
 

@@ -18,9 +18,7 @@ use crate::exec::dry_run::{DryRunBuilder, Order};
 use crate::exec::{Dump, Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
-use mpmd_layout::topology::{
-    CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
-};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use mpmd_record::trace::About;
 
 /// Settings of a [`Program`], with defaults that suit most.
@@ -28,6 +26,7 @@ use mpmd_record::trace::About;
 #[must_use = "a builder does nothing until it starts a program"]
 pub struct Builder {
     pub(super) devices: Option<usize>,
+    devices_by_process: Option<Vec<usize>>,
     /// The epoch of the job, from 1.
     pub(super) epoch: u64,
     pub(super) peer_timeout: Option<Duration>,
@@ -58,6 +57,7 @@ impl Default for Builder {
             heartbeat: Duration::from_millis(500),
             run_ahead_ops: 1024,
             run_ahead_bytes: 4 << 30,
+            devices_by_process: None,
             device_memory: None,
             plan_cache: 4096,
             kinds: None,
@@ -79,6 +79,22 @@ impl Builder {
     /// number that differs from the launcher's is an error.
     pub fn devices(mut self, devices: usize) -> Self {
         self.devices = Some(devices);
+        self
+    }
+
+    /// Sets the number of devices of each process, in order, in place of [`Builder::devices`]. A
+    /// process may have none. The devices are numbered from 0 on, those of process 0 first.
+    ///
+    /// ```
+    /// use mpmd_core::Program;
+    ///
+    /// let p = Program::builder().devices_by_process(&[3]).alone()?;
+    /// assert_eq!(p.mesh(&[("x", -1)])?.shape(), [3]);
+    /// # p.finish()?;
+    /// # Ok::<(), mpmd_core::Error>(())
+    /// ```
+    pub fn devices_by_process(mut self, devices: &[usize]) -> Self {
+        self.devices_by_process = Some(devices.to_vec());
         self
     }
 
@@ -365,6 +381,23 @@ impl Builder {
         processes: usize,
         per_process: Option<usize>,
     ) -> Result<Topology> {
+        if let Some(counts) = &self.devices_by_process {
+            let add = |all: u32, count: &usize| all.checked_add((*count).try_into().ok()?);
+            let all = counts.iter().try_fold(0, add).unwrap_or(0);
+            let contradicted = self.devices.is_some_and(|devices| devices != all as usize)
+                || per_process.is_some_and(|each| counts.iter().any(|count| *count != each));
+            if counts.len() != processes || all == 0 || contradicted {
+                let given = per_process.map_or(String::new(), |each| {
+                    format!(" with --devices-per-process (or {each}) from the launcher")
+                });
+                return Err(Error::Environment(format!(
+                    "the program says that its processes have {counts:?} devices, and the job has \
+                     {processes} processes{given}: give a number for each process, in total at \
+                     least 1, and no other number of devices"
+                )));
+            }
+            return self.topology_of(counts);
+        }
         let launched = per_process.map(|each| processes.saturating_mul(each));
         if let (Some(devices), Some(each), Some(launched)) = (self.devices, per_process, launched)
             && devices != launched
@@ -389,13 +422,13 @@ impl Builder {
                 possible.join(", ")
             )));
         }
-        let each = devices / processes;
-        let device = |i: usize| Device {
-            id: DeviceId(i as u32),
-            process: ProcessId((i / each) as u32),
-            kind: DeviceKind::Cpu,
-        };
-        let mut topology = Topology::new((0..devices).map(device).collect())?;
+        self.topology_of(&vec![devices / processes; processes])
+    }
+
+    /// Returns the devices of a job with so many devices on each process, with the kinds, hosts and
+    /// links of this builder.
+    fn topology_of(&self, counts: &[usize]) -> Result<Topology> {
+        let mut topology = Topology::with_devices(counts);
         if let Some(kinds) = &self.kinds {
             topology = topology.of_kinds(kinds)?;
         }

@@ -1,5 +1,6 @@
 //! Creation of arrays on their owners.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
@@ -31,10 +32,10 @@ impl Program {
     pub fn array_from_fn(
         &mut self,
         aval: ShapedArray,
-        sharding: &Sharding,
+        sharding: impl Borrow<Sharding>,
         fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
-        let at = Location::caller();
+        let (at, sharding) = (Location::caller(), sharding.borrow());
         self.refuse_in_capture(at, "array_from_fn")?;
         let wrong =
             |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "array_from_fn");

@@ -1,6 +1,7 @@
 //! Cutting arrays along an axis of their mesh or into microbatches, and joining them again. Shards
 //! get new handles; nothing is moved between devices.
 
+mod from_shards;
 mod microbatches;
 mod relabel;
 mod sections;
