@@ -69,11 +69,16 @@ impl Tensors for Loss<Tensor> {
     type Arrays = Loss<MpmdArray>;
 
     fn from_values(values: Loss<Value>) -> Self {
-        Self { sum: values.sum.0, weight: values.weight.0 }
+        let metrics = values.metrics.into_iter();
+        let loss = Self::new(values.sum.0, values.weight.0);
+        metrics.fold(loss, |loss, (name, value)| loss.metric(name, value.0))
     }
 
     fn into_values(self) -> Loss<Value> {
-        Loss { sum: Value(self.sum), weight: Value(self.weight) }
+        let loss = Loss::new(Value(self.sum), Value(self.weight));
+        // They have no gradient, so none is computed.
+        let metrics = self.metrics.into_iter();
+        metrics.fold(loss, |loss, (name, value)| loss.metric(name, Value(value.detach())))
     }
 }
 

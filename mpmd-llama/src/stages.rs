@@ -224,12 +224,12 @@ fn loss(
             let (more, tokens) = of(start)?;
             (sum, weight) = ((sum + more)?, (weight + tokens)?);
         }
-        Ok(Loss { sum, weight })
+        Ok(Loss::new(sum, weight))
     }
 }
 
 fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
-    Loss { sum: f32s([]), weight: f32s([]) }
+    Loss::new(f32s([]), f32s([]))
 }
 
 /// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.

@@ -51,9 +51,9 @@ pub mod stop;
 pub mod tensors;
 mod trainer;
 
-pub use checkpoint::Checkpoints;
+pub use checkpoint::{Checkpoints, Goal};
 pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;
 pub use trainer::{
-    EvaluationHandle, EvaluationReport, Outcome, Run, StepHandle, StepReport, Trainer,
+    EvaluationHandle, EvaluationReport, Next, Outcome, Run, StepHandle, StepReport, Trainer,
 };

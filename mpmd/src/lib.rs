@@ -62,7 +62,7 @@
 //!     fn infer(
 //!         &self, _: &Empty<Shape>, _: &Shape, _: &SideShapes
 //!     ) -> Result<StageSignature<Loss<Shape>>> {
-//!         Ok(StageSignature::new(Loss { sum: f32s([]), weight: f32s([]) }))
+//!         Ok(StageSignature::new(Loss::new(f32s([]), f32s([]))))
 //!     }
 //!     fn forward(
 //!         &self, _: &mut StageContext, _: Empty<View>, y: View, mut loss: Loss<ViewMut>

@@ -192,7 +192,7 @@ impl Stage for Last {
         if labels != *x {
             return Err(Error::kernel(format!("labels {labels} of {x}")));
         }
-        declare(&self.0, layers, x, Loss { sum: f32s([]), weight: f32s([]) })
+        declare(&self.0, layers, x, Loss::new(f32s([]), f32s([])))
     }
 
     fn forward(

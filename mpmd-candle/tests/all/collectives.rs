@@ -55,7 +55,7 @@ fn run(form: Form) -> Vec<Vec<f32>> {
                     _ => cx.all_reduce(&loss, "model")?,
                 };
                 let weight = sum.ones_like()?.detach();
-                Ok(Loss { sum, weight })
+                Ok(Loss::new(sum, weight))
             },
         )?;
         let rows = match form {
@@ -124,7 +124,7 @@ fn divided_batch_with_whole_gradients_is_refused() {
             |vb: VarBuilder<'static>| vb.get(4, "w"),
             |w: &Tensor, x: Tensor, cx: &mut Cx<'_>| {
                 let sum = cx.all_reduce(&x.broadcast_mul(w)?.sum_all()?, "data")?;
-                Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+                Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
             },
         )?;
         let stage = stage.input_spec(spec!["data"]);

@@ -97,7 +97,7 @@ fn documented_model_learns_in_two_stages() {
                     &cx.side("classes")?,
                     None,
                 )?;
-                Ok(Loss { sum, weight })
+                Ok(Loss::new(sum, weight))
             },
         )?;
         let (a, b) = (lower.init(p, &meshes[0], 1)?, upper.init(p, &meshes[1], 1)?);

@@ -17,7 +17,7 @@ fn head() -> Head {
         |head: &Linear, x: Tensor, cx: &mut Cx<'_>| {
             let y = head.forward(&x)?;
             let sum = (y * cx.side("labels")?)?.sum_all()?;
-            Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+            Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
         },
     )
     .unwrap()
@@ -185,7 +185,7 @@ fn integers_pass_between_stages_without_gradient() {
             |vb: VarBuilder<'static>| nn::embedding(5, 4, vb.pp("more")),
             |layer: &Embedding, (x, ids): Two, _: &mut Cx<'_>| {
                 let sum = (x * layer.forward(&ids)?)?.sum_all()?;
-                Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+                Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
             },
         )?;
         let [a, b] = [first.init(p, &meshes[0], 0)?, second.init(p, &meshes[1], 0)?];

@@ -136,7 +136,7 @@ fn gradients_of_candles_layers_have_the_same_bits() {
             move |vb: VarBuilder<'static>| new(&vb),
             move |layers: &Layers, x: Tensor, _: &mut Cx<'_>| {
                 let sum = loss(layers, &x)?;
-                Ok(Loss { weight: sum.ones_like()?.detach(), sum })
+                Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
             },
         )?;
         let params = stage.init(p, &mesh, 9)?;

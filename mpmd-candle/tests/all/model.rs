@@ -89,7 +89,7 @@ pub(crate) fn loss(logits: &Tensor, labels: &Tensor) -> Result<Loss<Tensor>> {
     let picked = log.gather(&labels.flatten_all()?.unsqueeze(1)?, 1)?;
     let sum = picked.sum_all()?.neg()?;
     let weight = (sum.zeros_like()?.detach() + count)?;
-    Ok(Loss { sum, weight })
+    Ok(Loss::new(sum, weight))
 }
 
 /// A stage before the last.

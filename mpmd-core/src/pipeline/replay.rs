@@ -1,5 +1,7 @@
 //! Captures the runs of a pipeline and replays them: [`Pipeline::replay`](super::Pipeline::replay).
 
+use std::collections::VecDeque;
+
 use super::bundle::Bundle;
 use super::graph::StageGraph;
 use super::microbatch::Parts;
@@ -10,7 +12,7 @@ use crate::api::program::Program;
 use crate::api::replay::Captured;
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
-use mpmd_layout::tree::Structure;
+use mpmd_layout::tree::{Structure, Tree as _};
 use mpmd_schedule::Schedule;
 
 /// The maximum number of captures in a list. Another one replaces that which was not used for
@@ -203,7 +205,7 @@ impl RunShape {
 /// gradients of each stage.
 #[derive(Default)]
 pub(super) struct StepLayout {
-    losses: usize,
+    losses: Vec<Structure>,
     paths: Vec<Vec<String>>,
 }
 
@@ -212,10 +214,10 @@ impl Results for StepOutput {
 
     fn take_apart(self) -> (StepLayout, Vec<MpmdArray>) {
         let Self { loss, losses, gradients } = self;
-        let count = losses.len();
-        let mut all = Vec::new();
-        for Loss { sum, weight } in std::iter::once(loss).chain(losses) {
-            all.extend([sum, weight]);
+        let (mut all, mut structures) = (Vec::new(), Vec::with_capacity(1 + losses.len()));
+        for loss in std::iter::once(loss).chain(losses) {
+            structures.push(loss.structure());
+            all.extend(loss.into_leaves());
         }
         let mut paths = Vec::with_capacity(gradients.len());
         for stage in gradients {
@@ -223,19 +225,20 @@ impl Results for StepOutput {
             paths.push(names);
             all.extend(arrays);
         }
-        (StepLayout { losses: count, paths }, all)
+        (StepLayout { losses: structures, paths }, all)
     }
 
     /// Panics if there are fewer arrays.
     fn put_together(layout: &StepLayout, arrays: Vec<MpmdArray>) -> Self {
         let mut all = arrays.into_iter();
         let mut next = || all.next().expect("a step gives as many arrays as when it was captured");
-        let mut loss = || {
-            let sum = next();
-            Loss { sum, weight: next() }
+        let loss = |structure: &Structure| {
+            let leaves = (0..structure.leaves()).map(|_| next());
+            Loss::from_leaves(structure, leaves).expect("it is as when it was captured")
         };
-        let whole = loss();
-        let losses = (0..layout.losses).map(|_| loss()).collect();
+        let mut losses = layout.losses.iter().map(loss).collect::<VecDeque<_>>();
+        let whole = losses.pop_front().expect("a step has a loss");
+        let losses = losses.into();
         let gradients = layout
             .paths
             .iter()

@@ -19,7 +19,7 @@ use mpmd_device::cuda::kernels::ADD;
 use mpmd_device::cuda::source::Source;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
-use mpmd_layout::tree::Structure;
+use mpmd_layout::tree::{Structure, Tree as _};
 use mpmd_record::trace::Role;
 use mpmd_schedule::{Action, ActionKind, Schedule};
 
@@ -39,7 +39,7 @@ pub struct StepOutput {
     pub gradients: Vec<Gradients>,
 }
 
-/// The kernel that adds one microbatch's loss and weight to the sums.
+/// The kernel that adds one microbatch's loss, weight and metrics to the sums.
 struct AddLoss;
 
 impl Kernel for AddLoss {
@@ -48,9 +48,20 @@ impl Kernel for AddLoss {
 
     fn infer(
         &self,
-        (sum, _): &(Loss<ShapedArray>, Loss<ShapedArray>),
+        (sum, one): &(Loss<ShapedArray>, Loss<ShapedArray>),
     ) -> Result<Signature<Loss<ShapedArray>>> {
-        Ok(Signature::new(sum.clone()).alias("0/sum", "sum").alias("0/weight", "weight"))
+        let names = |loss: &Loss<ShapedArray>| loss.metrics.keys().cloned().collect::<Vec<_>>();
+        if names(sum) != names(one) {
+            return Err(Error::kernel(format!(
+                "one microbatch has the metrics {:?}, another {:?}",
+                names(sum),
+                names(one)
+            )));
+        }
+        let paths = sum.structure().paths();
+        Ok(paths.into_iter().fold(Signature::new(sum.clone()), |signature, path| {
+            signature.alias(format!("0/{path}"), path)
+        }))
     }
 
     fn run(
@@ -60,7 +71,10 @@ impl Kernel for AddLoss {
         mut sum: Loss<ViewMut<'_>>,
     ) -> Result<()> {
         add(cx, &mut sum.sum, &one.sum)?;
-        add(cx, &mut sum.weight, &one.weight)
+        add(cx, &mut sum.weight, &one.weight)?;
+        sum.metrics.values_mut().zip(one.metrics.values()).try_for_each(|(sum, one)| {
+            add(cx, sum, one)
+        })
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
@@ -457,14 +471,17 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight.
+    /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight and
+    /// its metrics.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
-        let seed = |value: f64| match loss.sum.dtype() {
+        let seed = |array: &MpmdArray, value: f64| match array.dtype() {
             DType::F64 => MpmdArray::scalar(value),
             _ => MpmdArray::scalar(value as f32),
         };
-        let gradient = Bundle::of(Loss { sum: seed(1.0), weight: seed(0.0) });
+        let mut gradient = loss.map_ref(&mut |array| seed(array, 0.0));
+        gradient.sum = seed(&loss.sum, 1.0);
+        let gradient = Bundle::of(gradient);
         self.held(key).gradients.push(Arrived { from: key, first: 0, gradient });
         self.losses[key.1] = Some(loss);
         Ok(())

@@ -2,6 +2,7 @@
 //! declares.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 
 use super::bundle::Bundle;
 use super::context::StageContext;
@@ -458,12 +459,30 @@ impl<O> StageSignature<O> {
 }
 
 /// The output of the last stage for a microbatch: scalars with the same values on each device of
-/// the stage.
+/// the stage, in `f32` or `f64`.
 #[derive(Clone, Debug, Tree)]
+#[non_exhaustive]
 pub struct Loss<L> {
     /// The sum of the losses over all items (rows, tokens).
     pub sum: L,
     /// The number of items. Gradients are divided by the total over all microbatches, so the result
     /// does not depend on the division of a batch.
     pub weight: L,
+    /// The sum of further figures over all items, by name, such as the number of right answers.
+    /// They have no gradient.
+    pub metrics: BTreeMap<String, L>,
+}
+
+impl<L> Loss<L> {
+    /// Creates a loss without metrics: its sum over all items, and their number.
+    pub fn new(sum: L, weight: L) -> Self {
+        Self { sum, weight, metrics: BTreeMap::new() }
+    }
+
+    /// Adds the sum of a metric over all items. Reports show its mean, as that of the loss.
+    #[must_use]
+    pub fn metric(mut self, name: impl Into<String>, sum: L) -> Self {
+        self.metrics.insert(name.into(), sum);
+        self
+    }
 }

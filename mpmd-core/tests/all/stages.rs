@@ -293,7 +293,7 @@ impl Stage for Square {
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
         let kept = || PlacedShape::new(x.clone(), self.0.spec());
-        let loss = Loss { sum: f32s([]), weight: f32s([]) };
+        let loss = Loss::new(f32s([]), f32s([]));
         let signature =
             StageSignature::new(loss).residual((kept(), kept())).weight_residual((kept(), kept()));
         let signature = signature.keep("0", "0").keep("1", "1");

@@ -43,7 +43,7 @@ fn main() -> Result<()> {
                 let x = (&x + down.forward(&up.forward(&x)?.gelu()?)?)?;
                 let targets = cx.side("targets")?;
                 let (sum, weight) = loss::cross_entropy_sum(&head.forward(&x)?, &targets, None)?;
-                Ok(Loss { sum, weight })
+                Ok(Loss::new(sum, weight))
             },
         )?;
         let (a, b) = (lower.init(p, &meshes[0], 0)?, upper.init(p, &meshes[1], 0)?);

@@ -272,7 +272,7 @@ fn run(
 fn loss(part: &Part, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Tensor>> {
     let (sum, weight) = cross_entropy_sum(&part.logits(x, cx)?, &cx.side("targets")?, None)?;
     let [sum, weight] = [sum, weight].map(|value| cx.all_reduce(&value, DATA_AXIS));
-    Ok(Loss { sum: sum?, weight: weight? })
+    Ok(Loss::new(sum?, weight?))
 }
 
 /// The arguments, with the files that they name.

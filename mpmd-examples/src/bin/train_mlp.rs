@@ -93,7 +93,7 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
         |(part, head), x, cx| {
             let (logits, targets) = (head.forward(&part.forward(x)?)?, cx.side("targets")?);
             let (sum, weight) = loss::cross_entropy_sum(&logits, &targets, None)?;
-            Ok(Loss { sum, weight })
+            Ok(Loss::new(sum, weight))
         },
     )?;
     let (head, params) = (head.split_gradients(), first.init(p, mesh(0), seed)?);

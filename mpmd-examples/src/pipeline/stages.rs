@@ -96,7 +96,7 @@ impl<T: Number> Stage for SquareError<T> {
         }
         let scalar = Shape::new(&[], x.dtype());
         let sum = || Signature::new(()).all_reduce("model", x.clone());
-        Ok(StageSignature::new(Loss { sum: scalar.clone(), weight: scalar })
+        Ok(StageSignature::new(Loss::new(scalar.clone(), scalar))
             .forward_collectives(sum())
             .backward_collectives(sum().all_reduce("model", x.clone())))
     }

@@ -14,7 +14,7 @@ use mpmd_layout::sharding::Sharding;
 
 use super::manifest::{FileEntry, LARGEST, Manifest, hash, read_list};
 use super::pieces::check_pieces;
-use super::{Checkpoints, Contents, folder};
+use super::{At, Checkpoints, Contents, best, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
 use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
@@ -177,15 +177,20 @@ pub(crate) fn load(
     from: &Checkpoints,
     contents: &Contents,
 ) -> Result<Option<Loaded>> {
-    let steps = on_first(p, Vec::new(), || from.steps())?;
+    let of_best = || best::read(&from.folder).map(|best| best.map(|best| best.step));
+    let (steps, best) = on_first(p, (Vec::new(), None), || Ok((from.steps()?, of_best()?)))?;
     if p.is_dry_run() {
         return Ok(None);
     }
-    let step = match (from.at, steps.last()) {
-        (None, None) => return Ok(None),
-        (None, Some(newest)) => *newest,
-        (Some(step), _) if steps.contains(&step) => step,
-        (Some(step), _) => {
+    let wanted = match from.at {
+        At::Newest => steps.last().copied(),
+        At::Best => best,
+        At::Step(step) => Some(step),
+    };
+    let step = match wanted {
+        None => return Ok(None),
+        Some(step) if steps.contains(&step) => step,
+        Some(step) => {
             let problem = format!("there is no checkpoint of step {step}, but of {steps:?}");
             return Err(failed(&from.folder, &problem));
         }

@@ -38,6 +38,7 @@
 //! hosts need a file system that keeps such writes apart, as those of clusters do. If one does not,
 //! the hashes show it.
 
+mod best;
 mod folder;
 mod load;
 mod lock;
@@ -55,6 +56,8 @@ use mpmd_core::{MpmdArray, Program, Result};
 use crate::agree::on_first;
 use crate::tensors::disk::create_folder;
 use crate::tensors::{check_folder, failed};
+pub use best::Goal;
+pub(crate) use best::{Best, BestEntry};
 pub(crate) use load::{Loaded, load};
 use lock::FolderLock;
 pub(crate) use save::{Phase, SaveStatus, Saving};
@@ -70,6 +73,14 @@ pub(crate) struct Contents {
     pub(crate) arrays: Vec<(String, MpmdArray)>,
 }
 
+/// The checkpoint to restore.
+#[derive(Clone, Copy, Debug)]
+enum At {
+    Newest,
+    Best,
+    Step(u64),
+}
+
 /// A folder of checkpoints, how to write them, and which one to restore.
 ///
 /// From the first save on, or from the start of a run that saves, the folder is locked until the
@@ -80,7 +91,7 @@ pub struct Checkpoints {
     folder: PathBuf,
     keep: Option<usize>,
     file_bytes: u64,
-    at: Option<u64>,
+    at: At,
     settings: BTreeMap<String, String>,
     /// The lock of the folder, on process 0.
     lock: Arc<Mutex<Option<FolderLock>>>,
@@ -94,14 +105,15 @@ impl Checkpoints {
             folder: folder.into(),
             keep: None,
             file_bytes: 4 << 30,
-            at: None,
+            at: At::Newest,
             settings: BTreeMap::new(),
             lock: Arc::default(),
         }
     }
 
-    /// Keeps only the newest `n` checkpoints, at least one. Each save then removes older ones, and
-    /// the rests of broken saves before it. If they cannot be removed, the save fails.
+    /// Keeps only the newest `n` checkpoints, at least one, and the [best](Self::best) one. Each save
+    /// then removes the others, and the rests of broken saves before it. If they cannot be removed,
+    /// the save fails.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
@@ -119,7 +131,16 @@ impl Checkpoints {
     /// place of the newest one. Saves do not depend on it.
     #[must_use]
     pub fn at(mut self, step: u64) -> Self {
-        self.at = Some(step);
+        self.at = At::Step(step);
+        self
+    }
+
+    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the best checkpoint, in place of the
+    /// newest one: the one that [`Run::keep_best`](crate::Run::keep_best) has kept. Without one,
+    /// there is nothing to restore.
+    #[must_use]
+    pub fn best(mut self) -> Self {
+        self.at = At::Best;
         self
     }
 
@@ -141,6 +162,18 @@ impl Checkpoints {
     /// If the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
         folder::steps(&self.folder)
+    }
+
+    /// Returns the best value so far of the metric of `best` in this folder. Every process must call
+    /// it.
+    pub(crate) fn best_value(&self, p: &mut Program, best: &Best) -> Result<Option<f64>> {
+        let found = on_first(p, None, || best::read(&self.folder))?;
+        Ok(found.filter(|found| found.metric == best.metric).map(|found| found.value))
+    }
+
+    /// Names a complete checkpoint as the best. Every process must call it.
+    pub(crate) fn mark_best(&self, p: &mut Program, best: &BestEntry) -> Result<()> {
+        on_first(p, (), || best::write(&self.folder, best))
     }
 
     /// Returns the folder.

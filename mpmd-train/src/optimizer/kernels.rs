@@ -17,7 +17,9 @@ pub(crate) fn double(view: &View<'_>) -> Result<f64> {
     match view.global().dtype() {
         DType::F32 => Ok(f64::from(view.scalar::<f32>()?)),
         DType::F64 => Ok(view.scalar::<f64>()?),
-        other => Err(Error::kernel(format!("a loss of {other}: it must be f32 or f64"))),
+        other => Err(Error::kernel(format!(
+            "a loss or a metric of {other}: it must be f32 or f64"
+        ))),
     }
 }
 
@@ -85,8 +87,8 @@ pub(super) struct FiguresOut<L> {
     /// Factor of the summed gradients: an `f64`. It averages and clips them. NaN if their norm is
     /// not finite.
     pub(super) factor: L,
-    /// Mean loss, weight, norm of the mean gradient before clipping, and the number of the last
-    /// stage with a gradient that is not finite, or -1: `f64`s, `[4]`.
+    /// Mean loss, weight, norm of the mean gradient before clipping, the number of the last stage
+    /// with a gradient that is not finite, or -1, and the mean metrics: `f64`s, `[STEP_FIGURES]`.
     pub(super) figures: L,
 }
 
@@ -96,15 +98,31 @@ pub(super) struct Figures {
     pub(super) stages: Vec<usize>,
 }
 
-/// Number of figures of a step.
+/// Number of figures of a step before its metrics.
 pub(crate) const FIGURES: usize = 4;
+
+/// Limit of the metrics of a loss: figures have room for as many, so they always have one shape.
+pub(crate) const MOST_METRICS: usize = 16;
+
+/// Number of figures of a step.
+pub(crate) const STEP_FIGURES: usize = FIGURES + MOST_METRICS;
+
+/// Returns an error if a loss has too many metrics.
+pub(crate) fn check_metrics(loss: &Loss<ShapedArray>) -> Result<()> {
+    let count = loss.metrics.len();
+    if count > MOST_METRICS {
+        return Err(Error::kernel(format!("a loss with {count} metrics: at most {MOST_METRICS}")));
+    }
+    Ok(())
+}
 
 impl Kernel for Figures {
     type In = FiguresIn<MpmdArray>;
     type Out = FiguresOut<MpmdArray>;
 
-    fn infer(&self, _: &FiguresIn<ShapedArray>) -> Result<Signature<FiguresOut<ShapedArray>>> {
-        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([FIGURES]) }))
+    fn infer(&self, x: &FiguresIn<ShapedArray>) -> Result<Signature<FiguresOut<ShapedArray>>> {
+        check_metrics(&x.loss)?;
+        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([STEP_FIGURES]) }))
     }
 
     fn run(
@@ -129,8 +147,13 @@ impl Kernel for Figures {
             // The sums are of gradients that are not yet divided by the weight.
             let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * items);
             y.factor.fill(if norm.is_finite() { factor / items } else { f64::NAN })?;
-            let figures = [sum / items, weight, norm / items, not_finite];
-            y.figures.as_mut_slice()?.copy_from_slice(&figures);
+            let figures = y.figures.as_mut_slice::<f64>()?;
+            let (first, metrics) = figures.split_at_mut(FIGURES);
+            first.copy_from_slice(&[sum / items, weight, norm / items, not_finite]);
+            metrics.fill(0.0);
+            for (mean, sum) in metrics.iter_mut().zip(x.loss.metrics.values()) {
+                *mean = double(sum)? / items;
+            }
             Ok(())
         })
     }

@@ -7,13 +7,15 @@ use std::path::{Path, PathBuf};
 use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
-use super::report::StepReport;
+use super::report::{EvaluationReport, StepReport};
 use crate::tensors::disk::beside;
 
 /// A file with one line of JSON for each step, each evaluation and each recovery.
 pub(super) struct Metrics {
     file: File,
     path: PathBuf,
+    /// Seconds of the earlier runs that the file has.
+    before: f64,
 }
 
 impl Metrics {
@@ -22,8 +24,9 @@ impl Metrics {
         let mut options = OpenOptions::new();
         options.create(true).write(true);
         let options = if append { options.append(true) } else { options.truncate(true) };
+        let text = if append { std::fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let file = options.open(path).map_err(|error| unwritable(path, &error))?;
-        Ok(Self { file, path: path.to_owned() })
+        Ok(Self { file, path: path.to_owned(), before: last_seconds(&text) })
     }
 
     /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
@@ -51,22 +54,32 @@ impl Metrics {
         let mut file = File::create_new(&new).map_err(|error| refused(&error))?;
         file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
         std::fs::rename(&new, path).map_err(|error| refused(&error))?;
-        Ok(Self { file, path: path.to_owned() })
+        Ok(Self { file, path: path.to_owned(), before: last_seconds(&kept) })
     }
 
     /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
     /// the step's weight.
     pub(super) fn step(&mut self, report: &StepReport, seconds: f64) -> Result<()> {
         let StepReport { step, loss, weight, norm, rate, .. } = report;
-        self.line(&json!({
-            "step": step, "loss": loss, "norm": norm, "rate": rate, "seconds": seconds,
-            "tokens": weight,
-        }))
+        let mut line = json!({
+            "step": step, "loss": loss, "norm": norm, "rate": rate,
+            "seconds": self.before + seconds, "tokens": weight,
+        });
+        if !report.metrics.is_empty() {
+            line["metrics"] = json!(report.metrics);
+        }
+        self.line(&line)
     }
 
-    /// Writes the mean loss of an evaluation after `step` updates.
-    pub(super) fn evaluation(&mut self, step: u64, loss: f64, seconds: f64) -> Result<()> {
-        self.line(&json!({ "step": step, "evaluation": loss, "seconds": seconds }))
+    /// Writes the mean loss and metrics of an evaluation.
+    pub(super) fn evaluation(&mut self, report: &EvaluationReport, seconds: f64) -> Result<()> {
+        let seconds = self.before + seconds;
+        let mut line =
+            json!({ "step": report.step, "evaluation": report.loss(), "seconds": seconds });
+        if !report.metrics.is_empty() {
+            line["metrics"] = json!(report.metrics);
+        }
+        self.line(&line)
     }
 
     /// Writes the recovery after which the training goes on from `step` updates.
@@ -84,6 +97,13 @@ impl Metrics {
         let line = format!("{value}\n");
         self.file.write_all(line.as_bytes()).map_err(|error| unwritable(&self.path, &error))
     }
+}
+
+/// Returns the seconds of the last step or evaluation in a file's text, or 0.
+fn last_seconds(text: &str) -> f64 {
+    let lines = text.lines().rev().filter_map(|line| serde_json::from_str(line).ok());
+    let mut of_runs = lines.filter(|line: &serde_json::Value| line.get("recovery").is_none());
+    of_runs.find_map(|line| line.get("seconds")?.as_f64()).unwrap_or(0.0)
 }
 
 fn unwritable(path: &Path, error: &std::io::Error) -> Error {

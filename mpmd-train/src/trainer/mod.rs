@@ -20,14 +20,14 @@ use mpmd_core::{MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::Mesh;
 
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
-pub use run::{Outcome, Run};
+pub use run::{Next, Outcome, Run};
 
 use crate::data::{At, Data};
 use crate::optimizer::{Optimizer, OptimizerSettings};
 use crate::rate::Rate;
 use crate::stop::StopFlag;
 use recovery::Recent;
-use report::{Reporter, Status};
+use report::{MetricNames, Reporter, Status};
 
 /// A pipeline under training: parameters, optimiser, schedule and learning rate.
 ///
@@ -50,6 +50,8 @@ pub struct Trainer<In> {
     recent: VecDeque<Recent>,
     /// True from a restored commit until the loop goes on from it.
     is_resumed: bool,
+    /// The names of the metrics of the last step's or evaluation's loss.
+    metrics: MetricNames,
     /// The recovery that the loop has not written to the metrics yet.
     recovery: Option<Recovery>,
 }
@@ -84,6 +86,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             saved: None,
             recent: VecDeque::new(),
             is_resumed: false,
+            metrics: MetricNames::default(),
             recovery: None,
         })
     }
@@ -192,10 +195,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let step = self.steps() + 1;
         self.probe(p, &microbatches)?;
         let output = self.pipeline.train_step(p, &self.schedule, microbatches)?;
+        let names = self.metric_names(&output.loss);
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
         let figures = self.reporter.report(p, &figures, &self.status)?;
         p.step_end()?;
-        let step = StepHandle { step, rate, figures };
+        let step = StepHandle { step, rate, names, figures };
         self.keep_recent(&step);
         Ok(step)
     }
@@ -218,9 +222,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         for microbatch in microbatches {
             losses.push(self.pipeline.forward(p, microbatch)?);
         }
+        let names = losses.first().map(|loss| self.metric_names(loss)).unwrap_or_default();
         let sums = self.reporter.sum(p, losses)?;
         let figures = self.reporter.report(p, &sums, &self.status)?;
-        Ok(EvaluationHandle { figures })
+        Ok(EvaluationHandle { step: self.steps(), names, figures })
+    }
+
+    /// Returns the names of a loss's metrics. Those of equal losses share memory.
+    fn metric_names(&mut self, loss: &Loss<MpmdArray>) -> MetricNames {
+        if !loss.metrics.keys().eq(self.metrics.iter()) {
+            self.metrics = loss.metrics.keys().cloned().collect();
+        }
+        self.metrics.clone()
     }
 
     /// Estimates the peak memory in bytes of a training step on each device, with the optimiser's

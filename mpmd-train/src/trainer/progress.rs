@@ -1,11 +1,12 @@
 //! Progress of a training on stderr: a bar on a terminal, otherwise a line at intervals.
 
+use std::collections::BTreeMap;
 use std::io::{Write as _, stderr};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::report::StepReport;
+use super::report::{EvaluationReport, StepReport};
 
 /// The progress of a training and of its evaluations.
 pub(super) struct Progress {
@@ -19,7 +20,12 @@ pub(super) struct Progress {
     tokens: f64,
     /// The last tenth for which a line was written.
     tenth: Option<u64>,
+    /// The time of the last line.
+    said: Instant,
 }
+
+/// The longest time in seconds for which a training without a terminal says nothing.
+const SILENT: u64 = 30;
 
 impl Progress {
     /// Creates the progress of a training that continues after some updates and ends after others,
@@ -28,7 +34,7 @@ impl Progress {
         let bar = ProgressBar::new(seconds.map_or(steps.1, |seconds| seconds as u64));
         let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar, steps, seconds, start, tokens: 0.0, tenth: None }
+        Self { bar, steps, seconds, start, tokens: 0.0, tenth: None, said: start }
     }
 
     /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
@@ -40,7 +46,8 @@ impl Progress {
         let elapsed = self.start.elapsed().as_secs_f64();
         let rate = self.tokens / elapsed.max(1e-9);
         let of = if self.seconds.is_none() { format!("/{end}") } else { String::new() };
-        let message = format!("step {step}{of}  loss {loss:.3}  {rate:.0} tokens/s");
+        let metrics = text(&report.metrics, 3);
+        let message = format!("step {step}{of}  loss {loss:.3}{metrics}  {rate:.0} tokens/s");
         if !self.bar.is_hidden() {
             self.bar.set_message(message);
             self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { *step });
@@ -51,8 +58,8 @@ impl Progress {
             None => (step - done) as f64 / (end - done).max(1) as f64,
         };
         let tenth = Some((10.0 * share) as u64);
-        if tenth > self.tenth {
-            self.tenth = tenth;
+        if tenth > self.tenth || self.said.elapsed().as_secs() >= SILENT {
+            (self.tenth, self.said) = (tenth, Instant::now());
             say(&format!("{message}  {:.0} s left", elapsed * (1.0 / share - 1.0)));
         }
     }
@@ -62,14 +69,20 @@ impl Progress {
         self.bar.set_message(format!("evaluation: {done} of {all} microbatches"));
     }
 
-    /// Shows the mean loss of an evaluation after `step` updates.
-    pub(super) fn evaluated(&self, step: u64, loss: f64) {
-        let message = format!("evaluation after step {step}: loss {loss:.4}");
+    /// Shows the mean loss and metrics of an evaluation.
+    pub(super) fn evaluated(&self, report: &EvaluationReport) {
+        let (step, loss, metrics) = (report.step, report.loss(), text(&report.metrics, 4));
+        let message = format!("evaluation after step {step}: loss {loss:.4}{metrics}");
         match self.bar.is_hidden() {
             true => say(&message),
             false => self.bar.println(message),
         }
     }
+}
+
+/// Returns metrics as text that follows a loss.
+fn text(metrics: &BTreeMap<String, f64>, digits: usize) -> String {
+    metrics.iter().map(|(name, value)| format!("  {name} {value:.digits$}")).collect()
 }
 
 /// Prints a line to stderr. Does nothing if nobody reads it any more: the training goes on, and

@@ -62,7 +62,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Keeps the figures of a step for the commits of a training that may resume.
     pub(super) fn keep_recent(&mut self, step: &StepHandle) {
         if self.recent.pop_front().is_some() {
-            let StepHandle { step, rate, figures } = step;
+            let StepHandle { step, rate, figures, .. } = step;
             let (step, rate, values) = (*step, *rate, figures.values().clone());
             self.recent.push_back(Recent { step, rate, values });
         }
@@ -82,17 +82,21 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         state.chain(self.recent.iter().map(|_| "figures of a step".to_owned())).collect()
     }
 
-    /// Returns the step, the seed, and the number and rate of each of the last steps.
+    /// Returns the step, the seed, and the number and rate of each of the last steps, then the names
+    /// of their metrics.
     fn values(&self) -> Vec<u8> {
         let recent = self.recent.iter().flat_map(|recent| [recent.step, recent.rate.to_bits()]);
         let words = [self.steps(), self.seed].into_iter().chain(recent);
-        words.flat_map(u64::to_le_bytes).collect()
+        words.flat_map(u64::to_le_bytes).chain(self.metrics.join("\n").into_bytes()).collect()
     }
 
     fn restore(&mut self, mut arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
-        let (words, _) = values.as_chunks::<8>();
-        let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let count = self.recent.len();
+        let (words, names) =
+            values.split_at_checked(8 * (2 + 2 * count)).ok_or_else(|| other(values))?;
+        let (words, _) = words.as_chunks::<8>();
+        let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        let names = str::from_utf8(names).map_err(|_| other(values))?;
         let [step, seed, ref recent @ ..] = words[..] else { return Err(other(values)) };
         if recent.len() != 2 * count || arrays.len() < count {
             return Err(other(values));
@@ -101,6 +105,7 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         self.set_arrays(arrays)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
+        self.metrics = names.lines().map(str::to_owned).collect();
         let recent = recent.chunks_exact(2).zip(figures).map(|(words, values)| Recent {
             step: words[0],
             rate: f64::from_bits(words[1]),

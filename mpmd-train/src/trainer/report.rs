@@ -3,6 +3,8 @@
 //! The figures move to one device of each process. Each process adds its status: its row of an
 //! array that all processes get whole. So all processes read the same values, and decide alike.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 use mpmd_core::aval::{DType, ShapedArray, f64s};
@@ -15,9 +17,14 @@ use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
 use crate::checkpoint::{Phase, SaveStatus};
-use crate::optimizer::{FIGURES, double};
+use crate::optimizer::{FIGURES, MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
 
+/// The names of the metrics of a loss, in order.
+pub(super) type MetricNames = Arc<[String]>;
+
+/// Number of figures of an evaluation: the sums of losses, of weights and of metrics.
+const SUMS: usize = 2 + MOST_METRICS;
 /// The mesh axis over the processes.
 const PROCESS: &str = "process";
 /// Number of words of a [`Status`].
@@ -32,7 +39,7 @@ pub(super) struct Reporter {
 }
 
 /// The figures of a step. They are the same on every process.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// Number of this update, counted from 1.
     pub step: u64,
@@ -40,6 +47,8 @@ pub struct StepReport {
     pub loss: f64,
     /// Weight of the step: its number of items, such as tokens.
     pub weight: f64,
+    /// Mean of each metric of the [`Loss`] before the update, by name. They are 0 if the weight is.
+    pub metrics: BTreeMap<String, f64>,
     /// Norm of the mean gradient, before clipping.
     pub norm: f64,
     /// The learning rate.
@@ -51,12 +60,16 @@ pub struct StepReport {
 }
 
 /// The figures of an evaluation. They are the same on every process.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EvaluationReport {
+    /// Number of updates that the model has had.
+    pub step: u64,
     /// Sum of the losses.
     pub sum: f64,
     /// Weight of all microbatches: their number of items, such as tokens.
     pub weight: f64,
+    /// Mean of each metric of the [`Loss`], by name. They are NaN if the weight is 0.
+    pub metrics: BTreeMap<String, f64>,
     /// The signal that asked a process to stop before or in the evaluation, if any.
     pub stop: Option<i32>,
 }
@@ -74,6 +87,7 @@ impl EvaluationReport {
 pub struct StepHandle {
     pub(super) step: u64,
     pub(super) rate: f64,
+    pub(super) names: MetricNames,
     pub(super) figures: Figures,
 }
 
@@ -81,7 +95,40 @@ pub struct StepHandle {
 #[derive(Debug)]
 #[must_use = "an evaluation's result is read from its report"]
 pub struct EvaluationHandle {
+    pub(super) step: u64,
+    pub(super) names: MetricNames,
     pub(super) figures: Figures,
+}
+
+/// Sums over the microbatches of an evaluation.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sums {
+    pub(super) sum: f64,
+    pub(super) weight: f64,
+    pub(super) metrics: BTreeMap<String, f64>,
+}
+
+impl Sums {
+    /// Adds the sums of other microbatches.
+    pub(super) fn add(&mut self, other: &Self) {
+        self.sum += other.sum;
+        self.weight += other.weight;
+        for (name, sum) in &other.metrics {
+            *self.metrics.entry(name.clone()).or_default() += sum;
+        }
+    }
+
+    /// Returns the report of the model after `step` updates.
+    pub(super) fn report(self, step: u64, stop: Option<i32>) -> EvaluationReport {
+        let Self { sum, weight, mut metrics } = self;
+        metrics.values_mut().for_each(|metric| *metric /= weight);
+        EvaluationReport { step, sum, weight, metrics, stop }
+    }
+}
+
+/// Pairs the names of metrics with their figures.
+fn by_name(names: &MetricNames, figures: &[f64]) -> BTreeMap<String, f64> {
+    names.iter().cloned().zip(figures.iter().copied()).collect()
 }
 
 /// Figures and statuses on one device of each process.
@@ -146,11 +193,12 @@ impl StepHandle {
 
     /// As [`StepHandle::read`], with what the trainer alone looks at.
     pub(super) fn read_all(self) -> Result<AllOfReport> {
-        let (step, rate) = (self.step, self.rate);
-        let (figures, Statuses { stop, seconds, saves }) = self.figures.read::<FIGURES>()?;
-        let [loss, weight, norm, stage] = figures;
+        let Self { step, rate, names, figures } = self;
+        let (figures, Statuses { stop, seconds, saves }) = figures.read::<STEP_FIGURES>()?;
+        let [loss, weight, norm, stage, ref metrics @ ..] = figures;
+        let metrics = by_name(&names, metrics);
         let stage = (stage >= 0.0).then_some(stage as usize);
-        Ok((StepReport { step, loss, weight, norm, rate, seconds, stop }, stage, saves))
+        Ok((StepReport { step, loss, weight, metrics, norm, rate, seconds, stop }, stage, saves))
     }
 }
 
@@ -162,8 +210,15 @@ impl EvaluationHandle {
     ///
     /// If an operation of the evaluation failed.
     pub fn read(self) -> Result<EvaluationReport> {
-        let ([sum, weight], statuses) = self.figures.read()?;
-        Ok(EvaluationReport { sum, weight, stop: statuses.stop })
+        let step = self.step;
+        let (sums, stop) = self.read_sums()?;
+        Ok(sums.report(step, stop))
+    }
+
+    /// Blocks until the evaluation has finished, and returns its sums and the signal to stop.
+    pub(super) fn read_sums(self) -> Result<(Sums, Option<i32>)> {
+        let ([sum, weight, metrics @ ..], statuses) = self.figures.read::<SUMS>()?;
+        Ok((Sums { sum, weight, metrics: by_name(&self.names, &metrics) }, statuses.stop))
     }
 }
 
@@ -236,25 +291,32 @@ impl Reporter {
     /// Returns the place of a step's figures on every process.
     pub(super) fn no_figures(&self, p: &mut Program) -> Result<MpmdArray> {
         let zeros = |_: &Region, mut values: ViewMut<'_>| Ok(values.fill(0.0f64)?);
-        p.array_from_fn(f64s([FIGURES]), &self.everywhere.replicated(), zeros)
+        p.array_from_fn(f64s([STEP_FIGURES]), &self.everywhere.replicated(), zeros)
     }
 
-    /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses and
-    /// weights, `[2]`.
+    /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses, weights
+    /// and metrics, `[SUMS]`.
     pub(super) fn sum(&self, p: &mut Program, losses: Vec<Loss<MpmdArray>>) -> Result<MpmdArray> {
         self.sum.call(p, losses)
     }
 }
 
-/// Kernel that adds losses and their weights.
+/// Kernel that adds losses, their weights and their metrics.
 struct SumLosses;
 
 impl Kernel for SumLosses {
     type In = Vec<Loss<MpmdArray>>;
     type Out = MpmdArray;
 
-    fn infer(&self, _: &Vec<Loss<ShapedArray>>) -> Result<Signature<ShapedArray>> {
-        Ok(Signature::new(f64s([2])))
+    fn infer(&self, losses: &Vec<Loss<ShapedArray>>) -> Result<Signature<ShapedArray>> {
+        losses.iter().try_for_each(check_metrics)?;
+        let names = |loss: &Loss<ShapedArray>| loss.metrics.keys().cloned().collect::<Vec<_>>();
+        if let Some(pair) = losses.windows(2).find(|pair| names(&pair[0]) != names(&pair[1])) {
+            let [one, other] = [names(&pair[0]), names(&pair[1])];
+            let problem = format!("one microbatch has the metrics {one:?}, another {other:?}");
+            return Err(Error::kernel(problem));
+        }
+        Ok(Signature::new(f64s([SUMS])))
     }
 
     fn run(
@@ -264,12 +326,14 @@ impl Kernel for SumLosses {
         sums: ViewMut<'_>,
     ) -> Result<()> {
         cx.on_host::<Self::In, Self::Out>(losses, sums, |_, losses, mut sums| {
-            let (mut sum, mut weight) = (0.0, 0.0);
+            let sums = sums.as_mut_slice::<f64>()?;
+            sums.fill(0.0);
             for loss in &losses {
-                sum += double(&loss.sum)?;
-                weight += double(&loss.weight)?;
+                let figures = [&loss.sum, &loss.weight].into_iter().chain(loss.metrics.values());
+                for (sum, figure) in sums.iter_mut().zip(figures) {
+                    *sum += double(figure)?;
+                }
             }
-            sums.as_mut_slice()?.copy_from_slice(&[sum, weight]);
             Ok(())
         })
     }

@@ -1,6 +1,6 @@
 //! The loop of a training: steps, evaluations, metrics, and an end at any time.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -13,11 +13,11 @@ use super::Trainer;
 use super::metrics::Metrics;
 use super::not_finite::{NotFinite, UNKNOWN};
 use super::progress::{Progress, say};
-use super::report::{EvaluationHandle, StepHandle, StepReport};
+use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, Sums};
 use super::saves::Saves;
 #[cfg(feature = "tensorboard")]
 use super::tensorboard::Events;
-use crate::checkpoint::Checkpoints;
+use crate::checkpoint::{Best, Checkpoints, Goal};
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
 
@@ -28,6 +28,25 @@ const PENDING: usize = 2;
 /// Number of steps in a dry run: enough to see that all steps are equal.
 const DRY_RUN_STEPS: u64 = 8;
 
+/// What a function that sees a report wants: `()` stands for [`Next::Continue`].
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Next {
+    /// The training goes on.
+    #[default]
+    Continue,
+    /// The training ends.
+    Stop,
+}
+
+impl From<()> for Next {
+    fn from((): ()) -> Self {
+        Self::Continue
+    }
+}
+
+/// A function of the caller that sees reports.
+type OnReport<'a, R> = Box<dyn FnMut(&R) -> Next + 'a>;
+
 /// Options of [`Trainer::run`].
 #[must_use = "options do nothing until `Trainer::run` takes them"]
 pub struct Run<'a> {
@@ -36,8 +55,10 @@ pub struct Run<'a> {
     evaluate_every: Option<u64>,
     metrics: Option<PathBuf>,
     progress: bool,
-    on_step: Box<dyn FnMut(&StepReport) + 'a>,
+    on_step: OnReport<'a, StepReport>,
+    on_evaluation: OnReport<'a, EvaluationReport>,
     checkpoints: Option<Checkpoints>,
+    keep_best: Option<Best>,
     save_every: Option<u64>,
     #[cfg(feature = "tensorboard")]
     tensorboard: Option<PathBuf>,
@@ -53,8 +74,10 @@ impl<'a> Run<'a> {
             evaluate_every: None,
             metrics: None,
             progress: true,
-            on_step: Box::new(|_| {}),
+            on_step: Box::new(|_| Next::Continue),
+            on_evaluation: Box::new(|_| Next::Continue),
             checkpoints: None,
+            keep_best: None,
             save_every: None,
             #[cfg(feature = "tensorboard")]
             tensorboard: None,
@@ -81,9 +104,9 @@ impl<'a> Run<'a> {
     /// the file if the model is new, and appends to it otherwise. After [`Trainer::resume`] removes
     /// the lines of steps that are repeated.
     ///
-    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` since the start of the run,
-    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. A
-    /// later epoch of the job begins with a line with `recovery`, the number of the epoch, the
+    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file,
+    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both
+    /// have `metrics` if the loss has some. A later epoch of the job begins with a line with `recovery`, the number of the epoch, the
     /// `step` from which it goes on, and the fields of a [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
@@ -94,7 +117,8 @@ impl<'a> Run<'a> {
     /// feature `tensorboard`.
     ///
     /// The scalars of a step are `loss/training`, `norm`, `rate`, and from the run's second step on
-    /// `tokens_per_second`. That of an evaluation is `loss/evaluation`.
+    /// `tokens_per_second`. That of an evaluation is `loss/evaluation`. Those of a metric are
+    /// `NAME/training` and `NAME/evaluation`.
     #[cfg(feature = "tensorboard")]
     pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
         self.tensorboard = Some(folder.into());
@@ -109,8 +133,35 @@ impl<'a> Run<'a> {
 
     /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
     /// After [`Trainer::resume`] the reports of the last steps before it come again.
-    pub fn on_step(mut self, f: impl FnMut(&StepReport) + 'a) -> Self {
-        self.on_step = Box::new(f);
+    ///
+    /// `f` returns nothing, or [`Next`]. If it returns [`Next::Stop`], the training ends after up to
+    /// two further steps, which are issued already. Reports are the same on every process; `f` must
+    /// decide by them alone, so that all processes end alike.
+    pub fn on_step<N: Into<Next>>(mut self, mut f: impl FnMut(&StepReport) -> N + 'a) -> Self {
+        self.on_step = Box::new(move |report| f(report).into());
+        self
+    }
+
+    /// Calls `f` with the report of each evaluation of all held-out data, as [`Run::on_step`] does
+    /// with that of a step. If it returns [`Next::Stop`], no step follows: the model is the one that
+    /// was evaluated.
+    ///
+    /// ```
+    /// use mpmd_train::{Next, Run};
+    ///
+    /// // Ends when three evaluations in a row were no better than the best.
+    /// let (mut best, mut worse) = (f64::INFINITY, 0);
+    /// let run = Run::steps(1000).evaluate_every(50).on_evaluation(move |report| {
+    ///     worse = if report.loss() < best { 0 } else { worse + 1 };
+    ///     best = best.min(report.loss());
+    ///     if worse < 3 { Next::Continue } else { Next::Stop }
+    /// });
+    /// ```
+    pub fn on_evaluation<N: Into<Next>>(
+        mut self,
+        mut f: impl FnMut(&EvaluationReport) -> N + 'a,
+    ) -> Self {
+        self.on_evaluation = Box::new(move |report| f(report).into());
         self
     }
 
@@ -118,6 +169,14 @@ impl<'a> Run<'a> {
     /// from it. It is complete after the last evaluation, and only if that has a finite loss.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
+        self
+    }
+
+    /// Saves a checkpoint also after each evaluation that is the best so far by a metric, or by the
+    /// `loss`, in this folder of [`Run::checkpoints`]. [`Checkpoints::keep`] keeps it beside the
+    /// newest ones, and [`Checkpoints::best`] restores it.
+    pub fn keep_best(mut self, metric: impl Into<String>, goal: Goal) -> Self {
+        self.keep_best = Some(Best { metric: metric.into(), goal, value: None });
         self
     }
 
@@ -142,12 +201,14 @@ impl fmt::Debug for Run<'_> {
             .field("metrics", &self.metrics)
             .field("checkpoints", &self.checkpoints)
             .field("save_every", &self.save_every)
+            .field("keep_best", &self.keep_best)
             .finish_non_exhaustive()
     }
 }
 
 /// The result of [`Trainer::run`]. It is the same on every process.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// Number of updates of the model, those of earlier runs included.
     pub steps: u64,
@@ -158,6 +219,8 @@ pub struct Outcome {
     /// Mean loss of the last complete evaluation of held-out data, if any. `None` also if they are
     /// padding alone.
     pub evaluation: Option<f64>,
+    /// Mean of each metric in that evaluation, by name.
+    pub metrics: BTreeMap<String, f64>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -181,10 +244,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         run: Run<'_>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
+        let Run { mut steps, seconds, evaluate_every, metrics, progress, .. } = run;
+        let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
-        let saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
+        let saves =
+            Saves::new(p, run.checkpoints, (run.save_every, run.keep_best), self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {
@@ -224,6 +289,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 .then(|| Progress::new((self.steps(), steps), seconds, start)),
             limit: seconds.map(|seconds| (began, seconds)),
             on_step,
+            on_evaluation,
+            next: Next::Continue,
             last: None,
             stopped: None,
             evaluation: None,
@@ -241,7 +308,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
         self.train(p, (steps, evaluate_every), data, &mut observer)?;
         self.begin_save_if_finite(p, &mut observer)?;
-        if observer.stopped.is_none() {
+        let is_evaluated = |report: &EvaluationReport| report.step == self.steps();
+        if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
         let Observer { mut saves, progress: bar, last, stopped, evaluation, .. } = observer;
@@ -252,7 +320,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             let saved = if is_saved { ", saved" } else { "" };
             say(&format!("stopped by {} after step {}{saved}", stop_name(signal), self.steps()));
         }
-        Ok(Outcome { steps: self.steps(), last, stopped, evaluation })
+        let (evaluation, metrics) =
+            evaluation.map(|report| (report.loss(), report.metrics)).unzip();
+        let metrics = metrics.unwrap_or_default();
+        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics })
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
@@ -280,7 +351,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         observer: &mut Observer<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
-        while self.steps() < steps && observer.stopped.is_none() && observer.share() < Some(1.0) {
+        while self.steps() < steps && observer.goes_on() && observer.share() < Some(1.0) {
             let microbatches = self.training(p, data)?;
             let rate = match observer.share() {
                 None => self.rate.at(self.steps() + 1),
@@ -300,7 +371,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 self.read(p, observer, step)?;
             }
             let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
-            if now && self.steps() < steps && observer.stopped.is_none() {
+            if now && self.steps() < steps && observer.goes_on() {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
@@ -327,7 +398,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         what: &str,
         figure: NotFinite,
     ) -> Result<()> {
-        observer.saves.end(p, self, observer.last.map_or(0, |last| last.step));
+        observer.saves.end(p, self, observer.last.as_ref().map_or(0, |last| last.step));
         Err(self.not_finite(p, what, figure)?)
     }
 
@@ -347,7 +418,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             return Ok(());
         }
         let meshes = self.meshes();
-        let mut total = Total::default();
+        let mut total = Sums::default();
         let mut pending: VecDeque<EvaluationHandle> = VecDeque::new();
         let mut next = 0;
         while next < count && observer.stopped.is_none() {
@@ -359,24 +430,27 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             if pending.len() > PENDING
                 && let Some(group) = pending.pop_front()
             {
-                total.add(group, observer)?;
+                total.add(&observer.group(group)?);
                 observer.evaluating(next, count);
             }
         }
         for group in pending {
-            total.add(group, observer)?;
+            total.add(&observer.group(group)?);
         }
-        let Total { sum, weight } = total;
         // Padding alone has no loss.
-        if next < count || p.is_dry_run() || (sum == 0.0 && weight == 0.0) {
+        if next < count || p.is_dry_run() || (total.sum == 0.0 && total.weight == 0.0) {
             return Ok(());
         }
-        let loss = sum / weight;
+        let report = total.report(self.steps(), observer.stopped);
+        let (loss, weight) = (report.loss(), report.weight);
         if !loss.is_finite() {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
-        observer.evaluated(self.steps(), loss)
+        if observer.saves.is_best(&report)? {
+            self.begin_save_if_finite(p, observer)?;
+        }
+        observer.evaluated(report)
     }
 
     /// Reads a step's report, and passes it to the observer and to the save under way.
@@ -400,7 +474,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         report: StepReport,
         gradients: Option<usize>,
     ) -> Result<()> {
-        let StepReport { step, loss, weight, norm, .. } = report;
+        let (step, loss, weight, norm) = (report.step, report.loss, report.weight, report.norm);
         if observer.is_dry_run || (loss.is_finite() && norm.is_finite()) {
             return observer.step(report);
         }
@@ -409,23 +483,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         // A loss that is not finite has no finite gradients.
         let gradients = gradients.filter(|_| loss.is_finite());
         self.fail(p, observer, &what, NotFinite { gradients, weight, ..UNKNOWN })
-    }
-}
-
-/// Sums over the groups of an evaluation.
-#[derive(Default)]
-struct Total {
-    sum: f64,
-    weight: f64,
-}
-
-impl Total {
-    fn add(&mut self, group: EvaluationHandle, observer: &mut Observer<'_>) -> Result<()> {
-        let report = group.read()?;
-        self.sum += report.sum;
-        self.weight += report.weight;
-        observer.stopped = observer.stopped.or(report.stop);
-        Ok(())
     }
 }
 
@@ -441,10 +498,13 @@ struct Observer<'a> {
     #[cfg(feature = "tensorboard")]
     events: Option<Events>,
     progress: Option<Progress>,
-    on_step: Box<dyn FnMut(&StepReport) + 'a>,
+    on_step: OnReport<'a, StepReport>,
+    on_evaluation: OnReport<'a, EvaluationReport>,
+    /// What the functions that see reports want.
+    next: Next,
     last: Option<StepReport>,
     stopped: Option<i32>,
-    evaluation: Option<f64>,
+    evaluation: Option<EvaluationReport>,
 }
 
 impl Observer<'_> {
@@ -452,15 +512,27 @@ impl Observer<'_> {
     /// limit. It is the same on every process.
     fn share(&self) -> Option<f64> {
         let (began, limit) = self.limit?;
-        let seconds = self.last.map_or(0.0, |last| last.seconds - began);
+        let seconds = self.last.as_ref().map_or(0.0, |last| last.seconds - began);
         // A dry run has no time.
         Some(if seconds.is_nan() { 0.0 } else { seconds / limit })
     }
 
+    /// True unless a process was asked to stop, or a function that sees reports ends the training.
+    fn goes_on(&self) -> bool {
+        self.stopped.is_none() && self.next == Next::Continue
+    }
+
+    /// Reads the sums of a group of an evaluation.
+    fn group(&mut self, group: EvaluationHandle) -> Result<Sums> {
+        let (sums, stop) = group.read_sums()?;
+        self.stopped = self.stopped.or(stop);
+        Ok(sums)
+    }
+
     fn step(&mut self, report: StepReport) -> Result<()> {
         self.stopped = self.stopped.or(report.stop);
-        self.last = Some(report);
         if self.is_dry_run {
+            self.last = Some(report);
             return Ok(());
         }
         if let Some(metrics) = &mut self.metrics {
@@ -473,7 +545,10 @@ impl Observer<'_> {
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
         }
-        (self.on_step)(&report);
+        if (self.on_step)(&report) == Next::Stop {
+            self.next = Next::Stop;
+        }
+        self.last = Some(report);
         Ok(())
     }
 
@@ -481,16 +556,19 @@ impl Observer<'_> {
         self.progress.iter().for_each(|progress| progress.evaluating(done, all));
     }
 
-    fn evaluated(&mut self, step: u64, loss: f64) -> Result<()> {
-        self.evaluation = Some(loss);
+    fn evaluated(&mut self, report: EvaluationReport) -> Result<()> {
         if let Some(metrics) = &mut self.metrics {
-            metrics.evaluation(step, loss, self.start.elapsed().as_secs_f64())?;
+            metrics.evaluation(&report, self.start.elapsed().as_secs_f64())?;
         }
         #[cfg(feature = "tensorboard")]
         if let Some(events) = &mut self.events {
-            events.evaluation(step, loss)?;
+            events.evaluation(&report)?;
         }
-        self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
+        self.progress.iter().for_each(|progress| progress.evaluated(&report));
+        if (self.on_evaluation)(&report) == Next::Stop {
+            self.next = Next::Stop;
+        }
+        self.evaluation = Some(report);
         Ok(())
     }
 }

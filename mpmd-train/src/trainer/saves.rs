@@ -4,7 +4,8 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
+use super::report::EvaluationReport;
+use crate::checkpoint::{Best, BestEntry, Checkpoints, Loaded, Phase, Saving, load};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
@@ -69,6 +70,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 pub(super) struct Saves {
     to: Option<Checkpoints>,
     every: Option<u64>,
+    best: Option<Best>,
+    /// The best checkpoint, until it is complete and named as the best.
+    mark: Option<BestEntry>,
     current: Option<Saving>,
 }
 
@@ -78,18 +82,48 @@ impl Saves {
     pub(super) fn new(
         p: &mut Program,
         to: Option<Checkpoints>,
-        every: Option<u64>,
+        (every, mut best): (Option<u64>, Option<Best>),
         step: u64,
     ) -> Result<Self> {
-        match &to {
-            Some(to) => to.claim(p, step)?,
-            None if every.is_some() => {
-                let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
-                return Err(Error::kernel(problem));
+        if let Some(to) = &to {
+            to.claim(p, step)?;
+            if let Some(best) = &mut best {
+                best.value = to.best_value(p, best)?;
             }
-            None => {}
+        } else if every.is_some() || best.is_some() {
+            let of = if every.is_some() { "save_every" } else { "keep_best" };
+            let problem = format!("`Run::{of}` needs a folder: set it by `Run::checkpoints`");
+            return Err(Error::kernel(problem));
         }
-        Ok(Self { to, every, current: None })
+        Ok(Self { to, every, best, mark: None, current: None })
+    }
+
+    /// Returns true if an evaluation is the best so far by the metric that counts: then its model is
+    /// to be saved. Fails if the loss does not have the metric.
+    pub(super) fn is_best(&mut self, report: &EvaluationReport) -> Result<bool> {
+        let Some(best) = &mut self.best else { return Ok(false) };
+        let value = match best.metric.as_str() {
+            "loss" => report.loss(),
+            metric => *report.metrics.get(metric).ok_or_else(|| {
+                let known: Vec<&String> = report.metrics.keys().collect();
+                Error::kernel(format!(
+                    "`Run::keep_best` by {metric:?}: the loss has no such metric, but {known:?}"
+                ))
+            })?,
+        };
+        let is_best = best.take(value);
+        if is_best {
+            self.mark = Some(BestEntry { step: report.step, metric: best.metric.clone(), value });
+        }
+        Ok(is_best)
+    }
+
+    /// Names the checkpoint of `step`, which is complete, as the best if it is.
+    fn completed(&mut self, p: &mut Program, step: u64) -> Result<()> {
+        match (&self.to, self.mark.take_if(|mark| mark.step == step)) {
+            (Some(to), Some(mark)) => to.mark_best(p, &mark),
+            _ => Ok(()),
+        }
     }
 
     /// True if a save is due after `step`.
@@ -102,7 +136,9 @@ impl Saves {
         if let Some(saving) = &mut self.current
             && saving.report(p, phases)?
         {
+            let step = saving.step;
             self.current = None;
+            self.completed(p, step)?;
         }
         Ok(())
     }
@@ -113,7 +149,13 @@ impl Saves {
         p: &mut Program,
         trainer: &mut Trainer<In>,
     ) -> Result<()> {
-        let Some(to) = self.to.clone().filter(|to| !trainer.is_saved(to)) else { return Ok(()) };
+        let Some(to) = self.to.clone() else { return Ok(()) };
+        if trainer.is_saved(&to) {
+            return match self.current {
+                None => self.completed(p, trainer.steps()),
+                Some(_) => Ok(()),
+            };
+        }
         self.finish(p)?;
         self.current = Some(trainer.begin_save(p, &to)?);
         Ok(())
@@ -121,7 +163,9 @@ impl Saves {
 
     /// Blocks until the save under way is complete.
     pub(super) fn finish(&mut self, p: &mut Program) -> Result<()> {
-        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
+        let Some(mut saving) = self.current.take() else { return Ok(()) };
+        saving.finish(p)?;
+        self.completed(p, saving.step)
     }
 
     /// Ends the saves after a figure that is not finite. `good` is the last step with finite ones.

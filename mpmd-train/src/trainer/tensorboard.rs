@@ -12,7 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use mpmd_core::Result;
 use prost::Message;
 
-use super::report::StepReport;
+use super::report::{EvaluationReport, StepReport};
 use crate::tensors::failed;
 
 /// The version that a file names in its first event.
@@ -73,27 +73,29 @@ impl Events {
 
     /// Writes the scalars of a step.
     pub(super) fn step(&mut self, report: &StepReport) -> Result<()> {
-        let StepReport { step, loss, weight, norm, rate, seconds, .. } = *report;
-        let mut scalars = vec![("loss/training", loss), ("norm", norm), ("rate", rate)];
-        if let Some(before) = self.before.replace(seconds)
-            && seconds > before
+        let StepReport { step, loss, weight, metrics, norm, rate, seconds, .. } = report;
+        let mut scalars = vec![("loss/training".to_owned(), *loss)];
+        scalars.extend(metrics.iter().map(|(name, mean)| (format!("{name}/training"), *mean)));
+        scalars.extend([("norm".to_owned(), *norm), ("rate".to_owned(), *rate)]);
+        if let Some(before) = self.before.replace(*seconds)
+            && *seconds > before
         {
-            scalars.push(("tokens_per_second", weight / (seconds - before)));
+            scalars.push(("tokens_per_second".to_owned(), weight / (seconds - before)));
         }
-        self.scalars(step, &scalars)
+        self.scalars(*step, scalars)
     }
 
-    /// Writes the mean loss of an evaluation after `step` updates.
-    pub(super) fn evaluation(&mut self, step: u64, loss: f64) -> Result<()> {
-        self.scalars(step, &[("loss/evaluation", loss)])
+    /// Writes the mean loss and metrics of an evaluation.
+    pub(super) fn evaluation(&mut self, report: &EvaluationReport) -> Result<()> {
+        let mut scalars = vec![("loss/evaluation".to_owned(), report.loss())];
+        let metrics = report.metrics.iter();
+        scalars.extend(metrics.map(|(name, mean)| (format!("{name}/evaluation"), *mean)));
+        self.scalars(report.step, scalars)
     }
 
-    fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<()> {
-        let scalar = |(tag, value): &(&str, f64)| Scalar {
-            tag: (*tag).to_owned(),
-            simple_value: Some(*value as f32),
-        };
-        let summary = Summary { value: scalars.iter().map(scalar).collect() };
+    fn scalars(&mut self, step: u64, scalars: Vec<(String, f64)>) -> Result<()> {
+        let scalar = |(tag, value)| Scalar { tag, simple_value: Some(value as f32) };
+        let summary = Summary { value: scalars.into_iter().map(scalar).collect() };
         let step = step.cast_signed();
         self.write(Event { step, summary: Some(summary), ..Event::default() })
     }
@@ -117,6 +119,8 @@ fn checksum(bytes: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     /// Returns the events of a file. Panics if a checksum is wrong.
@@ -150,6 +154,7 @@ mod tests {
             step,
             loss: 0.5,
             weight: 48.0,
+            metrics: [("right".to_owned(), 0.25)].into(),
             norm: 2.0,
             rate: 0.0,
             seconds,
@@ -157,7 +162,8 @@ mod tests {
         };
         file.step(&report(1, 1.0)).unwrap();
         file.step(&report(2, 1.5)).unwrap();
-        file.evaluation(2, 0.25).unwrap();
+        let (step, sum, weight, metrics, stop) = (2, 1.0, 4.0, BTreeMap::new(), None);
+        file.evaluation(&EvaluationReport { step, sum, weight, metrics, stop }).unwrap();
         let events = events(&fs::read(&file.path).unwrap());
         assert_eq!(events[0].file_version.as_deref(), Some(VERSION));
         let found: Vec<_> = events[1..]
@@ -169,7 +175,7 @@ mod tests {
                 (event.step, values)
             })
             .collect();
-        let step = [("loss/training", 0.5), ("norm", 2.0), ("rate", 0.0)];
+        let step = [("loss/training", 0.5), ("right/training", 0.25), ("norm", 2.0), ("rate", 0.0)];
         let mut second = step.to_vec();
         second.push(("tokens_per_second", 96.0));
         let expected = vec![(1, step.to_vec()), (2, second), (2, vec![("loss/evaluation", 0.25)])];

@@ -132,7 +132,7 @@ impl Stage for Last {
         _: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
-        Ok(StageSignature::new(Loss { sum: f32s([]), weight: f32s([]) }))
+        Ok(StageSignature::new(Loss::new(f32s([]), f32s([]))))
     }
 
     fn side(&self) -> SideInput {
