@@ -167,7 +167,7 @@ impl Program {
         what: Arc<dyn fmt::Display + Send + Sync>,
         at: &'static Location<'static>,
     ) {
-        let values = self.hash_values(takes.iter().copied(), at);
+        let values = self.hash_values(takes);
         self.count += 1;
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;
