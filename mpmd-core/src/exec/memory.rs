@@ -157,9 +157,9 @@ impl Runtime {
     /// bytes to copy into it first). The second is `None` if the first is the input's own memory.
     /// Call it on a device's thread.
     ///
-    /// Host values that a pool counts are copied, into the room that they have taken there. If other
-    /// readers still use `memory`, or a peer has lent it, this returns another buffer and the bytes
-    /// to copy into it. If there is no room for that buffer, this blocks while operations
+    /// Host values that a pool counts are copied, into the room that they have taken there. If
+    /// other readers still use `memory`, or a peer has lent it, this returns another buffer and the
+    /// bytes to copy into it. If there is no room for that buffer, this blocks while operations
     /// before `op` may release memory. It never waits for later operations, and for lent memory
     /// only as [`Runtime::reserve`] does.
     ///

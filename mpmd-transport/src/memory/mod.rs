@@ -511,9 +511,9 @@ impl SharedBuffer {
         pools.chain(self.counted.as_ref().map(|held| held.pool())).any(|one| one.is_same(pool))
     }
 
-    /// Takes the bytes that a pool [holds](Reservation::hold_for) for these, as a reservation of
-    /// this length. The values stay where they are, and count no more. `None` if no pool holds bytes
-    /// for them, or for another holder, too.
+    /// Takes the bytes that a pool [holds](Reservation::hold_for) for this buffer, as a reservation
+    /// of its length. The values stay where they are, and no longer count. `None` if no pool holds
+    /// bytes for them, or if another holder shares the hold.
     pub fn take_room(&mut self) -> Option<Reservation> {
         match Arc::try_unwrap(self.counted.take()?) {
             Ok(held) => Some(held.unhold().split_off(self.len())),
