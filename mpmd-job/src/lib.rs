@@ -245,7 +245,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
     if args.transport == Some(JobTransport::Inproc) || processes == 1 {
-        eprintln!("error: a job that recovers has several processes, not one");
+        say("error: a job that recovers has several processes, not one");
         return Ok(ExitCode::from(2));
     }
     match args.refused(processes, devices) {
@@ -267,13 +267,13 @@ impl JobArgs {
                 .filter(|count| devices.is_multiple_of(*count))
                 .map(|count| count.to_string())
                 .collect();
-            eprintln!(
+            say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
                  --processes may be {}",
                 possible.join(", ")
-            );
+            ));
         } else if kinds > processes {
-            eprintln!("error: {kinds} kinds of devices for {processes} processes");
+            say(&format!("error: {kinds} kinds of devices for {processes} processes"));
         } else {
             return None;
         }
@@ -296,7 +296,7 @@ impl JobArgs {
 fn start(launch: Launch) -> anyhow::Result<ExitCode> {
     let outcome = launch.run().context("starting the processes of the job")?;
     if let Some(failure) = &outcome.first_failure {
-        eprintln!("{failure}");
+        say(&failure.to_string());
     }
     Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
 }
@@ -354,10 +354,11 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
     }
 }
 
-/// Prints a line to stderr in one write. `eprintln!` writes in pieces, and the launcher may print
-/// another process's line to the same stream at that moment.
-fn say(line: &str) {
-    // The reader may be gone already.
+/// Prints a line to stderr in one write. Does nothing if nobody reads it any more.
+///
+/// `eprintln!` would panic then, before the program has saved its results. It also writes in
+/// pieces, and the launcher may print another process's line to the same stream at that moment.
+pub fn say(line: &str) {
     let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 

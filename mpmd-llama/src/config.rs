@@ -40,7 +40,7 @@ pub struct Config {
     pub num_key_value_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Number of positions that the model was made for: the most tokens of a sequence.
+    /// Number of positions that the model was made for, before a linear scaling.
     pub max_position_embeddings: usize,
     /// Number that is added to the mean square in a norm.
     pub rms_norm_eps: f64,
@@ -110,6 +110,17 @@ impl Config {
         let even = config.head_dim.is_multiple_of(2);
         fits("head_dim", even, "an even number".to_owned(), config.head_dim)?;
         Ok(config)
+    }
+
+    /// Returns the most tokens of a sequence. The positions of a config count before a linear
+    /// scaling, and after the others.
+    pub(crate) fn positions(&self) -> usize {
+        match self.rope.scaling {
+            Scaling::Linear { factor } => {
+                (self.max_position_embeddings as f64 * factor.max(1.0)) as usize
+            }
+            Scaling::Default | Scaling::Llama3 { .. } => self.max_position_embeddings,
+        }
     }
 }
 

@@ -12,12 +12,13 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
-use mpmd::train::tensors::{TensorFile, read_regular};
+use mpmd::train::tensors::{TensorFile, read_regular, refuse_pointer};
 use mpmd::{Error, MpmdArray, Program, Result};
 use serde::Deserialize;
 
 use crate::config::{self, Config};
 use crate::model::{EMBEDDING, OUTPUT, shapes_of};
+use crate::rope::Rope;
 use crate::unexpected;
 
 /// Name of the config.
@@ -41,9 +42,6 @@ const COMPANIONS: [&str; 12] = [
 ];
 /// Limit on the size of such a file and of the index, in bytes.
 const LARGEST_FILE: u64 = 256 << 20;
-
-/// Size up to which a file may be a pointer of Git LFS, in bytes.
-const SMALL: u64 = 1024;
 
 /// Name of the weights' file, if there is one.
 const SINGLE: &str = "model.safetensors";
@@ -183,25 +181,61 @@ impl Folder {
     ///
     /// As for [`Program::assert_same`].
     pub fn compare(&self, p: &mut Program) -> Result<()> {
-        let (count, key) = (self.tensors.len(), self.form());
+        let count = self.tensors.len();
+        let key = fold(self.form(), format!("{:?}", self.config).as_bytes());
         p.assert_same(format!("a model of {count} tensors, with hash {:016x}", key.0))
     }
 
-    /// Returns a hash of the config, and of the names, shapes and dtypes of the tensors.
+    /// Returns a hash of the names, shapes and dtypes of the tensors.
     fn form(&self) -> Key {
-        let text = |key: Key, text: String| fold(key, text.as_bytes());
-        let key = text(Key(0), format!("{:?}", self.config));
-        let tensors = self.tensors.iter();
-        tensors.fold(key, |key, (name, stored)| text(key, format!("{name} {}", stored.aval)))
+        self.tensors.iter().fold(Key(0), |key, (name, stored)| {
+            fold(key, format!("{name} {}", stored.aval).as_bytes())
+        })
     }
 
-    /// Returns a hash that tells models apart: of the config, and of the tensors' names, shapes,
-    /// dtypes, and values in the first and the last row.
+    /// Returns (name, value) of each setting by which a checkpoint tells this model from others:
+    /// those that change results and that no shape shows, and a hash of the weights.
     ///
     /// # Errors
     ///
     /// If a file cannot be read.
-    pub(crate) fn fingerprint(&self) -> Result<u64> {
+    pub(crate) fn settings(&self) -> Result<[(&'static str, String); 6]> {
+        // All fields are here, so that a new one is not forgotten.
+        let Config {
+            num_attention_heads: heads,
+            head_dim,
+            rms_norm_eps,
+            rope: Rope { theta, scaling },
+            // The names and shapes of the parameters show these.
+            vocab_size: _,
+            hidden_size: _,
+            intermediate_size: _,
+            num_hidden_layers: _,
+            num_key_value_heads: _,
+            tie_word_embeddings: _,
+            attention_bias: _,
+            mlp_bias: _,
+            // These change no result.
+            max_position_embeddings: _,
+            attention_dropout: _,
+        } = &self.config;
+        Ok([
+            ("--model num_attention_heads", heads.to_string()),
+            ("--model head_dim", head_dim.to_string()),
+            ("--model rms_norm_eps", rms_norm_eps.to_string()),
+            ("--model rope_theta", theta.to_string()),
+            ("--model rope_type", scaling.to_string()),
+            ("--model weights", format!("with hash {:016x}", self.fingerprint()?)),
+        ])
+    }
+
+    /// Returns a hash of the tensors' names, shapes and dtypes, and of the values in their first
+    /// and last row.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read.
+    fn fingerprint(&self) -> Result<u64> {
         let (mut key, mut bytes) = (self.form(), Vec::new());
         for (name, Stored { file, aval }) in &self.tensors {
             let rows = aval.shape().first().copied().unwrap_or(1);
@@ -297,10 +331,7 @@ fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
         let bytes = found.len();
         return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
     }
-    if found.len() <= SMALL {
-        // Refuses a pointer of Git LFS.
-        read_regular(&path, SMALL)?;
-    }
+    refuse_pointer(&path, found.len())?;
     Ok(path)
 }
 

@@ -1,6 +1,7 @@
 //! The rotary embedding of positions, with the scalings of long contexts.
 
 use std::f64::consts::PI;
+use std::fmt;
 
 use mpmd::candle::nn::rotary_emb::rope_thd;
 use mpmd::candle::{Device, Result, Tensor};
@@ -50,6 +51,21 @@ impl Rope {
             1.0 / self.theta.powf(f64::from(power)) as f32
         });
         plain.map(|frequency| self.scaling.apply(f64::from(frequency)) as f32).collect()
+    }
+}
+
+impl fmt::Display for Scaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => write!(f, "default"),
+            Self::Linear { factor } => write!(f, "linear by {factor}"),
+            Self::Llama3 {
+                factor,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_max_position_embeddings: original,
+            } => write!(f, "llama3 by {factor}, of {low} to {high} turns in {original}"),
+        }
     }
 }
 

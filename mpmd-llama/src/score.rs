@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::stages::Llama;
-use crate::tokens::{Tokens, check_texts, tokenizer};
+use crate::tokens::{Tokens, check_inputs, tokenizer};
 use crate::unexpected;
 
 /// Arguments of a training that a scoring would ignore.
@@ -41,8 +41,8 @@ struct Score {
 }
 
 /// Scores the first `count` tokens of a file, and has process 0 print `{"tokens": N-1,
-/// "nats_per_token": x}` to stdout. Checks the folder before a process is started. Process 0 alone
-/// reads the text.
+/// "nats_per_token": x}` to stdout. Checks the folder and the file before a process is started.
+/// Process 0 alone reads the text.
 ///
 /// # Errors
 ///
@@ -55,9 +55,7 @@ pub fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let model = Llama::new(folder, stages, count)?;
-    check_texts(&[file.to_owned()])?;
-    // Process 0 reads it again.
-    tokenizer(folder)?;
+    check_inputs(folder, &[file.to_owned()])?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, &tokenizer(folder)?, count)?;
         match tokens.ids().len() {

@@ -44,10 +44,11 @@ impl Llama {
             let expected = format!("at least {stages}, the number of stages");
             return Err(unexpected(&file, "num_hidden_layers", expected, config.num_hidden_layers));
         }
-        let most = config.max_position_embeddings;
+        let (own, most) = (config.max_position_embeddings, config.positions());
         if positions > most {
             let expected = format!("at least {positions}, the tokens of a sequence");
-            return Err(unexpected(&file, POSITIONS, expected, most));
+            let scaled = if most == own { String::new() } else { format!(", scaled to {most}") };
+            return Err(unexpected(&file, POSITIONS, expected, format!("{own}{scaled}")));
         }
         let angles = Angles::new(&config.rope, config.head_dim, positions)
             .map_err(|why| Error::kernel(why.to_string()))?;

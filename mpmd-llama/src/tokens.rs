@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use mpmd::aval::{DType, ShapedArray};
+use mpmd::launch::JobEnv;
 use mpmd::random::Key;
 use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, Text, TokenSource};
@@ -74,12 +75,17 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encoding.map_err(|why| failed(&why))?.get_ids().to_vec())
 }
 
-/// Checks that texts can be opened, and are files or folders. Reads none.
+/// Checks the tokenizer of a folder, and that texts can be opened, and are files or folders. Reads
+/// no text. Does nothing in a process that a launcher has started: only process 0 reads them,
+/// perhaps on another host, and all processes get its error.
 ///
 /// # Errors
 ///
-/// If one is not.
-pub(crate) fn check_texts(paths: &[PathBuf]) -> Result<()> {
+/// If the tokenizer is invalid, a text cannot be opened, or a variable of the job is invalid.
+pub(crate) fn check_inputs(folder: &Folder, paths: &[PathBuf]) -> anyhow::Result<()> {
+    if JobEnv::from_env()?.is_some() {
+        return Ok(());
+    }
     let check = |path: &PathBuf| match path.metadata()? {
         kind if kind.is_file() || kind.is_dir() => File::open(path).map(drop),
         _ => Err(io::Error::other("it is no regular file")),
@@ -87,16 +93,47 @@ pub(crate) fn check_texts(paths: &[PathBuf]) -> Result<()> {
     paths.iter().try_for_each(|path| {
         let why = |why| Error::Environment(format!("cannot read {}: {why}", path.display()));
         check(path).map_err(why)
-    })
+    })?;
+    tokenizer(folder)?;
+    Ok(())
 }
 
-/// Cuts the first piece off a text that is not empty, and returns it and the rest. The tokens of
-/// the text are those of the piece and of the rest.
+/// A place where a text is cut into a piece and the rest.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Border {
+    /// The end of the piece, in bytes.
+    end: usize,
+    /// The start of the rest.
+    start: usize,
+    /// Number of tokens at the start of the rest that the text does not have.
+    extra: usize,
+}
+
+/// Appends the tokens of a text to `ids`, piece by piece, until there are at least `count`. Returns
+/// the number of pieces.
+fn encode_pieces(
+    tokenizer: &Tokenizer,
+    text: &str,
+    count: usize,
+    ids: &mut Vec<u32>,
+) -> Result<usize> {
+    let (mut pieces, mut rest, mut extra) = (0, text, 0);
+    while !rest.is_empty() && ids.len() < count {
+        let border = cut(tokenizer, rest)?;
+        ids.extend(encode(tokenizer, &rest[..border.end])?.into_iter().skip(extra));
+        (pieces, rest, extra) = (pieces + 1, &rest[border.start..], border.extra);
+    }
+    Ok(pieces)
+}
+
+/// Returns the end of the first piece of a text that is not empty. The tokens of the text are those
+/// of the piece and of the rest, without the extra ones.
 ///
-/// A piece ends at a blank. Some tokenizers split before it, some behind it, and some put one in
-/// front of every text, so it is left out. The text is not cut where none of these keeps the tokens
-/// of the text around the border: then the piece is longer.
-fn cut<'a>(tokenizer: &Tokenizer, text: &'a str) -> Result<(&'a str, &'a str)> {
+/// A piece ends at a blank. Some tokenizers split before it, and some behind it. Some put a blank
+/// in front of every text: so either that of the text is left out, or the token is extra. The text
+/// is not cut where none of these keeps the tokens of the text around the border: then the piece is
+/// longer.
+fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     for from in (PIECE..text.len().saturating_sub(CONTEXT)).step_by(PIECE) {
         let from = boundary(text, from);
         let is_first_blank = |(at, char): &(usize, char)| {
@@ -105,22 +142,27 @@ fn cut<'a>(tokenizer: &Tokenizer, text: &'a str) -> Result<(&'a str, &'a str)> {
         let window = text[from..].char_indices().take_while(|(at, _)| *at < PIECE);
         for (at, blank) in window.filter(is_first_blank).take(TRIES) {
             let (at, after) = (from + at, from + at + blank.len_utf8());
-            for (end, start) in [(at, at), (after, after), (at, after)] {
-                if start < text.len() && is_border(tokenizer, text, end, start)? {
-                    return Ok((&text[..end], &text[start..]));
+            for (end, start, extra) in [(at, at, 0), (after, after, 0), (at, after, 0), (at, at, 1)]
+            {
+                let border = Border { end, start, extra };
+                if start < text.len() && is_border(tokenizer, text, border)? {
+                    return Ok(border);
                 }
             }
         }
     }
-    Ok((text, ""))
+    Ok(Border { end: text.len(), start: text.len(), extra: 0 })
 }
 
-/// True if the text around a border has the tokens of its parts before `end` and from `start` on.
-fn is_border(tokenizer: &Tokenizer, text: &str, end: usize, start: usize) -> Result<bool> {
+/// True if the text around a border has the tokens of its two parts, without the extra ones.
+fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> {
+    let Border { end, start, extra } = border;
     let from = boundary(text, end.saturating_sub(CONTEXT));
+    // The tokens at the end of a word may depend on its whole length.
+    let from = text[..from].rfind(char::is_whitespace).unwrap_or(0);
     let until = boundary(text, text.len().min(start + CONTEXT));
     let mut parts = encode(tokenizer, &text[from..end])?;
-    parts.extend(encode(tokenizer, &text[start..until])?);
+    parts.extend(encode(tokenizer, &text[start..until])?.into_iter().skip(extra));
     Ok(parts == encode(tokenizer, &text[from..until])?)
 }
 
@@ -155,13 +197,9 @@ impl Tokens {
         let mut ids = Vec::new();
         // The last file ends with a separator, too.
         for file in text.bytes().split(|byte| *byte == SEPARATOR) {
-            let mut rest = std::str::from_utf8(file)
+            let file = std::str::from_utf8(file)
                 .map_err(|why| Error::Environment(format!("a text is not UTF-8: {why}")))?;
-            while !rest.is_empty() && ids.len() < count {
-                let (piece, later) = cut(tokenizer, rest)?;
-                ids.extend(encode(tokenizer, piece)?);
-                rest = later;
-            }
+            encode_pieces(tokenizer, file, count, &mut ids)?;
         }
         ids.truncate(count);
         Ok(Self { ids: ids.into() })
@@ -297,8 +335,45 @@ mod tests {
         text
     }
 
+    /// Lines without blanks: Chinese, and tables.
+    fn dense_text(bytes: usize) -> String {
+        let line = |line: u32| format!("{line},\u{72d0}\u{72f8}\u{ff0c}x{}\n", line * 977 % 1009);
+        (0..bytes as u32 / 16).map(line).collect()
+    }
+
+    /// Lines of an odd number of punctuation marks, longer than the context of a border.
+    fn rules(bytes: usize) -> String {
+        format!("{}\n", "=".repeat(2 * CONTEXT + 1)).repeat(bytes / 2 / CONTEXT)
+    }
+
+    /// Checks that the pieces of a text are short and have its tokens, with each tokenizer.
+    fn assert_pieces(text: &str) {
+        for (name, tokenizer) in tokenizers() {
+            let mut found = Vec::new();
+            let pieces = encode_pieces(&tokenizer, text, usize::MAX, &mut found).unwrap();
+            assert!(pieces >= text.len() / PIECE, "{name}: {pieces} pieces");
+            let whole = encode(&tokenizer, text).unwrap();
+            let differs = found.iter().zip(&whole).position(|(a, b)| a != b);
+            assert!(found == whole, "{name}: differs at token {differs:?} of {}", whole.len());
+        }
+    }
+
     #[test]
     fn pieces_have_the_tokens_of_the_whole() {
+        assert_pieces(&text(6 * PIECE));
+    }
+
+    #[test]
+    fn lines_without_blanks_are_cut() {
+        assert_pieces(&dense_text(3 * PIECE));
+    }
+
+    #[test]
+    fn lines_longer_than_the_compared_text_keep_their_tokens() {
+        assert_pieces(&rules(3 * PIECE));
+    }
+
+    fn tokenizers() -> [(&'static str, Tokenizer); 5] {
         let split = json!({ "type": "Split", "pattern": { "Regex": LLAMA3 },
             "behavior": "Isolated", "invert": false });
         let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
@@ -308,13 +383,18 @@ mod tests {
             "content": "\u{2581}" });
         let metaspace = json!({ "type": "Metaspace", "replacement": "\u{2581}",
             "prepend_scheme": "first", "split": false });
-        let tokenizers = [
+        [
             ("GPT-2", changed(|_| {})),
             (
                 "Llama 3",
                 changed(|tokenizer| {
                     tokenizer["pre_tokenizer"] =
                         json!({ "type": "Sequence", "pretokenizers": [split, bytes] });
+                    // So the end of a line of marks depends on their number.
+                    for (id, pair) in [(320, ["=", "="]), (321, ["=", "\u{10a}"])] {
+                        tokenizer["model"]["vocab"][pair.concat()] = json!(id);
+                        tokenizer["model"]["merges"].as_array_mut().unwrap().push(json!(pair));
+                    }
                 }),
             ),
             (
@@ -331,28 +411,17 @@ mod tests {
                 }),
             ),
             ("Metaspace", with_prefix(|tokenizer| tokenizer["pre_tokenizer"] = metaspace)),
-        ];
-        let text = text(6 * PIECE);
-        for (name, tokenizer) in &tokenizers {
-            let (mut pieces, mut rest, mut found) = (0, text.as_str(), Vec::new());
-            while !rest.is_empty() {
-                let (piece, later) = cut(tokenizer, rest).unwrap();
-                found.extend(encode(tokenizer, piece).unwrap());
-                (pieces, rest) = (pieces + 1, later);
-            }
-            assert!(pieces >= 6, "{name}: {pieces} pieces");
-            let whole = encode(tokenizer, &text).unwrap();
-            let differs = found.iter().zip(&whole).position(|(a, b)| a != b);
-            assert!(found == whole, "{name}: differs at token {differs:?} of {}", whole.len());
-        }
+        ]
     }
 
     #[test]
     fn text_without_a_border_is_one_piece() {
         let tokenizer = changed(|_| {});
         let word = "a".repeat(3 * PIECE);
-        assert_eq!(cut(&tokenizer, &word).unwrap(), (word.as_str(), ""));
         let blanks = format!("{}x", " ".repeat(3 * PIECE));
-        assert_eq!(cut(&tokenizer, &blanks).unwrap(), (blanks.as_str(), ""));
+        for text in [word, blanks] {
+            let whole = Border { end: text.len(), start: text.len(), extra: 0 };
+            assert_eq!(cut(&tokenizer, &text).unwrap(), whole);
+        }
     }
 }

@@ -12,15 +12,14 @@ use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_job::JobArgs;
-use mpmd_job::{at_least, not_negative};
+use mpmd_job::{JobArgs, at_least, not_negative, say};
 use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::save;
 use crate::stages::Llama;
-use crate::tokens::{Tokens, check_texts, tokenizer};
+use crate::tokens::{Tokens, check_inputs, tokenizer};
 use crate::unexpected;
 
 /// Number of checkpoints that stay in their folder.
@@ -113,7 +112,8 @@ struct Trained {
 }
 
 /// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
-/// Checks the folder before a process is started. Process 0 alone reads the texts, in the job.
+/// Checks the folder and the texts before a process is started. Process 0 alone reads the texts, in
+/// the job.
 ///
 /// # Errors
 ///
@@ -132,9 +132,7 @@ pub fn run(
     }
     let schedule = args.schedule(stages)?;
     let model = Llama::new(source, stages, args.time)?.lora(args.lora(), args.seed);
-    check_texts(&args.paths)?;
-    // Process 0 reads it again.
-    tokenizer(source)?;
+    check_inputs(source, &args.paths)?;
     let ranks = schedule.ranks();
     if let Some(to) = &args.save {
         // Found before hours of training.
@@ -164,13 +162,14 @@ pub fn run(
         if let Some(folder) = &args.checkpoints {
             let lora =
                 args.lora().map(|lora| format!("rank {} and alpha {}", lora.rank, lora.alpha));
-            let checkpoints = Checkpoints::new(folder)
-                .keep(KEPT)
-                .setting("model", format!("{:016x}", source.fingerprint()?))
-                .setting("lora", lora.as_deref().unwrap_or("none"));
+            let checkpoints = Checkpoints::new(folder).keep(KEPT);
+            let checkpoints = checkpoints.setting("--lora", lora.as_deref().unwrap_or("none"));
+            let settings = source.settings()?.into_iter();
+            let checkpoints =
+                settings.fold(checkpoints, |to, (name, value)| to.setting(name, value));
             let step = trainer.restore(p, &checkpoints)?;
             if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
-                eprintln!("continuing after step {step} of {}", folder.display());
+                say(&format!("continuing after step {step} of {}", folder.display()));
             }
             run = run.checkpoints(checkpoints);
         }

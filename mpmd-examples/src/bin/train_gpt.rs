@@ -31,8 +31,7 @@ use mpmd::{Commits, DeviceId, ProcessId};
 use mpmd_examples::sample::{next_byte, printable};
 use mpmd_examples::training::{self, Figures};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
-use mpmd_job::JobArgs;
-use mpmd_job::{at_least, not_negative};
+use mpmd_job::{JobArgs, at_least, not_negative, say};
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
@@ -260,7 +259,7 @@ fn run(
         let continuation = sample(p, model, args, &stop)?;
         signal = stop.agree(p)?;
         if let (true, Some(signal)) = (first, signal) {
-            eprintln!("stopped by {} after step {}", stop_name(signal), trainer.steps());
+            say(&format!("stopped by {} after step {}", stop_name(signal), trainer.steps()));
         }
         if first && signal.is_none() {
             println!("\n{}{}\n", args.prompt, printable(&continuation));

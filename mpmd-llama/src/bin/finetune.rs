@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_job::JobArgs;
-use mpmd_job::at_least;
+use mpmd_job::{JobArgs, at_least, say};
 use mpmd_llama::Folder;
 use mpmd_llama::score::{self, ScoreArgs};
 use mpmd_llama::train::{self, TrainArgs};
@@ -31,7 +30,7 @@ struct Args {
 fn main() -> ExitCode {
     let args = Args::parse();
     run(&args).unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        say(&format!("error: {error:#}"));
         ExitCode::FAILURE
     })
 }

@@ -117,6 +117,14 @@ pub(crate) fn change(folder: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
     fs::write(file, bytes).unwrap();
 }
 
+/// Changes the config of a folder.
+pub(crate) fn change_config(folder: &Path, change: impl FnOnce(&mut serde_json::Value)) {
+    let file = folder.join("config.json");
+    let mut config = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    change(&mut config);
+    fs::write(&file, config.to_string()).unwrap();
+}
+
 /// Returns a tensor of zeros.
 pub(crate) fn zeros(name: &str, shape: &[usize], dtype: DType) -> Tensor {
     let aval = ShapedArray::new(shape, dtype);

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use mpmd::aval::DType;
 use mpmd_llama::{Folder, Llama, tokenizer};
+use serde_json::json;
 
-use crate::folders::{change, copy, open, path, zeros};
+use crate::folders::{change, change_config, copy, open, path, zeros};
 
 const GATE: &str = "model.layers.1.mlp.gate_proj.weight";
 
@@ -144,6 +145,18 @@ fn sequences_beyond_the_positions_are_refused() {
         without(Llama::new(&folder, 1, 1025).unwrap_err(), &path("plain")),
         "config.json: max_position_embeddings: expected at least 1025, the tokens of a sequence, \
          found 1024"
+    );
+    // A linear scaling comes on top, as in models of longer contexts.
+    let scaled = copy("plain");
+    change_config(scaled.path(), |config| {
+        config["rope_parameters"] = json!({ "rope_type": "linear", "factor": 2.5 });
+    });
+    let folder = Folder::open(scaled.path()).unwrap();
+    Llama::new(&folder, 1, 2560).unwrap();
+    assert_eq!(
+        without(Llama::new(&folder, 1, 2561).unwrap_err(), scaled.path()),
+        "config.json: max_position_embeddings: expected at least 2561, the tokens of a sequence, \
+         found 1024, scaled to 2560"
     );
 }
 

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::Command;
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use mpmd::testing::{ProcessEnd, Processes};
 
-use crate::folders::{change, copy, expected, path, read_all, text};
+use crate::folders::{change, change_config, copy, expected, path, read_all, text};
 
 const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
 
@@ -103,25 +104,26 @@ fn other_model_or_rank_on_resume_is_refused() {
     });
     let (code, said) = train(&first, "1", "--lora 2");
     assert_eq!(code, 0, "{said}");
-    for (model, lora, found, expected) in [
-        (first.as_path(), "--lora 4", "lora rank 2 and alpha 4", "rank 4 and alpha 8"),
-        (
-            first.as_path(),
-            "--lora 2 --lora-alpha 3",
-            "lora rank 2 and alpha 4",
-            "rank 2 and alpha 3",
-        ),
-        (first.as_path(), "", "lora rank 2 and alpha 4", "none"),
-        (other.path(), "--lora 2", "model ", ""),
+    let rotated = copy("plain");
+    change_config(rotated.path(), |config| config["rope_parameters"]["rope_theta"] = 5e5.into());
+    let lora = "rank 2 and alpha 4";
+    for (model, options, name, found, expected) in [
+        (first.as_path(), "--lora 4", "--lora", lora, "rank 4 and alpha 8"),
+        (first.as_path(), "--lora 2 --lora-alpha 3", "--lora", lora, "rank 2 and alpha 3"),
+        (first.as_path(), "", "--lora", lora, "none"),
+        (rotated.path(), "--lora 2", "--model rope_theta", "10000", "500000"),
+        (other.path(), "--lora 2", "--model weights", "with hash ", "with hash "),
     ] {
-        let (code, said) = train(model, "2", lora);
+        let (code, said) = train(model, "2", options);
         assert_eq!(code, 1, "{said}");
-        let found = format!("step-00000001.json: the checkpoint has {found}");
-        let expected = format!("and this training has {expected}");
+        let found = format!("step-00000001.json: the checkpoint has {name} {found}");
+        let expected = format!(", and this training has {name} {expected}");
         assert!(said.contains(&found) && said.contains(&expected), "{said}");
     }
+    // A copy that was made for longer sequences is the same model.
+    change_config(moved.path(), |config| config["max_position_embeddings"] = 4096.into());
     let (code, said) = train(moved.path(), "2", "--lora 2");
-    assert_eq!(code, 0, "a copy is the same model: {said}");
+    assert_eq!(code, 0, "{said}");
 }
 
 #[test]
@@ -228,4 +230,106 @@ fn full_disk_is_one_message_with_the_file() {
     let lines: Vec<&str> = error.lines().filter(|line| line.contains("error")).collect();
     let [line] = lines[..] else { panic!("{error}") };
     assert!(line.contains(&file) && line.contains("File too large"), "{line}");
+}
+
+/// A program without processes of a job. It is killed at the end of the test.
+struct Alone(Child);
+
+impl Alone {
+    fn start(args: &[&str]) -> Self {
+        let (model, text) = (path("plain"), text());
+        let mut command = bare(FINETUNE);
+        command.arg("--model").arg(model).arg(text).args("--time 8 --microbatches 1".split(' '));
+        command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// Sends SIGINT, as Ctrl-C does.
+    fn interrupt(&self) {
+        let pid = self.0.id().to_string();
+        assert!(Command::new("sh").args(["-c", "kill -INT $0", &pid]).status().unwrap().success());
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + Duration::from_secs(120);
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the program has not ended");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn ctrl_c_saves_and_says_what_is_true() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    for (option, reads, end) in [
+        ("--save", true, ""),
+        ("--checkpoints", true, ", saved"),
+        // As after `2>&1 | tee log`: Ctrl-C ends tee first.
+        ("--save", false, ""),
+    ] {
+        let to = at(&format!("{option}-{reads}"));
+        let mut job = Alone::start(&[option, &to, "--steps", "100000000"]);
+        let mut errors = BufReader::new(job.0.stderr.take().unwrap());
+        let mut line = String::new();
+        errors.read_line(&mut line).unwrap();
+        assert!(line.starts_with("step 1/"), "{line}");
+        let errors = Some(errors).filter(|_| reads);
+        job.interrupt();
+        if let Some(mut errors) = errors {
+            let mut said = String::new();
+            errors.read_to_string(&mut said).unwrap();
+            let last = said.lines().last().unwrap_or_default();
+            let step = last.strip_prefix("stopped by Ctrl-C after step ");
+            let step = step.and_then(|rest| rest.strip_suffix(end));
+            assert!(step.is_some_and(|step| step.parse::<u64>().is_ok()), "{option}: {said}");
+        }
+        assert_eq!(job.wait().code(), Some(130), "{option}");
+        let saved = fs::read_dir(to).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut saved = saved.map(|name| name.to_str().unwrap().to_owned());
+        let manifest = |name: &str| name.starts_with("step-") && name.ends_with(".json");
+        assert!(saved.any(|name| name == "model.safetensors" || manifest(&name)), "{option}");
+    }
+}
+
+#[test]
+fn errors_that_nobody_reads_do_not_end_a_training() {
+    for (args, code) in [(&["--steps", "5"][..], 0), (&["--stages", "9"], 1)] {
+        let mut job = Alone::start(args);
+        drop(job.0.stderr.take());
+        assert_eq!(job.wait().code(), Some(code));
+    }
+}
+
+#[test]
+fn text_and_tokenizer_need_only_be_on_the_first_host() {
+    // Two folders stand for two hosts.
+    let hosts = [copy("plain"), copy("plain")];
+    fs::copy(text(), hosts[0].path().join("text.txt")).unwrap();
+    fs::remove_file(hosts[1].path().join("tokenizer.json")).unwrap();
+    let trained = ["text.txt", "--steps", "1", "--time", "8", "--microbatches", "2"];
+    for args in [&trained[..], &["--score", "text.txt", "--tokens", "9"]] {
+        let args = [&["--model", ".", "--stages", "2"], args].concat();
+        let deadline = Duration::from_secs(120);
+        let mut job = Processes::new(2, FINETUNE).args(args).deadline(deadline).prepare().unwrap();
+        for (process, host) in hosts.iter().enumerate() {
+            let mut command = job.command(process);
+            command.current_dir(host.path());
+            job.spawn(command).unwrap();
+        }
+        let ends = job.wait().unwrap();
+        assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+    }
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 use mpmd_llama::{Folder, Llama, merged, save, tokenizer};
 use tempfile::TempDir;
 
-use crate::folders::{copy, path, read_all, simulate};
+use crate::folders::{change_config, copy, path, read_all, simulate};
 
 /// Returns the error of a folder, without its path.
 fn refused(folder: &Path) -> String {
@@ -31,11 +31,7 @@ fn pipe(file: &Path) {
 /// Changes a number in the config of a copy of `plain`.
 fn refused_with(key: &str, number: u64) -> String {
     let folder = copy("plain");
-    let file = folder.path().join("config.json");
-    let text = fs::read_to_string(&file).unwrap();
-    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
-    config[key] = number.into();
-    fs::write(&file, config.to_string()).unwrap();
+    change_config(folder.path(), |config| config[key] = number.into());
     refused(folder.path())
 }
 

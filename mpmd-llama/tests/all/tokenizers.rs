@@ -3,10 +3,11 @@
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use mpmd::testing::Simulation;
+use mpmd::testing::{Processes, Simulation};
 use mpmd::train::data::Text;
-use mpmd::{Error, Result};
+use mpmd::{Error, Program, Result};
 use mpmd_llama::{Folder, Tokens, tokenizer};
 use serde_json::{Value, json};
 
@@ -79,5 +80,40 @@ fn one_process_tokenises_and_all_get_the_tokens() {
     let failing = || Err(Error::Environment("a text of another planet".to_owned()));
     for failed in Simulation::new(3, 3).run(|p| Tokens::spread(p, failing)) {
         assert_eq!(failed.unwrap_err().to_string(), "a text of another planet");
+    }
+}
+
+/// The variable that makes a test process one of a job.
+const SLOW: &str = "SLOW_TOKENS";
+
+/// The program of each process: process 0 makes tokens for three seconds. Does nothing if the test
+/// itself runs.
+#[test]
+fn slow_process() {
+    if std::env::var_os(SLOW).is_none() {
+        return;
+    }
+    let folder = open("plain");
+    let make = || {
+        std::thread::sleep(Duration::from_secs(3));
+        Ok(tokens(&folder))
+    };
+    let result = Program::builder().devices(2).run(|p| -> Result<()> {
+        println!("{:?}", Tokens::spread(p, make)?);
+        Ok(())
+    });
+    result.unwrap();
+}
+
+#[test]
+fn tokens_may_take_longer_than_the_peer_timeout() {
+    let job = Processes::new(2, std::env::current_exe().unwrap())
+        .args(["--exact", "tokenizers::slow_process", "--nocapture"])
+        .env(SLOW, "yes")
+        .peer_timeout(Duration::from_secs(1));
+    let ends = job.start().unwrap().wait().unwrap();
+    let expected = format!("{:?}", tokens(&open("plain")));
+    for end in &ends {
+        assert!(end.code() == 0 && end.stdout.contains(&expected), "{end:?}");
     }
 }

@@ -88,8 +88,8 @@ impl Checkpoint {
             let found = settings.get(name).map_or("none", String::as_str);
             if found != expected {
                 let problem = format!(
-                    "the checkpoint has {name} {found}, and this training has {expected}: give the \
-                     same, or another folder of checkpoints"
+                    "the checkpoint has {name} {found}, and this training has {name} {expected}: \
+                     give the same, or another folder of checkpoints"
                 );
                 return Err(failed(&self.path, &problem));
             }

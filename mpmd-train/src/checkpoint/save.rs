@@ -55,9 +55,9 @@ impl SaveStatus {
     }
 }
 
-/// A save that is under way.
+/// A save that is under way. If it is dropped, the checkpoint gets no manifest.
 pub(crate) struct Saving {
-    step: u64,
+    pub(crate) step: u64,
     /// The thread's result of writing this process's regions; `None` in a dry run.
     written: Option<mpsc::Receiver<Result<()>>>,
     /// Tells process 0's thread that all processes have written.

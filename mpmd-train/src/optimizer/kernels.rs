@@ -1,5 +1,6 @@
 //! The kernels of an optimiser: sums of squares, the figures of a step, and the update.
 
+use half::{bf16, f16};
 use mpmd_core::aval::{DType, ShapedArray, f64s};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::pipeline::Loss;
@@ -18,6 +19,11 @@ pub(crate) fn double(view: &View<'_>) -> Result<f64> {
         DType::F64 => Ok(view.scalar::<f64>()?),
         other => Err(Error::kernel(format!("a loss of {other}: it must be f32 or f64"))),
     }
+}
+
+/// Returns elements of 16 bits as f32.
+fn widened<T: Copy>(elements: &[T], widen: fn(T) -> f32) -> Vec<f32> {
+    elements.iter().map(|element| widen(*element)).collect()
 }
 
 /// Kernel that computes each device's share in the sums of the gradients' squares, `[leaves]`.
@@ -47,6 +53,8 @@ impl Kernel for SquareSums {
                 *sum = match (counting.contains(&cx.device()), gradient.global().dtype()) {
                     (false, _) => 0.0,
                     (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
+                    (true, DType::Bf16) => square_sum(&widened(gradient.as_slice()?, bf16::to_f32)),
+                    (true, DType::F16) => square_sum(&widened(gradient.as_slice()?, f16::to_f32)),
                     (true, _) => square_sum(gradient.as_slice::<f32>()?),
                 };
             }
@@ -245,4 +253,27 @@ fn update<T: Float>(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::{HostArray, run_here};
+
+    use super::*;
+
+    #[test]
+    fn sums_of_squares_are_finite_if_all_values_are() {
+        let sums = |x: f32| {
+            let x = vec![
+                HostArray::from_slice(&[2], &[bf16::ONE, bf16::from_f32(x)]).unwrap(),
+                HostArray::from_slice(&[2], &[f16::ONE, f16::from_f32(x)]).unwrap(),
+                HostArray::from_slice(&[2], &[1.0, x]).unwrap(),
+                HostArray::from_slice(&[2], &[1.0, f64::from(x)]).unwrap(),
+            ];
+            let sums = run_here(SquareSums { counting: vec![vec![DeviceId(0)]; 4] }, &x).unwrap();
+            sums.to_vec::<f64>().unwrap()
+        };
+        assert_eq!(sums(3.0), [10.0; 4]);
+        assert!([f32::NAN, f32::INFINITY].into_iter().flat_map(sums).all(|sum| !sum.is_finite()));
+    }
 }

@@ -77,7 +77,7 @@ impl Optimizer {
         let settings = settings.into();
         let last = pipeline.mesh(pipeline.stages() - 1).clone();
         let stages = (0..pipeline.stages()).map(|stage| {
-            let params = trainable(pipeline, stage);
+            let params = params(pipeline, stage, true);
             let new = |params| StageOptimizer::new(p, pipeline.mesh(stage), params, &settings);
             Some(params).filter(|params| !params.is_empty()).map(new).transpose()
         });
@@ -165,7 +165,7 @@ impl Optimizer {
     }
 
     /// Returns (stage, path) of the first trainable parameter with a value that is not finite.
-    /// Every process gets the result. Blocks until its parameters are there. `everywhere` is a
+    /// Every process gets the result. Blocks until the parameters are there. `everywhere` is a
     /// replicated sharding over a device of each process.
     ///
     /// # Errors
@@ -186,18 +186,37 @@ impl Optimizer {
             let all = pipeline.params(index);
             let places = places(&all, &stage.paths)?.into_iter();
             let params = places.map(|place| all[place].1.clone()).collect();
-            // The squares of a value that is not finite have no finite sum.
             let sum = stage.square_sums.call(p, params)?;
-            sums.push((index, stage, p.device_put(&sum, everywhere)?));
+            sums.push((index, stage.paths.clone(), p.device_put(&sum, everywhere)?));
         }
-        for (index, stage, sums) in sums {
-            let Some(sums) = sums.to_host()? else { continue };
-            let mut found = sums.as_slice::<f64>()?.iter().zip(&stage.paths);
-            if let Some((_, path)) = found.find(|(sum, _)| !sum.is_finite()) {
-                return Ok(Some((index, path.clone())));
+        first_not_finite(sums)
+    }
+
+    /// Does the same as [`Optimizer::not_finite`] for the floats that are not trained.
+    pub(crate) fn frozen_not_finite<In>(
+        p: &mut Program,
+        pipeline: &Pipeline<In, Loss<MpmdArray>>,
+        everywhere: &Sharding,
+    ) -> Result<Option<(usize, String)>>
+    where
+        In: Tree<Leaf = MpmdArray>,
+    {
+        let mut sums = Vec::new();
+        for stage in 0..pipeline.stages() {
+            let is_float = |array: &MpmdArray| {
+                matches!(array.dtype(), DType::F32 | DType::F64 | DType::Bf16 | DType::F16)
+            };
+            let mut frozen = params(pipeline, stage, false);
+            frozen.retain(|(_, array)| is_float(array) && array.sharding().is_some());
+            if frozen.is_empty() {
+                continue;
             }
+            let kernel = square_sums(p, pipeline.mesh(stage), &frozen)?;
+            let (paths, arrays): (_, Vec<MpmdArray>) = frozen.into_iter().unzip();
+            let sum = kernel.call(p, arrays)?;
+            sums.push((stage, paths, p.device_put(&sum, everywhere)?));
         }
-        Ok(None)
+        first_not_finite(sums)
     }
 
     /// Returns (name, array) of each array that the optimiser keeps for a stage: `mean/<path>` and
@@ -270,14 +289,7 @@ impl StageOptimizer {
         settings: &OptimizerSettings,
     ) -> Result<Self> {
         let shardings = params.iter().map(sharding).collect::<Result<Vec<_>>>()?;
-        let mut counting = Vec::with_capacity(params.len());
-        for ((_, param), sharding) in params.iter().zip(&shardings) {
-            counting.push(owners(param.aval(), sharding)?.devices().to_vec());
-        }
-        let partial: Vec<&str> = mesh.axis_names().iter().map(String::as_str).collect();
-        let sums = mesh.replicated().unreduced(&partial)?;
-        let square_sums = p.jit(SquareSums { counting }).on(mesh).outputs(sums).build()?;
-
+        let square_sums = square_sums(p, mesh, &params)?;
         let names = settings.rule.state_names();
         let decays = params.iter().map(|(path, param)| (settings.decays)(path, param.shape()));
         let update = Update { rule: settings.rule, decays: decays.collect() };
@@ -315,14 +327,47 @@ impl StageOptimizer {
     }
 }
 
-/// Returns (path, array) of each parameter of a stage that has a gradient.
-fn trainable<In, Out>(pipeline: &Pipeline<In, Out>, stage: usize) -> Vec<(String, MpmdArray)>
+/// Returns (path, array) of each parameter of a stage that is trained, or of each other one.
+fn params<In, Out>(
+    pipeline: &Pipeline<In, Out>,
+    stage: usize,
+    trained: bool,
+) -> Vec<(String, MpmdArray)>
 where
     In: Tree<Leaf = MpmdArray>,
     Out: Tree<Leaf = MpmdArray>,
 {
     let params = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
-    params.filter_map(|(param, trained)| trained.then_some(param)).collect()
+    params.filter_map(|(param, is_trained)| (is_trained == trained).then_some(param)).collect()
+}
+
+/// Creates the kernel of the sums of squares of some parameters of a stage.
+fn square_sums(
+    p: &mut Program,
+    mesh: &Mesh,
+    params: &[(String, MpmdArray)],
+) -> Result<Jit<SquareSums>> {
+    let counting = params.iter().filter_map(|(_, param)| {
+        let owners = owners(param.aval(), param.sharding()?);
+        Some(owners.map(|owners| owners.devices().to_vec()))
+    });
+    let counting = counting.collect::<std::result::Result<Vec<_>, _>>()?;
+    let partial: Vec<&str> = mesh.axis_names().iter().map(String::as_str).collect();
+    let sums = mesh.replicated().unreduced(&partial)?;
+    p.jit(SquareSums { counting }).on(mesh).outputs(sums).build()
+}
+
+/// Returns (stage, path) of the first parameter whose squares have no finite sum: it has a value
+/// that is not finite. `sums` are (stage, paths, sums of these parameters).
+fn first_not_finite(sums: Vec<(usize, Vec<String>, MpmdArray)>) -> Result<Option<(usize, String)>> {
+    for (stage, paths, sums) in sums {
+        let Some(sums) = sums.to_host()? else { continue };
+        let mut found = sums.as_slice::<f64>()?.iter().zip(paths);
+        if let Some((_, path)) = found.find(|(sum, _)| !sum.is_finite()) {
+            return Ok(Some((stage, path)));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns the indices of the arrays with these paths.

@@ -24,8 +24,12 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Fails if a file of `bytes` bytes is a pointer of Git LFS, as [`read_regular`] does.
-pub(crate) fn refuse_pointer(path: &Path, bytes: u64) -> Result<()> {
+/// Fails if a file of `bytes` bytes is a pointer of Git LFS.
+///
+/// # Errors
+///
+/// As for [`read_regular`].
+pub fn refuse_pointer(path: &Path, bytes: u64) -> Result<()> {
     if bytes <= LARGEST {
         read_regular(path, LARGEST)?;
     }

@@ -2,6 +2,7 @@
 
 mod contents;
 mod metrics;
+mod not_finite;
 mod progress;
 mod recovery;
 mod report;
@@ -117,8 +118,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Sets the flag that asks this process to stop, in place of one that [`Trainer::run`] makes
-    /// and sets by Ctrl-C and SIGTERM.
+    /// Sets the flag that asks this process to stop, in place of the one of
+    /// [`StopFlag::install`], which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
         (self.status.stop, self.watches) = (stop.clone(), true);

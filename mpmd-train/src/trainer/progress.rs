@@ -1,5 +1,6 @@
 //! Progress of a training on stderr: a bar on a terminal, otherwise a line at intervals.
 
+use std::io::{Write as _, stderr};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -52,7 +53,7 @@ impl Progress {
         let tenth = Some((10.0 * share) as u64);
         if tenth > self.tenth {
             self.tenth = tenth;
-            eprintln!("{message}  {:.0} s left", elapsed * (1.0 / share - 1.0));
+            say(&format!("{message}  {:.0} s left", elapsed * (1.0 / share - 1.0)));
         }
     }
 
@@ -65,10 +66,16 @@ impl Progress {
     pub(super) fn evaluated(&self, step: u64, loss: f64) {
         let message = format!("evaluation after step {step}: loss {loss:.4}");
         match self.bar.is_hidden() {
-            true => eprintln!("{message}"),
+            true => say(&message),
             false => self.bar.println(message),
         }
     }
+}
+
+/// Prints a line to stderr. Does nothing if nobody reads it any more: the training goes on, and
+/// `eprintln!` would panic.
+pub(super) fn say(line: &str) {
+    let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 impl Drop for Progress {

@@ -11,7 +11,8 @@ use mpmd_core::{Error, MpmdArray, ProcessId, Program, Result};
 
 use super::Trainer;
 use super::metrics::Metrics;
-use super::progress::Progress;
+use super::not_finite::{NotFinite, UNKNOWN};
+use super::progress::{Progress, say};
 use super::report::{EvaluationHandle, StepHandle, StepReport};
 use super::saves::Saves;
 #[cfg(feature = "tensorboard")]
@@ -114,7 +115,7 @@ impl<'a> Run<'a> {
     }
 
     /// Saves a checkpoint after the last step, also after a stop. [`Trainer::restore`] continues
-    /// from it.
+    /// from it. It is complete after the last evaluation, and only if that has a finite loss.
     pub fn checkpoints(mut self, to: Checkpoints) -> Self {
         self.checkpoints = Some(to);
         self
@@ -123,8 +124,9 @@ impl<'a> Run<'a> {
     /// Saves a checkpoint also each time the number of updates is a multiple of `steps`, while the
     /// training goes on. It needs [`Run::checkpoints`].
     ///
-    /// Each save takes host memory for a copy of the process's regions. If a save is still under
-    /// way when the next is due, the training waits.
+    /// Each save takes host memory for a copy of the process's regions. Before it begins, the
+    /// training waits for the reports of all steps so far, and for a save that is still under way.
+    /// So a model that training has spoiled replaces no good checkpoint.
     pub fn save_every(mut self, steps: u64) -> Self {
         self.save_every = Some(steps.max(1));
         self
@@ -163,12 +165,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// Two further steps are issued before the report of a step is read. If any process gets
     /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
-    /// evaluation. The second signal ends its process at once.
+    /// evaluation. A second Ctrl-C or SIGTERM ends its process at once.
     ///
     /// # Errors
     ///
     /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite: the
-    /// error names the step and the stage, and parameters that are not finite are not saved. If the
+    /// error names the step and the stage, and the parameters that gave it are not saved. If the
     /// metrics or a checkpoint cannot be written. Before the first step, if a process cannot
     /// write to the folder of checkpoints, if another job saves there, or if it has a checkpoint of
     /// a later step than this trainer.
@@ -182,7 +184,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, on_step, .. } = run;
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
-        let mut saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
+        let saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {
@@ -209,6 +211,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         };
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),
+            saves,
             start,
             metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
             #[cfg(feature = "tensorboard")]
@@ -236,31 +239,28 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 self.evaluate_held_out(p, data, &mut observer)?;
             }
         }
-        self.train(p, (steps, evaluate_every), data, &mut saves, &mut observer)?;
-        if let Some(parameter) = self.spoiled(p)? {
-            let what = format!("the model after step {} cannot be used", self.steps());
-            return Err(
-                self.not_finite(&what, &NotFinite { parameter: Some(parameter), ..UNKNOWN })
-            );
-        }
-        saves.end(p, self)?;
+        self.train(p, (steps, evaluate_every), data, &mut observer)?;
+        self.begin_save_if_finite(p, &mut observer)?;
         if observer.stopped.is_none() {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
-        let Observer { last, stopped, evaluation, .. } = observer;
+        let Observer { mut saves, progress: bar, last, stopped, evaluation, .. } = observer;
+        saves.finish(p)?;
+        // Its end draws it once more.
+        drop(bar);
         if let Some(signal) = stopped.filter(|_| first && progress) {
-            let saved = if is_saved { "saved" } else { "not saved: it has no checkpoints" };
-            eprintln!("stopped by {} after step {}, {saved}", stop_name(signal), self.steps());
+            let saved = if is_saved { ", saved" } else { "" };
+            say(&format!("stopped by {} after step {}{saved}", stop_name(signal), self.steps()));
         }
         Ok(Outcome { steps: self.steps(), last, stopped, evaluation })
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
     /// has read them.
-    fn repeat_reports(&self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
+    fn repeat_reports(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
         // It counts from the steps that are done.
         let progress = observer.progress.take();
-        for recent in self.recent.iter().filter(|recent| recent.step > 0) {
+        for recent in self.recent.clone().iter().filter(|recent| recent.step > 0) {
             let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
             let (report, gradients, _) = StepHandle { step, rate, figures }.read_all()?;
             self.observe(p, observer, StepReport { seconds: 0.0, ..report }, gradients)?;
@@ -277,7 +277,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         p: &mut Program,
         (steps, evaluate_every): (u64, Option<u64>),
         data: &D,
-        saves: &mut Saves,
         observer: &mut Observer<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
@@ -288,20 +287,48 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 Some(share) => self.rate.at_share(share),
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
-            saves.after_step(p, self)?;
+            if observer.saves.is_due(self.steps()) {
+                // They show if the save before, which is complete then, has a model of use.
+                pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;
+                self.begin_save_if_finite(p, observer)?;
+            }
             // Does nothing unless the program recovers.
             p.commit(self.steps(), self)?;
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {
-                self.read(p, saves, observer, step)?;
+                self.read(p, observer, step)?;
             }
             let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
             if now && self.steps() < steps && observer.stopped.is_none() {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
-        pending.into_iter().try_for_each(|step| self.read(p, saves, observer, step))
+        pending.into_iter().try_for_each(|step| self.read(p, observer, step))
+    }
+
+    /// Begins to save the last step, if there are checkpoints and that is not done. The reports of
+    /// all steps must be read. Fails if a trained parameter is not finite.
+    fn begin_save_if_finite(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
+        if let Some(parameter) = self.spoiled(p)? {
+            let what = format!("the model after step {} cannot be used", self.steps());
+            let figure = NotFinite { trained: Some(parameter), ..UNKNOWN };
+            return self.fail(p, observer, &what, figure);
+        }
+        observer.saves.begin(p, self)
+    }
+
+    /// Ends the saves, and returns the error of a figure that is not finite. `what` names the
+    /// figure and its step.
+    fn fail(
+        &mut self,
+        p: &mut Program,
+        observer: &mut Observer<'_>,
+        what: &str,
+        figure: NotFinite,
+    ) -> Result<()> {
+        observer.saves.end(p, self, observer.last.map_or(0, |last| last.step));
+        Err(self.not_finite(p, what, figure)?)
     }
 
     /// Evaluates all held-out data in groups of a step's microbatches, until a process was asked to
@@ -347,29 +374,27 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let loss = sum / weight;
         if !loss.is_finite() {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
-            let parameter = self.spoiled(p)?;
-            return Err(self.not_finite(&what, &NotFinite { parameter, weight, ..UNKNOWN }));
+            return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
         observer.evaluated(self.steps(), loss)
     }
 
     /// Reads a step's report, and passes it to the observer and to the save under way.
     fn read(
-        &self,
+        &mut self,
         p: &mut Program,
-        saves: &mut Saves,
         observer: &mut Observer<'_>,
         step: StepHandle,
     ) -> Result<()> {
         let (report, gradients, phases) = step.read_all()?;
         self.observe(p, observer, report, gradients)?;
-        saves.report(p, &phases)
+        observer.saves.report(p, &phases)
     }
 
     /// Passes a step's report to the observer. Fails if a figure is not finite. `gradients` is the
     /// last stage with gradients that are not finite.
     fn observe(
-        &self,
+        &mut self,
         p: &mut Program,
         observer: &mut Observer<'_>,
         report: StepReport,
@@ -381,59 +406,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
         let what =
             format!("step {step} of the training has loss {loss} and gradients of norm {norm}");
-        let parameter = self.spoiled(p)?;
         // A loss that is not finite has no finite gradients.
         let gradients = gradients.filter(|_| loss.is_finite());
-        Err(self.not_finite(&what, &NotFinite { parameter, gradients, weight }))
-    }
-
-    /// Returns (stage, path) of the first trained parameter with a value that is not finite. Blocks
-    /// until every process has the result.
-    fn spoiled(&self, p: &mut Program) -> Result<Option<(usize, String)>> {
-        self.optimizer.not_finite(p, &self.pipeline, &self.reporter.everywhere())
-    }
-
-    /// Creates the error of a figure that is not finite. `what` names the figure and its step.
-    fn not_finite(&self, what: &str, figure: &NotFinite) -> Error {
-        let last = self.pipeline.stages() - 1;
-        Error::kernel(format!("{what}: {}", figure.why(last)))
-    }
-}
-
-/// Findings about a step or an evaluation with a figure that is not finite.
-struct NotFinite {
-    /// (stage, path) of a trained parameter with a value that is not finite.
-    parameter: Option<(usize, String)>,
-    /// The last stage with gradients that are not finite, if the loss is finite.
-    gradients: Option<usize>,
-    weight: f64,
-}
-
-/// Nothing is known, of a figure with some weight.
-const UNKNOWN: NotFinite = NotFinite { parameter: None, gradients: None, weight: 1.0 };
-
-impl NotFinite {
-    /// Names the stage at fault, and the remedy. `last` is the last stage.
-    fn why(&self, last: usize) -> String {
-        match self {
-            Self { parameter: Some((stage, path)), .. } => format!(
-                "a value of parameter {path:?} of stage {stage} is not finite: lower the learning \
-                 rate, clip the gradients, or look at the weights that the training began with"
-            ),
-            Self { weight: 0.0, .. } => format!(
-                "its weight is 0, so it has padding alone: leave it out, or make the loss of stage \
-                 {last} 0 where the weight is 0"
-            ),
-            Self { gradients: Some(stage), .. } => format!(
-                "the gradients of stage {stage} are not finite, though its parameters are: look at \
-                 its backward pass, lower the learning rate, or clip the gradients"
-            ),
-            _ => format!(
-                "the trained parameters of all stages are finite, so a value overflows on the way \
-                 to the loss of stage {last}, or the data are not finite: lower the learning rate, \
-                 clip the gradients, or look at the data"
-            ),
-        }
+        self.fail(p, observer, &what, NotFinite { gradients, weight, ..UNKNOWN })
     }
 }
 
@@ -458,6 +433,7 @@ impl Total {
 struct Observer<'a> {
     /// True in a dry run, in which all figures are NaN.
     is_dry_run: bool,
+    saves: Saves,
     start: Instant,
     /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
     limit: Option<(f64, f64)>,
@@ -516,24 +492,5 @@ impl Observer<'_> {
         }
         self.progress.iter().for_each(|progress| progress.evaluated(step, loss));
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reasons_name_the_stage_and_fit_the_cause() {
-        let parameter = Some((1, "w".to_owned()));
-        let why = NotFinite { parameter, ..UNKNOWN }.why(3);
-        assert!(why.starts_with("a value of parameter \"w\" of stage 1 is not"), "{why}");
-        let why = NotFinite { weight: 0.0, ..UNKNOWN }.why(3);
-        assert!(why.contains("padding alone") && why.contains("the loss of stage 3"), "{why}");
-        assert!(!why.contains("rate"), "{why}");
-        let why = NotFinite { gradients: Some(2), ..UNKNOWN }.why(3);
-        assert!(why.starts_with("the gradients of stage 2 are not finite"), "{why}");
-        let why = UNKNOWN.why(3);
-        assert!(why.contains("on the way to the loss of stage 3"), "{why}");
     }
 }

@@ -92,17 +92,9 @@ impl Saves {
         Ok(Self { to, every, current: None })
     }
 
-    /// Begins a save if one is due after the step that was issued last. Blocks until the save
-    /// before is complete.
-    pub(super) fn after_step<In: Tree<Leaf = MpmdArray>>(
-        &mut self,
-        p: &mut Program,
-        trainer: &mut Trainer<In>,
-    ) -> Result<()> {
-        if self.every.is_some_and(|every| trainer.steps().is_multiple_of(every)) {
-            self.save(p, trainer)?;
-        }
-        Ok(())
+    /// True if a save is due after `step`.
+    pub(super) fn is_due(&self, step: u64) -> bool {
+        self.every.is_some_and(|every| step.is_multiple_of(every))
     }
 
     /// Takes the phases of all processes from a report, which is the same on every process.
@@ -115,28 +107,37 @@ impl Saves {
         Ok(())
     }
 
-    /// Saves the last step, unless that is done, and blocks until all saves are complete.
+    /// Begins to save the last step, unless that is done. Blocks until the save before is complete.
+    pub(super) fn begin<In: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        p: &mut Program,
+        trainer: &mut Trainer<In>,
+    ) -> Result<()> {
+        let Some(to) = self.to.clone().filter(|to| !trainer.is_saved(to)) else { return Ok(()) };
+        self.finish(p)?;
+        self.current = Some(trainer.begin_save(p, &to)?);
+        Ok(())
+    }
+
+    /// Blocks until the save under way is complete.
+    pub(super) fn finish(&mut self, p: &mut Program) -> Result<()> {
+        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
+    }
+
+    /// Ends the saves after a figure that is not finite. `good` is the last step with finite ones.
+    /// Completes the save under way if it is of an earlier step, since its parameters have computed
+    /// a finite loss. Otherwise drops it.
     pub(super) fn end<In: Tree<Leaf = MpmdArray>>(
         &mut self,
         p: &mut Program,
         trainer: &mut Trainer<In>,
-    ) -> Result<()> {
-        if self.to.as_ref().is_some_and(|to| !trainer.is_saved(to)) {
-            self.save(p, trainer)?;
+        good: u64,
+    ) {
+        if self.current.as_ref().is_some_and(|saving| saving.step < good) {
+            // The error of the figure is more to the point.
+            let _ = self.finish(p);
+        } else if self.current.take().is_some() {
+            trainer.saved = None;
         }
-        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
-    }
-
-    fn save<In: Tree<Leaf = MpmdArray>>(
-        &mut self,
-        p: &mut Program,
-        trainer: &mut Trainer<In>,
-    ) -> Result<()> {
-        let Some(to) = &self.to else { return Ok(()) };
-        if let Some(mut saving) = self.current.take() {
-            saving.finish(p)?;
-        }
-        self.current = Some(trainer.begin_save(p, to)?);
-        Ok(())
     }
 }

@@ -107,8 +107,8 @@ fn other_setting_is_refused() {
     });
     let manifest = folder.path().join("step-00000000.json");
     let expected = format!(
-        "{}: the checkpoint has heads 4, and this training has 2: give the same, or another folder \
-         of checkpoints",
+        "{}: the checkpoint has heads 4, and this training has heads 2: give the same, or another \
+         folder of checkpoints",
         manifest.display()
     );
     results.into_iter().for_each(|said| assert_eq!(said.unwrap(), expected));
@@ -219,7 +219,7 @@ fn manifest_that_cannot_be_written_stops_all() {
         let first = p.process().0 == 0;
         // The files are there by now. The manifest is written after this report.
         let run = Run::steps(1 << 40).progress(false).on_step(|report| {
-            if first && report.step == 3 {
+            if first && report.step == 4 {
                 fs::create_dir(&blocked).unwrap();
             }
         });

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use mpmd_core::pipeline::Microbatch;
+use mpmd_core::pipeline::{Microbatch, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::{ProcessId, Simulation};
@@ -12,7 +12,7 @@ use mpmd_train::stop::StopFlag;
 use mpmd_train::{Checkpoints, Outcome, Rate, Run, Trainer};
 use serde_json::Value;
 
-use crate::stages::{params, trainer, untimed, windows};
+use crate::stages::{Embed, MICROBATCHES, params, pipeline_of, trainer, untimed, windows};
 
 const SIGTERM: i32 = 15;
 
@@ -158,56 +158,109 @@ fn loss_that_is_not_finite_is_an_error_everywhere() {
     }
 }
 
-/// Runs a training of two processes after `before`. Returns its error, which both have, and the
-/// number of saved checkpoints.
+/// Runs a training of two processes after `before`. It keeps two checkpoints. Returns its error,
+/// which both have, and the steps of the checkpoints.
 fn spoiled(
     options: impl Fn() -> Run<'static> + Sync,
-    rate: f64,
+    rate: Rate,
     before: impl Fn(&mut Program, &mut Trainer<MpmdArray>) -> Result<()> + Sync,
-) -> (String, usize) {
+) -> (String, Vec<u64>) {
     let folder = tempfile::tempdir().unwrap();
+    let to = Checkpoints::new(folder.path()).keep(2);
     let results = Simulation::new(2, 4).run(|p| {
-        let trainer = trainer(p, false, AdamW::default())?.rate(Rate::Constant(rate));
+        let trainer = trainer(p, false, AdamW::default())?.rate(rate);
         let mut trainer = trainer.stop_on(&StopFlag::default());
         before(p, &mut trainer)?;
-        let run = options().progress(false).checkpoints(Checkpoints::new(folder.path()));
-        trainer.run(p, run, &windows())
+        trainer.run(p, options().progress(false).checkpoints(to.clone()), &windows())
     });
     let mut errors: Vec<String> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();
     // A process that hears of the other's end first says so before that error.
     errors.sort_by_key(String::len);
     assert!(errors[1].ends_with(&errors[0]), "{errors:?}");
-    let entries = std::fs::read_dir(folder.path()).unwrap().map(Result::unwrap);
-    let saves = entries.filter(|entry| entry.file_type().unwrap().is_dir()).count();
-    (errors[0].clone(), saves)
+    (errors[0].clone(), to.steps().unwrap())
 }
 
-/// Fills the parameters of the last stage with NaN.
+/// Returns a rate that is small up to step 4, and then `rate`.
+fn small_then(rate: f64) -> Rate {
+    Rate::WarmupCosine { peak: 0.01, floor: rate, warmup: 4, total: 5 }
+}
+
 fn spoil_last_stage(p: &mut Program, trainer: &mut Trainer<MpmdArray>) -> Result<()> {
-    let params = trainer.pipeline().params(1).into_iter().map(|(_, array)| {
+    fill_with_nan(p, trainer, 1)
+}
+
+/// Fills the parameters of a stage with NaN.
+fn fill_with_nan(p: &mut Program, trainer: &mut Trainer<MpmdArray>, stage: usize) -> Result<()> {
+    let params = trainer.pipeline().params(stage).into_iter().map(|(_, array)| {
         let sharding = array.sharding().expect("it is on devices").clone();
         p.array_from_fn(array.aval().clone(), &sharding, |_, mut v| Ok(v.fill(f32::NAN)?))
     });
     let params = params.collect::<Result<Vec<_>>>()?;
-    trainer.pipeline_mut().set_params(1, params)
+    trainer.pipeline_mut().set_params(stage, params)
 }
 
 #[test]
 fn last_update_that_spoils_the_model_is_an_error_and_not_saved() {
     // The loss of the only step is from before its update.
-    let (error, saves) = spoiled(|| Run::steps(1), 1e39, |_, _| Ok(()));
+    let (error, saves) = spoiled(|| Run::steps(1), Rate::Constant(1e39), |_, _| Ok(()));
     assert!(error.contains("the model after step 1 cannot be used"), "{error}");
     assert!(error.contains("of stage 0 is not finite"), "{error}");
-    assert_eq!(saves, 0);
+    assert_eq!(saves, [0; 0]);
+}
+
+#[test]
+fn last_model_of_no_use_gets_no_checkpoint() {
+    // Its parameters are finite, and no loss is.
+    let (error, saves) = spoiled(|| Run::steps(1), Rate::Constant(1e30), |_, _| Ok(()));
+    assert!(error.contains("the evaluation after step 1 has loss"), "{error}");
+    assert!(error.contains("the parameters of all stages are finite"), "{error}");
+    assert_eq!(saves, [0; 0]);
+}
+
+#[test]
+fn spoiled_model_replaces_no_good_checkpoint() {
+    for (rate, said) in [(1e39, "the model after step 5 cannot be used"), (1e30, "step 6 of the")] {
+        let options = || Run::steps(50).save_every(1);
+        let (error, saves) = spoiled(options, small_then(rate), |_, _| Ok(()));
+        assert!(error.contains(said), "{error}");
+        assert_eq!(saves, [3, 4], "{error}");
+    }
+}
+
+#[test]
+fn good_save_under_way_is_complete_after_an_error() {
+    let options = || Run::steps(50).save_every(4);
+    let (error, saves) = spoiled(options, small_then(1e39), |_, _| Ok(()));
+    assert!(error.contains("step 6 of the training has loss"), "{error}");
+    assert_eq!(saves, [4]);
+}
+
+#[test]
+fn frozen_parameter_that_is_not_finite_is_named() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let pipeline = pipeline_of(p, Embed { frozen: true, draws: false }, false)?;
+        let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
+        let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
+        let mut trainer = trainer.stop_on(&StopFlag::default());
+        fill_with_nan(p, &mut trainer, 0)?;
+        trainer.run(p, Run::steps(3).progress(false), &windows())
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("step 1 of the training has loss NaN"), "{error}");
+        assert!(error.contains("of stage 0 is not finite, and it is not trained"), "{error}");
+    }
 }
 
 #[test]
 fn evaluation_that_is_not_finite_names_step_and_stage() {
-    let (error, saves) = spoiled(|| Run::steps(4).evaluate_every(2), 1e39, |_, _| Ok(()));
+    let options = || Run::steps(4).evaluate_every(2);
+    let (error, saves) = spoiled(options, Rate::Constant(1e39), |_, _| Ok(()));
     assert!(error.contains("the evaluation after step 2 has loss"), "{error}");
     assert!(error.contains("of stage 0 is not finite"), "{error}");
-    assert_eq!(saves, 0);
-    let (error, _) = spoiled(|| Run::steps(4).evaluate_every(1), 0.01, spoil_last_stage);
+    assert_eq!(saves, [0; 0]);
+    let options = || Run::steps(4).evaluate_every(1);
+    let (error, _) = spoiled(options, Rate::Constant(0.01), spoil_last_stage);
     assert!(error.contains("the evaluation after step 1 has loss NaN"), "{error}");
     assert!(error.contains("of stage 1 is not finite"), "{error}");
 }
@@ -215,10 +268,10 @@ fn evaluation_that_is_not_finite_names_step_and_stage() {
 #[test]
 fn gradients_that_are_not_finite_change_no_parameter() {
     // So the stage that had them first is found.
-    let (error, saves) = spoiled(|| Run::steps(4), 0.01, spoil_last_stage);
+    let (error, saves) = spoiled(|| Run::steps(4), Rate::Constant(0.01), spoil_last_stage);
     assert!(error.contains("step 1 of the training has loss NaN"), "{error}");
     assert!(error.contains("of stage 1 is not finite"), "{error}");
-    assert_eq!(saves, 0);
+    assert_eq!(saves, [0; 0]);
 }
 
 #[test]

@@ -63,11 +63,13 @@ fn child_process() {
     result.unwrap();
 }
 
-/// Starts four processes, and waits until process `one` has printed `text`.
-fn start(work: &str, one: usize, text: &str) -> RunningProcesses {
+/// Starts four processes after the commands `first` of a shell, and waits until process `one` has
+/// printed `text`.
+fn start(first: &str, work: &str, one: usize, text: &str) -> RunningProcesses {
     let program = std::env::current_exe().unwrap();
-    let processes = Processes::new(4, program)
-        .args(["--exact", "signals::child_process", "--nocapture"])
+    let shell = format!("{first} exec \"$0\" --exact signals::child_process --nocapture");
+    let processes = Processes::new(4, "sh")
+        .args(["-c".as_ref(), shell.as_ref(), program.as_os_str()])
         .env(WORK, work);
     let mut job = processes.start().unwrap();
     job.wait_for_output_of(one, text).unwrap_or_else(|error| panic!("{error}\n{}", job.report()));
@@ -90,7 +92,7 @@ fn outcomes(ends: &[ProcessEnd]) -> Vec<String> {
 
 #[test]
 fn sigterm_to_one_process_stops_all_after_the_same_step() {
-    let mut job = start("train", 2, "training\n");
+    let mut job = start("", "train", 2, "training\n");
     signal(&job, 2, Signal::TERM);
     let ends = job.wait().unwrap();
     assert!(ends.iter().all(|end| end.code() == 0), "{}", job.report());
@@ -101,10 +103,20 @@ fn sigterm_to_one_process_stops_all_after_the_same_step() {
 
 #[test]
 fn sigterm_in_an_evaluation_stops_all_after_the_same_step() {
-    let mut job = start("evaluate", 3, "evaluating\n");
+    let mut job = start("", "evaluate", 3, "evaluating\n");
     signal(&job, 3, Signal::TERM);
     let ends = job.wait().unwrap();
     assert!(ends.iter().all(|end| end.code() == 0), "{}", job.report());
     let expected = vec!["outcome: Some(15) after 7 steps"; 4];
     assert_eq!(outcomes(&ends), expected);
+}
+
+#[test]
+fn sigint_that_a_shell_has_ignored_stops_the_training() {
+    // So begins a job in the background of a script.
+    let mut job = start("trap '' INT;", "train", 1, "training\n");
+    signal(&job, 1, Signal::INT);
+    let ends = job.wait().unwrap();
+    assert!(ends.iter().all(|end| end.code() == 0), "{}", job.report());
+    assert!(outcomes(&ends)[0].contains("Some(2) after"), "{}", job.report());
 }
