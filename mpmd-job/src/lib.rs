@@ -356,8 +356,8 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
 
 /// Prints a line to stderr in one write. Does nothing if nobody reads it any more.
 ///
-/// `eprintln!` would panic then, before the program has saved its results. It also writes in pieces,
-/// and the launcher may print another process's line to the same stream at that moment.
+/// `eprintln!` would panic then, before the program has saved its results. It also writes in
+/// pieces, and the launcher may print another process's line to the same stream at that moment.
 pub fn say(line: &str) {
     let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }

@@ -75,9 +75,9 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(encoding.map_err(|why| failed(&why))?.get_ids().to_vec())
 }
 
-/// Checks the tokenizer of a folder, and that texts can be opened, and are files or folders. Reads no
-/// text. Does nothing in a process that a launcher has started: only process 0 reads them, perhaps
-/// on another host, and all processes get its error.
+/// Checks the tokenizer of a folder, and that texts can be opened, and are files or folders. Reads
+/// no text. Does nothing in a process that a launcher has started: only process 0 reads them,
+/// perhaps on another host, and all processes get its error.
 ///
 /// # Errors
 ///
@@ -129,9 +129,9 @@ fn encode_pieces(
 /// Returns the end of the first piece of a text that is not empty. The tokens of the text are those
 /// of the piece and of the rest, without the extra ones.
 ///
-/// A piece ends at a blank. Some tokenizers split before it, and some behind it. Some put a blank in
-/// front of every text: so either that of the text is left out, or the token is extra. The text is
-/// not cut where none of these keeps the tokens of the text around the border: then the piece is
+/// A piece ends at a blank. Some tokenizers split before it, and some behind it. Some put a blank
+/// in front of every text: so either that of the text is left out, or the token is extra. The text
+/// is not cut where none of these keeps the tokens of the text around the border: then the piece is
 /// longer.
 fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
     for from in (PIECE..text.len().saturating_sub(CONTEXT)).step_by(PIECE) {

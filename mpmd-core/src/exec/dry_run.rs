@@ -44,6 +44,8 @@ struct State {
     dry_run: DryRun,
     descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
+    /// The last operation before the last wait for all of them.
+    synced: u64,
     /// By object (operation, result): the results that are its growth.
     growth: HashMap<(u64, u32), Vec<(u64, u32)>>,
 }
@@ -132,6 +134,20 @@ impl DryRunBuilder {
         let mut state = self.state.lock();
         let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
         state.dry_run.reads.push(Read { array: Array { operation, result }, after, line, values });
+    }
+
+    /// Notes that the program waits at line `at` for all operations that were issued so far: for
+    /// the arrays that they made since the last such wait.
+    pub(crate) fn sync(&self, at: &'static Location<'static>) {
+        let mut state = self.state.lock();
+        let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
+        let since = std::mem::replace(&mut state.synced, after);
+        for operation in since + 1..=after {
+            let made = state.dry_run.descriptor_of(operation).map_or(0, |made| made.results.len());
+            let read =
+                |result| Read { array: Array { operation, result }, after, line, values: false };
+            state.dry_run.reads.extend((0..made as u32).map(read));
+        }
     }
 
     /// Notes the end of a step. Returns the reason if the dry run ends with this step.

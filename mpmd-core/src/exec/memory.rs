@@ -35,9 +35,9 @@ impl Holders {
         self.arrays.insert(key, array.downgrade());
     }
 
-    /// Returns up to `count` arrays with the most bytes on these devices that `pool` counts or that
-    /// are still to be made: (bytes on these devices, array). Of arrays that share memory, only the
-    /// oldest has its bytes.
+    /// Returns up to `count` arrays with the most bytes that `pool` counts, on any device of this
+    /// process, or that are still to be made on these devices: (those bytes, array). Of arrays that
+    /// share memory, only the oldest has its bytes.
     fn largest(
         &self,
         count: usize,
@@ -46,13 +46,14 @@ impl Holders {
     ) -> Vec<(u64, Handle)> {
         let mut seen: Vec<SharedBuffer> = Vec::new();
         let mut is_there = |shard: &&LocalShard| match shard.slot.peek() {
-            _ if !devices.contains(&shard.device) => false,
-            None => true,
+            None => devices.contains(&shard.device),
             Some(Err(_)) => false,
             Some(Ok(bytes)) => {
                 let counts =
-                    bytes.is_counted_by(pool) && !seen.iter().any(|one| one.same_place(&bytes));
-                seen.push(bytes);
+                    bytes.is_counted_by(pool) && !seen.iter().any(|one| one.counts_with(&bytes));
+                if counts {
+                    seen.push(bytes);
+                }
                 counts
             }
         };
@@ -71,6 +72,14 @@ impl Holders {
 }
 
 impl Runtime {
+    /// Returns the pool of the device with this local index, or of this process's host memory.
+    pub(crate) fn pool(&self, local_index: usize, kind: MemoryKind) -> &Pool {
+        match kind {
+            MemoryKind::Device => &self.devices[local_index].pool,
+            MemoryKind::Host => &self.host_memory,
+        }
+    }
+
     /// Reserves `bytes` in the device or host memory of the device with this local index. All
     /// devices share one host memory, which has no limit. Messages name operation `op` with its
     /// description.
@@ -104,10 +113,7 @@ impl Runtime {
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
-        let pool = match kind {
-            MemoryKind::Device => &self.devices[local_index].pool,
-            MemoryKind::Host => &self.host_memory,
-        };
+        let pool = self.pool(local_index, kind);
         // The usual case: there is memory, and no counts are needed.
         if let Ok(reservation) = pool.reserve_all(sizes) {
             return Ok(reservation);
@@ -151,8 +157,9 @@ impl Runtime {
     /// bytes to copy into it first). The second is `None` if the first is the input's own memory.
     /// Call it on a device's thread.
     ///
-    /// If other readers still use `memory`, or a peer has lent it, this returns another buffer and
-    /// the bytes to copy into it. If there is no room for that buffer, this blocks while operations
+    /// Host values that a pool counts are copied, into the room that they have taken there. If
+    /// other readers still use `memory`, or a peer has lent it, this returns another buffer and the
+    /// bytes to copy into it. If there is no room for that buffer, this blocks while operations
     /// before `op` may release memory. It never waits for later operations, and for lent memory
     /// only as [`Runtime::reserve`] does.
     ///
@@ -170,6 +177,9 @@ impl Runtime {
         loop {
             // Read first, so that an operation that ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
+            if let Some(room) = memory.take_room() {
+                return Ok((room.allocate()?, Some(memory)));
+            }
             memory = match memory.into_owned() {
                 Ok(mut own) => {
                     wait_for_devices(&mut own);

@@ -197,6 +197,68 @@ fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
     }
 }
 
+/// The ways by which [`steps_that_wait`] ends a step.
+#[derive(Clone, Copy, Debug)]
+enum Waits {
+    Reads,
+    Syncs,
+    /// The process of the other device reads, and tells this one.
+    Hears,
+    /// The batch comes from the other process, which does not wait.
+    ReadsMoved,
+}
+
+/// Runs five steps. Each puts a batch of 256 KiB on device 0, reduces it to 4 bytes and waits.
+fn steps_that_wait(p: &mut Program, waits: Waits) -> Result<()> {
+    let first = fun(
+        "first",
+        |_| Ok(Signature::new(vec![f32s([1])])),
+        |_, x, mut y| Ok(y[0].fill(x[0].as_slice::<f32>()?[0])?),
+    );
+    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(0)])?;
+    let first = p.jit(first).on(&mesh).outputs(mesh.replicated()).build()?;
+    let values = MpmdArray::from_slice(&[64 * WIDTH], &vec![1.0f32; 64 * WIDTH])?;
+    let source = match waits {
+        Waits::ReadsMoved => p.device_put(&values, on(1))?,
+        _ => values,
+    };
+    for _ in 0..5 {
+        let batch = p.device_put(&source, on(0))?;
+        let loss = first.call(p, vec![batch])?.remove(0);
+        match waits {
+            Waits::Reads | Waits::ReadsMoved => drop(loss.to_host()?),
+            Waits::Syncs => p.sync()?,
+            Waits::Hears => {
+                let there = p.device_put(&loss, on(1))?;
+                there.block_until_ready()?;
+                p.broadcast_value(mpmd_core::ProcessId(1), 0u8, || Ok(0))?;
+            }
+        }
+        p.step_end()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn batches_put_after_waits_count_one_at_a_time() {
+    let _limit = watchdog(120);
+    let budget = Pool::rounded(256 * WIDTH) + Pool::rounded(4);
+    for waits in [Waits::Reads, Waits::Syncs, Waits::Hears, Waits::ReadsMoved] {
+        let mut p = Program::builder().devices(2).dry_run(2).unwrap();
+        steps_that_wait(&mut p, waits).unwrap();
+        let dry_run = p.dry_run().unwrap();
+        assert!(dry_run.is_steady(), "{waits:?}");
+        let memory = dry_run.memory(&dry_run.flow()).devices[0];
+        assert_eq!((memory.in_order.bytes, memory.in_time.bytes), (budget, budget), "{waits:?}");
+        p.finish().unwrap();
+        // A little more: what a message is sent from may be freed only after the next call.
+        let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(budget + 4096));
+        for result in simulation.run(|p| steps_that_wait(p, waits)) {
+            assert!(result.is_ok(), "{waits:?}: {result:?}");
+        }
+    }
+}
+
 #[test]
 fn only_dry_runs_list_operations() {
     let _limit = watchdog(60);

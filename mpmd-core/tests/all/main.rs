@@ -29,6 +29,7 @@ mod handed_over;
 mod joined_moves;
 mod lending;
 mod many_leaves;
+mod memory_accounts;
 mod objects;
 mod partial_sums;
 mod pipeline;

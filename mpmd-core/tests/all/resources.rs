@@ -11,29 +11,34 @@ use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Builder, FailureKind, ProcessId};
 
-const MIB: usize = 1 << 20;
+pub(super) const MIB: usize = 1 << 20;
 
-fn on(device: u32) -> Sharding {
+pub(super) fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
 /// Creates an array of 8 MiB filled with `value` on one device, which is ready after `delay`. Does
 /// not wait for it.
 #[track_caller]
-fn large(p: &mut Program, device: u32, value: f32, delay: Duration) -> Result<MpmdArray> {
+pub(super) fn large(
+    p: &mut Program,
+    device: u32,
+    value: f32,
+    delay: Duration,
+) -> Result<MpmdArray> {
     p.array_from_fn(f32s([2 * MIB]), &on(device), move |_, mut view| {
         std::thread::sleep(delay);
         Ok(view.fill(value)?)
     })
 }
 
-fn is_all(array: &MpmdArray, value: f32) -> Result<bool> {
+pub(super) fn is_all(array: &MpmdArray, value: f32) -> Result<bool> {
     let values = array.to_host()?;
     Ok(values
         .is_none_or(|values| values.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == value))))
 }
 
-fn memory_falls_to(p: &Program, bytes: u64) {
+pub(super) fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {
         assert!(
@@ -153,71 +158,6 @@ fn full_memory_is_an_error_that_names_its_holders() {
     for (process, result) in results.into_iter().enumerate() {
         let error = result.expect_err("everybody hears of it").to_string();
         assert!(error.contains("out of memory"), "process {process}: {error}");
-    }
-}
-
-#[test]
-fn full_device_lists_what_that_device_holds() {
-    let _limit = watchdog(60);
-    let mut p = Builder::default().devices(2).device_memory(12 * MIB as u64).alone().unwrap();
-    let rows = p.mesh(&[("x", 2)]).unwrap().sharding(spec!["x"]);
-    // 6 MiB on each device, then 4 MiB on the second device alone. A put there shares the memory.
-    let half =
-        p.array_from_fn(f32s([3 * MIB]), &rows, |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
-    let other = p.array_from_fn(f32s([MIB]), &on(1), |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
-    let same = p.device_put(&half, &rows).unwrap();
-    for array in [&half, &other, &same] {
-        array.block_until_ready().unwrap();
-    }
-    let refused = |p: &mut Program, device: u32| {
-        large(p, device, 1.0, Duration::ZERO).unwrap().block_until_ready().unwrap_err().to_string()
-    };
-    let text = refused(&mut p, 0);
-    assert!(text.contains("of process 0: 8.0 MiB asked for, 6.0 MiB in use"), "{text}");
-    assert_eq!(text.matches("MiB in f32").count(), 1, "{text}");
-    assert!(text.contains("; 6.0 MiB in f32[3145728] of operation 1"), "{text}");
-    let text = refused(&mut p, 1);
-    assert!(text.contains("10.0 MiB in use"), "{text}");
-    assert_eq!(text.matches("MiB in f32").count(), 2, "{text}");
-    let (first, second) = ("; 6.0 MiB in f32[3145728]", "; 4.0 MiB in f32[1048576] of operation 2");
-    assert!(text.contains(first) && text.contains(second), "{text}");
-    // The job has failed, as it should.
-    p.finish().unwrap_err();
-}
-
-#[test]
-fn host_values_on_a_device_count_as_its_memory() {
-    let _limit = watchdog(60);
-    let results = simulation(1, 2).settings(|b| b.device_memory(12 * MIB as u64)).run(|p| {
-        let eight = 8 * MIB as u64;
-        let values = MpmdArray::from_slice(&[8 * MIB], &vec![7u8; 8 * MIB])?;
-        let there = Sharding::single_device(DeviceId(0)).with_memory_kind(MemoryKind::Host);
-        let (first, second) = (p.device_put(&values, on(0))?, p.device_put(&values, on(1))?);
-        assert_eq!(p.memory().live, 2 * eight, "each device has them");
-        let beside = p.device_put(&values, &there)?;
-        assert_eq!((p.memory().live, p.memory().host_live), (2 * eight, eight));
-        // Shares the memory of the first.
-        let same = p.device_put(&first, on(0))?;
-        assert_eq!(p.memory().live, 2 * eight);
-        drop((first, second));
-        memory_falls_to(p, eight);
-        assert_eq!((p.memory().live, p.memory().peak_live), (eight, 2 * eight));
-        drop((same, beside));
-        memory_falls_to(p, 0);
-        assert_eq!(p.memory().host_live, 0);
-        let holder = p.device_put(&values, on(0))?;
-        let line = line!() + 1;
-        let refused = p.device_put(&values, on(0))?;
-        let text = refused.block_until_ready().unwrap_err().to_string();
-        assert!(text.contains("(device_put of host values u8[8388608]"), "{text}");
-        assert!(text.contains(&format!("resources.rs:{line}:")), "{text}");
-        assert!(text.contains("; 8.0 MiB in u8[8388608] of operation 5"), "{text}");
-        drop(holder);
-        Ok(())
-    });
-    for result in results {
-        let error = result.expect_err("an operation has failed").to_string();
-        assert!(error.contains("operation 6 (device_put of host values u8[8388608]"), "{error}");
     }
 }
 

@@ -28,7 +28,8 @@ pub struct DeviceMemory {
     /// The peak of used memory if each operation runs when it is issued.
     pub in_order: MemoryPeak,
     /// The peak of used memory in simulated time. Devices compute at their own pace, and all
-    /// kernels take equally long. The result of a move takes memory as soon as its source is ready.
+    /// kernels take equally long. The result of a move takes memory as soon as its source is ready
+    /// and the program has issued the move: not before an earlier wait of its process's program.
     pub in_time: MemoryPeak,
     /// Bytes in use on the device when the dry run ends.
     pub left: u64,
@@ -72,7 +73,7 @@ impl DryRun {
     /// memory, its owner holds it instead until the receiver has finished. Not included are buffers
     /// for packing and forwarding, and memory that kernels keep.
     pub fn memory(&self, dry_run_flow: &DryRunFlow) -> DryRunMemory {
-        let times = Times::of(dry_run_flow);
+        let times = Times::of(self, dry_run_flow);
         let mut blocks = Blocks { dry_run: self, blocks: Vec::new(), of: HashMap::new() };
         let mut drops = self.drops.iter().peekable();
         for operation in 1..=self.operations.len() as u64 {
@@ -87,6 +88,7 @@ impl DryRun {
 }
 
 /// Simulated times: a kernel takes one unit, all other work none.
+#[derive(Default)]
 struct Times {
     /// (start, end) of an operation's work on a device, by (operation, device id).
     runs: HashMap<(u64, u32), (u64, u64)>,
@@ -96,14 +98,17 @@ struct Times {
     /// Time at which the first transfer of an operation reaches its receiver, by (operation,
     /// receiving process).
     comes: HashMap<(u64, u32), u64>,
+    /// By process, the waits of its program in order: (last operation that was issued before the
+    /// wait, end of the wait).
+    waits: HashMap<u32, Vec<(u64, u64)>>,
 }
 
 impl Times {
-    fn of(dry_run_flow: &DryRunFlow) -> Self {
+    fn of(dry_run: &DryRun, dry_run_flow: &DryRunFlow) -> Self {
         let DryRunFlow { flow, nodes, transfers } = dry_run_flow;
         let mut ends: Vec<u64> = Vec::with_capacity(flow.nodes.len());
         let mut free = vec![0; flow.lanes.len()];
-        let mut times = Self { runs: HashMap::new(), sends: HashMap::new(), comes: HashMap::new() };
+        let mut times = Self::default();
         let sent = |ends: &[u64], transfer: u32| {
             let after = flow.transfers[transfer as usize].after;
             ends.get(after as usize).copied().unwrap_or_default()
@@ -117,8 +122,18 @@ impl Times {
             let end = start + u64::from(what.takes_time());
             free[node.lane as usize] = end;
             ends.push(end);
-            if let Computed::Run { operation } = what {
-                times.runs.insert((*operation, node.lane), (start, end));
+            let waited_after = match *what {
+                Computed::Run { operation } => {
+                    times.runs.insert((operation, node.lane), (start, end));
+                    None
+                }
+                Computed::Wait { read } => dry_run.reads.get(read).map(|read| read.after),
+                Computed::BroadcastValue { operation } => Some(operation),
+                Computed::Arrive { .. } | Computed::Join { .. } => None,
+            };
+            if let Some(after) = waited_after {
+                let process = flow.lanes[node.lane as usize];
+                times.waits.entry(process).or_default().push((after, end));
             }
         }
         for (number, (transfer, what)) in flow.transfers.iter().zip(transfers).enumerate() {
@@ -129,6 +144,14 @@ impl Times {
             *come = at.min(*come);
         }
         times
+    }
+
+    /// Returns the time at which the program of a process can issue an operation: the end of its
+    /// last wait before.
+    fn issued_at(&self, operation: u64, process: u32) -> u64 {
+        let waits = self.waits.get(&process).map_or(&[][..], Vec::as_slice);
+        let before = waits.partition_point(|(after, _)| *after < operation);
+        before.checked_sub(1).map_or(0, |last| waits[last].1)
     }
 }
 
@@ -156,6 +179,7 @@ impl Blocks<'_> {
                             times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
                         let come = times.comes.get(&(operation, process)).copied();
                         let start = run.or(come).unwrap_or_else(|| self.known_at(takes, process));
+                        let start = start.max(times.issued_at(operation, process));
                         self.blocks.push(Block {
                             device: shard.device,
                             bytes: Pool::rounded(shard.bytes as usize),

@@ -121,8 +121,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Sets the flag that asks this process to stop, in place of the one that [`Trainer::run`] takes
-    /// from [`StopFlag::install`]: Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set it.
+    /// Sets the flag that asks this process to stop, in place of the one of
+    /// [`StopFlag::install`], which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
         (self.status.stop, self.watches) = (stop.clone(), true);

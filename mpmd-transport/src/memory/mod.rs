@@ -511,6 +511,29 @@ impl SharedBuffer {
         pools.chain(self.counted.as_ref().map(|held| held.pool())).any(|one| one.is_same(pool))
     }
 
+    /// Takes the bytes that a pool [holds](Reservation::hold_for) for this buffer, as a reservation
+    /// of its length. The values stay where they are, and no longer count. `None` if no pool holds
+    /// bytes for them, or if another holder shares the hold.
+    pub fn take_room(&mut self) -> Option<Reservation> {
+        match Arc::try_unwrap(self.counted.take()?) {
+            Ok(held) => Some(held.unhold().split_off(self.len())),
+            Err(shared) => {
+                self.counted = Some(shared);
+                None
+            }
+        }
+    }
+
+    /// True if a pool that counts both counts the same bytes: the same range of the same buffer,
+    /// not [held](Reservation::hold_for) twice.
+    pub fn counts_with(&self, other: &Self) -> bool {
+        let is_held_twice = match (&self.counted, &other.counted) {
+            (Some(one), Some(other)) => !Arc::ptr_eq(one, other),
+            _ => false,
+        };
+        self.same_place(other) && !is_held_twice
+    }
+
     /// True if these bytes are lent and lie in another device's memory, which [this process's
     /// device](Self::device) accesses remotely. They should be copied.
     pub fn is_far(&self) -> bool {

@@ -497,6 +497,16 @@ impl Reservation {
         SharedBuffer { counted: Some(Arc::new(self.hold())), ..values }
     }
 
+    /// Counts the bytes as reserved again, no longer as live.
+    pub(super) fn unhold(mut self) -> Self {
+        if std::mem::take(&mut self.held) {
+            let stats = &mut self.pool.inner.state.lock().stats;
+            stats.live -= self.counted;
+            stats.reserved += self.counted;
+        }
+        self
+    }
+
     /// The number of bytes requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -746,6 +756,36 @@ mod tests {
         assert_eq!((pool.stats().live, pool.stats().reserved), (0, 0));
         let own = pool.allocate(100).unwrap().freeze();
         assert!(own.slice(1..2).is_counted_by(&pool) && !own.is_counted_by(&other));
+    }
+
+    #[test]
+    fn last_holder_takes_the_room_of_held_values() {
+        let pool = Pool::new("test", Some(1000));
+        let values = SharedBuffer::from(vec![7; 512]);
+        let mut held = pool.reserve(512).unwrap().hold_for(values.clone());
+        let mut part = held.slice(0..256);
+        assert!(held.take_room().is_none() && part.take_room().is_none(), "both count");
+        assert_eq!(pool.stats().live, 512);
+        drop(held);
+        let room = part.take_room().unwrap();
+        assert_eq!((room.bytes(), pool.stats().live, pool.stats().reserved), (256, 0, 256));
+        let own = room.allocate().unwrap();
+        assert_eq!((own.len(), &part[..2], pool.stats().live), (256, &[7, 7][..], 256));
+        assert!(part.take_room().is_none() && !part.is_counted_by(&pool));
+        let PoolStats { peak, peak_live, .. } = pool.stats();
+        assert_eq!((peak, peak_live), (512, 512));
+    }
+
+    #[test]
+    fn same_values_count_once_for_each_hold() {
+        let pool = Pool::new("test", None);
+        let values = SharedBuffer::from(vec![7; 512]);
+        let [one, other] = [(); 2].map(|()| pool.reserve(512).unwrap().hold_for(values.clone()));
+        assert!(!one.counts_with(&other) && one.counts_with(&one.slice(0..512)));
+        assert!(!one.counts_with(&one.slice(0..256)));
+        let own = pool.allocate(512).unwrap().freeze();
+        let elsewhere = Pool::new("other", None).reserve(512).unwrap().hold_for(own.clone());
+        assert!(own.counts_with(&own.clone()) && own.counts_with(&elsewhere));
     }
 
     #[test]

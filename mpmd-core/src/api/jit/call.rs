@@ -445,8 +445,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
             .alias
             .and_then(|index| Some((index, inputs[index].take()?)))
         {
-            // Each device holds the whole of a host value, but the output may be a part of it.
-            Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
+            Some((index, input)) if takes_over => {
                 let (buffer, rest) =
                     runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
                 (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))

@@ -144,7 +144,8 @@ impl<K: Kernel> JitBuilder<K> {
 
     /// Donates the input at this path, or all inputs below it, with each call. The array is then
     /// unusable for every clone. The output that the kernel's signature aliases to it takes over
-    /// its memory. A path that names no input makes each call an error.
+    /// its memory. Host values are copied instead, and stay usable. A path that names no input
+    /// makes each call an error.
     pub fn donate(mut self, path: impl Into<String>) -> Self {
         self.donate.push(path.into());
         self

@@ -327,7 +327,9 @@ impl CallPlan {
             .map(|(leaf, path)| InputPlan {
                 aval: leaf.aval().clone(),
                 made: leaf.made().cloned(),
-                donated: jit.donate.iter().any(|prefix| is_below(path, prefix)),
+                // Host values have no memory of a device to give.
+                donated: leaf.made().is_some()
+                    && jit.donate.iter().any(|prefix| is_below(path, prefix)),
                 in_place: false,
             })
             .collect();

@@ -411,6 +411,11 @@ impl Builder {
             )));
         }
         let devices = self.devices.or(launched).unwrap_or(processes);
+        if devices == 0 && processes > 0 {
+            return Err(Error::Environment(
+                "the job has no devices: give `Builder::devices` at least 1".to_owned(),
+            ));
+        }
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
             let possible: Vec<String> = (1..=devices)
                 .filter(|count| devices.is_multiple_of(*count))
@@ -596,6 +601,12 @@ mod tests {
             ];
             assert!(both.iter().all(|part| said.contains(part)), "{said}");
         }
+    }
+
+    #[test]
+    fn job_without_devices_is_refused_with_the_remedy() {
+        let said = Builder::default().devices(0).topology(2, None).unwrap_err().to_string();
+        assert!(said.ends_with("has no devices: give `Builder::devices` at least 1"), "{said}");
     }
 
     #[test]

@@ -167,7 +167,7 @@ impl Program {
         what: Arc<dyn fmt::Display + Send + Sync>,
         at: &'static Location<'static>,
     ) {
-        let values = self.hash_values(takes.iter().copied(), at);
+        let values = self.hash_values(takes);
         self.count += 1;
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;
@@ -216,7 +216,7 @@ impl Program {
     }
 
     /// Blocks while operations in flight on this process reach the run-ahead limits of the
-    /// configuration. Reports a hang each time the peer timeout expires.
+    /// configuration. Reports a hang after the peer timeout, then at growing intervals.
     ///
     /// It waits only for operations issued before. These do not depend on later operations, so
     /// there is no deadlock.
@@ -256,8 +256,8 @@ impl Program {
     /// moves and the receivers of its sends. Then time measured by the program is that of the work.
     /// [`Builder::sync`](super::Builder::sync) does so after each call.
     ///
-    /// Operations of other processes may still run. Reports a hang each time the peer timeout
-    /// expires.
+    /// Operations of other processes may still run. Reports a hang after the peer timeout, then at
+    /// growing intervals.
     ///
     /// # Errors
     ///
@@ -268,13 +268,16 @@ impl Program {
     }
 
     fn wait_until_idle(&self, what: &'static str, at: &'static Location<'static>) -> Result<()> {
+        if let Some(dry_run) = &self.runtime.dry_run {
+            dry_run.sync(at);
+        }
         self.runtime.ask_taken(self.count);
         self.wait_for_operations(what, at, |counts| counts.ops == 0);
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Blocks until `enough` is true for the operations in flight. Reports a hang each time the
-    /// peer timeout expires.
+    /// Blocks until `enough` is true for the operations in flight. Reports a hang after the peer
+    /// timeout, then at growing intervals.
     fn wait_for_operations(
         &self,
         what: &'static str,

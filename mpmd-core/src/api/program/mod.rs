@@ -68,8 +68,9 @@ use mpmd_record::trace::{Label, What};
 /// operations in the same order.
 ///
 /// `Send` but not `Sync`, and issuing takes `&mut`, so the order of operations is unique. Of the
-/// calls of a started program, only [`Program::broadcast_value`], [`Program::finish`] and issuing
-/// may block. Issuing blocks while the program is too far ahead or memory is short.
+/// calls of a started program, only [`Program::broadcast_value`], [`Program::sync`],
+/// [`Program::finish`] and issuing may block. Issuing blocks while the program is too far ahead or
+/// memory is short.
 ///
 /// [`Program::run`] joins, runs and finishes. After [`Program::from_env`], call [`Program::finish`]
 /// at the end. A program that is dropped without it waits at most two seconds for its issued work.

@@ -1,61 +1,95 @@
 //! Hashes of the host values that calls take. The processes compare them.
 
-use std::panic::Location;
+use std::collections::BTreeMap;
+
+use mpmd_transport::Pool;
 
 use super::Program;
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::{BLOCK, OriginMap, Rolling, Values};
+use crate::exec::{BLOCK, Rolling, Values};
 
 /// Host values of up to this many bytes are compared whole at every call.
 const WHOLE: usize = 4 << 10;
 /// Number of blocks of larger values that are compared at every call: as many bytes.
 const BLOCKS: usize = WHOLE / BLOCK;
 
-/// By source line: the number of calls with host values of more than [`WHOLE`] bytes. Two lines
-/// of one number in files with names of one length share a count, on every process alike.
+/// Decides which calls with host values of more than [`WHOLE`] bytes compare them whole. All
+/// processes decide alike: source lines, which may differ between them, do not count.
 #[derive(Default)]
-pub(super) struct LargeValueCalls(OriginMap<u64>);
+pub(super) struct LargeValueCalls {
+    /// Number of calls so far, by the total bytes of their large values, as pools round them.
+    counts: BTreeMap<u64, u64>,
+    /// The decision for a call that issues several operations, while it issues them.
+    of_call: Option<bool>,
+}
 
 impl LargeValueCalls {
-    /// Counts a call at this line. Returns true if the count is a power of two.
-    fn is_whole(&mut self, at: &'static Location<'static>) -> bool {
-        let place = u64::from(at.line()) << 32 | u64::from(at.column());
-        let calls = self.0.entry((place, at.file().len() as u32)).or_default();
+    /// Counts a call with large values of `bytes` bytes in all. Returns true at the calls 1, 2, 4,
+    /// 8 and so on of a size.
+    ///
+    /// It also does so at some calls between, chosen by `hash`: where a loop puts several arrays
+    /// of one size, each of them has its turn.
+    fn count(&mut self, bytes: u64, hash: u64) -> bool {
+        let calls = self.counts.entry(Pool::rounded(bytes as usize)).or_default();
         *calls += 1;
-        calls.is_power_of_two()
+        calls.is_power_of_two() || hash.is_multiple_of(*calls)
     }
 }
 
 impl Program {
-    /// Returns one hash of all host values among the arrays of a call at line `at`, or `None` if
+    /// Issues the operations of one call, which takes `arrays`, by `issue`: the host values of all
+    /// of them are compared whole, or none.
+    pub(crate) fn as_one_call<T>(
+        &mut self,
+        arrays: &[&MpmdArray],
+        issue: impl FnOnce(&mut Self) -> T,
+    ) -> T {
+        self.large_value_calls.of_call = Some(self.compares_whole(arrays));
+        let issued = issue(self);
+        self.large_value_calls.of_call = None;
+        issued
+    }
+
+    /// Returns one hash of all host values among the arrays that an operation takes, or `None` if
     /// there are none.
     ///
     /// Values of up to 4 KiB are hashed whole. Of larger ones, the hash has the length and 64
-    /// blocks of 64 bytes at equal distances; at the calls 1, 2, 4, 8 and so on of a line, and at
-    /// all calls if `check_uncommitted` is set, it has them whole. So a call costs less than a
-    /// microsecond for each of its values in the long run.
-    pub(crate) fn hash_values<'a>(
-        &mut self,
-        arrays: impl IntoIterator<Item = &'a MpmdArray>,
-        at: &'static Location<'static>,
-    ) -> Option<u64> {
+    /// blocks of 64 bytes at equal distances. It has them whole at the calls 1, 2, 4, 8 and so on
+    /// with as many bytes, at few others, and at all calls if `check_uncommitted` is set. So a call
+    /// costs less than a microsecond for each of its values in the long run.
+    pub(crate) fn hash_values(&mut self, arrays: &[&MpmdArray]) -> Option<u64> {
         let mut hash: Option<Rolling> = None;
-        let mut is_whole = None;
-        for array in arrays {
-            let Repr::Host(host) = &array.repr else { continue };
-            let bytes = host.bytes();
-            let mut compares_whole = || {
-                *is_whole.get_or_insert_with(|| {
-                    self.large_value_calls.is_whole(at) || self.runtime.config.check_uncommitted
-                })
-            };
+        let mut of_large = None;
+        for bytes in arrays.iter().filter_map(|array| host_bytes(array)) {
+            let is_whole = bytes.len() <= WHOLE
+                || *of_large.get_or_insert_with(|| self.compares_whole(arrays));
             let so_far = hash.unwrap_or_default();
-            hash = Some(match bytes.len() <= WHOLE || compares_whole() {
+            hash = Some(match is_whole {
                 true => so_far.mix_bytes(bytes),
                 false => so_far.mix(bytes.len() as u64).mix_blocks(blocks(bytes)),
             });
         }
         hash.map(Rolling::word)
+    }
+
+    /// Counts a call that takes `arrays`, unless it is a part of [one](Self::as_one_call) that was
+    /// counted. Returns true if its host values are to be compared whole.
+    fn compares_whole(&mut self, arrays: &[&MpmdArray]) -> bool {
+        if let Some(decided) = self.large_value_calls.of_call {
+            return decided;
+        }
+        let bytes = arrays.iter().filter_map(|array| host_bytes(array)).map(<[u8]>::len);
+        let large: usize = bytes.filter(|bytes| *bytes > WHOLE).sum();
+        let counted = large > 0 && self.large_value_calls.count(large as u64, self.hash.word());
+        counted || self.runtime.config.check_uncommitted
+    }
+}
+
+/// Returns the bytes of host values; `None` for an array on devices.
+fn host_bytes(array: &MpmdArray) -> Option<&[u8]> {
+    match &array.repr {
+        Repr::Host(host) => Some(host.bytes()),
+        Repr::Placed(_) => None,
     }
 }
 
@@ -84,6 +118,18 @@ impl Rolling {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_of_three_arrays_of_one_size_has_its_turn() {
+        let (mut calls, mut hash) = (LargeValueCalls::default(), Rolling::default());
+        let mut whole = [0; 3];
+        for array in (0..3).cycle().take(30_000) {
+            hash = hash.mix(array as u64);
+            whole[array] += u64::from(calls.count(1 << 20, hash.word()));
+        }
+        assert!(whole.iter().all(|times| *times > 1), "{whole:?}");
+        assert!(whole.iter().sum::<u64>() < 60, "{whole:?}");
+    }
 
     #[test]
     fn blocks_are_spread_from_the_first_byte_to_the_last() {

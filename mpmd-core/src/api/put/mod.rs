@@ -129,19 +129,23 @@ impl Program {
         if let [(array, steps)] = moves {
             return vec![self.put_along(array, steps, options, at)];
         }
+        let all: Vec<&MpmdArray> = moves.iter().map(|(array, _)| *array).collect();
         let mut moved: Vec<Option<MpmdArray>> = vec![None; moves.len()];
-        for joined in join::groups(moves) {
-            if let [alone] = joined[..] {
-                let (array, steps) = moves[alone];
-                moved[alone] = Some(self.put_along(array, steps, options, at));
-                continue;
+        self.as_one_call(&all, |program| {
+            for joined in join::groups(moves) {
+                if let [alone] = joined[..] {
+                    let (array, steps) = moves[alone];
+                    moved[alone] = Some(program.put_along(array, steps, options, at));
+                    continue;
+                }
+                let arrays: Vec<&MpmdArray> = joined.iter().map(|place| all[*place]).collect();
+                let plans: Vec<_> =
+                    joined.iter().map(|place| moves[*place].1.last.clone()).collect();
+                let mut made = Vec::with_capacity(joined.len());
+                program.issue_put(&arrays, &plans, options, None, None, at, &mut made);
+                joined.into_iter().zip(made).for_each(|(place, array)| moved[place] = Some(array));
             }
-            let (arrays, plans): (Vec<&MpmdArray>, Vec<_>) =
-                joined.iter().map(|place| (moves[*place].0, moves[*place].1.last.clone())).unzip();
-            let mut results = Vec::with_capacity(joined.len());
-            self.issue_put(&arrays, &plans, options, None, None, at, &mut results);
-            joined.into_iter().zip(results).for_each(|(place, array)| moved[place] = Some(array));
-        }
+        });
         moved.into_iter().map(|array| array.expect("every array is in one group")).collect()
     }
 

@@ -190,7 +190,7 @@ impl ReplayStep {
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
         let before = program.operations();
-        let (start, values) = self.start(program, x, at);
+        let (start, values) = self.start(program, x);
         let replaying = Replaying { before, start, values, names: self.names.clone(), at };
         let end = replaying.hash(self.operations());
         let span: Arc<dyn Span> = Arc::new(replaying);
@@ -250,17 +250,12 @@ impl ReplayStep {
 
     /// Returns (rolling hash at the start of a replay, hash of the host values among its inputs).
     /// The rolling hash includes the step and its inputs, which must be equal on all processes.
-    fn start(
-        &self,
-        program: &mut Program,
-        x: &[&MpmdArray],
-        at: &'static Location<'static>,
-    ) -> (Rolling, Option<Values>) {
+    fn start(&self, program: &mut Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let captured = self.hash.value();
         let step = [0x4e97a, captured as u64, (captured >> 64) as u64, self.operations()];
         let inputs = x.iter().map(|leaf| leaf.word());
         let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
-        call.mix_values(program.hash_values(x.iter().copied(), at))
+        call.mix_values(program.hash_values(x))
     }
 }
 

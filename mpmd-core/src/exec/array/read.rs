@@ -33,8 +33,9 @@ impl MpmdArray {
     /// shards are there, and its receivers have taken its sends and forwards, or the bytes were
     /// copied out. Returns at once on a process without a part.
     ///
-    /// Waits as long as it takes. Reports the awaited operation each time the program's peer
-    /// timeout expires. Do not call it on a thread that drives futures; await the array there.
+    /// Waits as long as it takes. Reports the awaited operation after the program's peer timeout,
+    /// then at growing intervals. Do not call it on a thread that drives futures; await the array
+    /// there.
     ///
     /// # Errors
     ///
@@ -274,7 +275,7 @@ impl Placed {
     }
 
     /// Blocks until a part of the array ends. Returns its buffer or failure, or `None` after
-    /// `deadline`. Reports a hang each time the peer timeout expires.
+    /// `deadline`. Reports a hang after the peer timeout, then at growing intervals.
     fn wait_for(
         &self,
         slot: &AsyncBuffer,

@@ -83,8 +83,8 @@ impl Runtime {
         self.with_router(|router| router.fail(failure));
     }
 
-    /// Blocks until every peer has left the job too. Reports a hang each time the peer timeout
-    /// expires. Fails if an operation has failed or a peer is lost.
+    /// Blocks until every peer has left the job too. Reports a hang after the peer timeout, then at
+    /// growing intervals. Fails if an operation has failed or a peer is lost.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
         let (mut begin, mut asked) = (now(), false);
@@ -150,8 +150,8 @@ impl Runtime {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Blocks until every operation and read of this process has ended. Reports a hang each time
-    /// the peer timeout expires.
+    /// Blocks until every operation and read of this process has ended. Reports a hang after the
+    /// peer timeout, then at growing intervals.
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.peer_timeout / 2;
@@ -220,8 +220,8 @@ impl Runtime {
         let _ = all_done.recv_timeout(left());
     }
 
-    /// Blocks until every user closure that waited for an operation has run. Reports a hang each
-    /// time the peer timeout expires.
+    /// Blocks until every user closure that waited for an operation has run. Reports a hang after
+    /// the peer timeout, then at growing intervals.
     pub(crate) fn wait_for_callbacks(&self) {
         let _doing = self.status.enter(Doing::Finishing);
         let (done, all_done) = mpsc::channel::<()>();

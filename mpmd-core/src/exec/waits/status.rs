@@ -238,13 +238,19 @@ impl Runtime {
         tracing::warn!(target: "mpmd::hang", "{text}");
         // Other processes have described their operations.
         let text = mpmd_launch::printable(text);
-        let waited = match idle.is_zero() {
-            true => timeout,
-            false => Duration::from_secs(timeout.saturating_add(idle).as_secs()),
-        };
-        let message = format!("mpmd: still waiting after {waited:?}\n  {text}\n");
+        let waited = waited_text(timeout, idle);
+        let message = format!("mpmd: still waiting after {waited}\n  {text}\n");
         // In one write: other processes of the job may write to the same terminal.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
+    }
+}
+
+/// Describes the time waited until a report that comes `idle` after the first one: the peer timeout
+/// as it was given, then whole seconds or, below one second, milliseconds.
+fn waited_text(timeout: Duration, idle: Duration) -> String {
+    match idle.is_zero() {
+        true => format!("{timeout:?}"),
+        false => format!("{:.0?}", timeout.saturating_add(idle)),
     }
 }
 
@@ -281,6 +287,17 @@ mod tests {
         assert_eq!(minutes, [0, 1, 3, 7, 15, 31, 63, 127, 255, 511, 1023]);
         let later = Duration::from_secs(100_000);
         assert_eq!(reports.next((8, 2), later, timeout), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn short_waits_are_reported_in_milliseconds() {
+        let text = |timeout, idle| {
+            waited_text(Duration::from_micros(timeout), Duration::from_micros(idle))
+        };
+        assert_eq!(text(200_000, 0), "200ms");
+        assert_eq!(text(200_000, 203_123), "403ms");
+        assert_eq!(text(1_500_000, 0), "1.5s");
+        assert_eq!(text(60_000_000, 60_100_321), "120s");
     }
 
     #[test]

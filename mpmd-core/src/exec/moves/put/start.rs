@@ -100,11 +100,14 @@ impl Start<'_> {
         }
     }
 
-    /// Returns a shard that shares the memory of host values. It counts as any shard of its device:
-    /// if there is no memory, it fails.
+    /// Returns a shard that shares the memory of host values. It counts as any shard of its device,
+    /// unless the device has these bytes already: if there is no memory, it fails.
     fn hold(&self, target: &Target, host: &HostArray) -> AsyncBuffer {
         let Self { plan, runtime, guard, .. } = *self;
         let (kind, bytes) = (plan.what.to.memory_kind(), host.bytes());
+        if bytes.is_counted_by(runtime.pool(target.local_index, kind)) {
+            return AsyncBuffer::filled(bytes.clone());
+        }
         let reserved =
             runtime.reserve(target.local_index, kind, bytes.len(), guard.op(), &*plan.what);
         match reserved {
