@@ -124,6 +124,34 @@ impl BoundStage {
         Ok(stage)
     }
 
+    /// Returns this stage, or `stage` in its place, on the same mesh with the same parameters. It has
+    /// no kernels yet.
+    pub(super) fn again(&self, stage: Option<Arc<dyn ErasedStage>>) -> Result<Self> {
+        let stage = stage.unwrap_or_else(|| self.stage.clone());
+        let place = |place: &ParamPlace| ParamPlace {
+            aval: place.aval.clone(),
+            sharding: place.sharding.clone(),
+        };
+        let mut again = Self {
+            mesh: self.mesh.clone(),
+            input: self.mesh.sharding(stage.input_spec()),
+            output: self.mesh.sharding(stage.output_spec()),
+            stage,
+            structure: self.structure.clone(),
+            places: self.places.iter().map(place).collect(),
+            params: self.params.clone(),
+            frozen: self.frozen.clone(),
+            storage: self.storage.clone(),
+            gathered: None,
+            needs_dx: false,
+            state: self.state.clone(),
+            prepared: Prepared::new(None),
+            kernels: Vec::new(),
+        };
+        again.forget_shapes()?;
+        Ok(again)
+    }
+
     /// Drops all that depends on the shapes and shardings of the parameters.
     fn forget_shapes(&mut self) -> Result<()> {
         self.gathered = None;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::bound_stage::BoundStage;
+use super::erased::ErasedStage;
 use super::kernels::AddArrays;
 use super::links::Feed;
 use super::prepare::Freshness;
@@ -76,6 +77,30 @@ impl StageGraph {
         };
         graph.find_trained();
         graph
+    }
+
+    /// Returns the stages with their links and parameters, and `last` in place of the last one. It
+    /// has another identity, and none of the options of runs.
+    pub(super) fn with_last(&self, last: Arc<dyn ErasedStage>) -> Result<Self> {
+        let count = self.stages.len();
+        let mut last = Some(last);
+        let stage = |(index, stage): (usize, &BoundStage)| {
+            let other = if index + 1 == count { last.take() } else { None };
+            stage.again(other).map_err(|why| self.at(index, &why))
+        };
+        let mut graph = Self {
+            stages: self.stages.iter().enumerate().map(stage).collect::<Result<_>>()?,
+            feeds: self.feeds.clone(),
+            readers: self.readers.clone(),
+            ties: self.ties.clone(),
+            recomputes: vec![false; count],
+            ascending: false,
+            trains: Vec::new(),
+            identity: Arc::new(()),
+            adders: (0..count).map(|_| None).collect(),
+        };
+        graph.find_trained();
+        Ok(graph)
     }
 
     /// Appends a stage that reads its input from `feed`.

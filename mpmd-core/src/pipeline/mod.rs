@@ -27,6 +27,7 @@ mod stage_shapes;
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
+use std::sync::Arc;
 
 use bound_stage::BoundStage;
 use bundle::Bundle;
@@ -106,6 +107,27 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Pipeline<In, S::Out>> {
         let output = self.output();
         self.then_from(stage, mesh, params, &output)
+    }
+
+    /// Returns a pipeline of the same stages with their parameters as they are now, and `last` in
+    /// place of the last stage: for instance a stage that returns scores where the trained one
+    /// returns the loss. `last` takes the parameters, inputs and side inputs of the last stage, and
+    /// runs on its mesh.
+    ///
+    /// An update of the parameters donates those that the pipeline has: use it before, or make
+    /// another one behind.
+    ///
+    /// # Errors
+    ///
+    /// If a sharding that `last` wants for its parameters does not fit them. That it takes others
+    /// shows when it is probed.
+    #[track_caller]
+    pub fn with_last<S: Stage>(&self, last: S) -> Result<Pipeline<In, S::Out>> {
+        let at = Location::caller();
+        let graph = self.graph.with_last(Arc::new(last));
+        let graph = graph.map_err(|why| refused(why, at, "Pipeline::with_last", None))?;
+        let (replays, captures) = (self.replays, Captures::default());
+        Ok(Pipeline { graph, replays, captures, compared: None, types: PhantomData })
     }
 
     /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]

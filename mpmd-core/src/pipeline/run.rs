@@ -72,9 +72,10 @@ impl Kernel for AddLoss {
     ) -> Result<()> {
         add(cx, &mut sum.sum, &one.sum)?;
         add(cx, &mut sum.weight, &one.weight)?;
-        sum.metrics.values_mut().zip(one.metrics.values()).try_for_each(|(sum, one)| {
-            add(cx, sum, one)
-        })
+        sum.metrics
+            .values_mut()
+            .zip(one.metrics.values())
+            .try_for_each(|(sum, one)| add(cx, sum, one))
     }
 
     fn cuda(&self) -> Vec<&'static Source> {

@@ -17,9 +17,9 @@ pub(crate) fn double(view: &View<'_>) -> Result<f64> {
     match view.global().dtype() {
         DType::F32 => Ok(f64::from(view.scalar::<f32>()?)),
         DType::F64 => Ok(view.scalar::<f64>()?),
-        other => Err(Error::kernel(format!(
-            "a loss or a metric of {other}: it must be f32 or f64"
-        ))),
+        other => {
+            Err(Error::kernel(format!("a loss or a metric of {other}: it must be f32 or f64")))
+        }
     }
 }
 

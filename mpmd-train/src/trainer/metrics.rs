@@ -24,7 +24,8 @@ impl Metrics {
         let mut options = OpenOptions::new();
         options.create(true).write(true);
         let options = if append { options.append(true) } else { options.truncate(true) };
-        let text = if append { std::fs::read_to_string(path).unwrap_or_default() } else { String::new() };
+        let text =
+            if append { std::fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let file = options.open(path).map_err(|error| unwritable(path, &error))?;
         Ok(Self { file, path: path.to_owned(), before: last_seconds(&text) })
     }

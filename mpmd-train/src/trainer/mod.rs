@@ -14,7 +14,9 @@ mod tensorboard;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepMemory};
+use mpmd_core::pipeline::{
+    Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage, StepMemory,
+};
 use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::Mesh;
@@ -226,6 +228,37 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let sums = self.reporter.sum(p, losses)?;
         let figures = self.reporter.report(p, &sums, &self.status)?;
         Ok(EvaluationHandle { step: self.steps(), names, figures })
+    }
+
+    /// Issues forward passes of all held-out microbatches of `data` with `last` in place of the last
+    /// stage, and returns its outputs, on the last stage's mesh. `last` takes the same parameters:
+    /// for instance a stage with the same model that returns scores in place of the loss. Returns
+    /// without waiting, except for [probes](Pipeline::probe).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Pipeline::with_last`], [`Pipeline::probe`] and [`Pipeline::forward`].
+    #[track_caller]
+    pub fn predict<S: Stage, D: Data<In> + ?Sized>(
+        &self,
+        p: &mut Program,
+        last: S,
+        data: &D,
+    ) -> Result<Vec<S::Out>> {
+        data.compare(p)?;
+        let (meshes, mut probed) = (self.meshes(), Vec::new());
+        let mut pipeline = self.pipeline.with_last(last)?;
+        let mut predictions = Vec::with_capacity(data.held_out_len());
+        for index in 0..data.held_out_len() {
+            let microbatch = data.held_out(p, &meshes, index)?;
+            let shapes = microbatch.shapes();
+            if !probed.contains(&shapes) {
+                pipeline.probe(p, &shapes)?;
+                probed.push(shapes);
+            }
+            predictions.push(pipeline.forward(p, microbatch)?);
+        }
+        Ok(predictions)
     }
 
     /// Returns the names of a loss's metrics. Those of equal losses share memory.

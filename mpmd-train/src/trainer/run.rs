@@ -248,8 +248,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
-        let saves =
-            Saves::new(p, run.checkpoints, (run.save_every, run.keep_best), self.steps())?;
+        let saves = Saves::new(p, run.checkpoints, (run.save_every, run.keep_best), self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {

@@ -59,8 +59,9 @@ fn steps_of_several_forms_train_and_replay() {
             let trainer = trainer(p, true, AdamW::default())?.rate(Rate::Constant(0.02));
             let mut trainer = trainer.replay(replay).stop_on(&StopFlag::default());
             let mut reports: Vec<StepReport> = Vec::new();
-            let options =
-                Run::steps(12).progress(false).on_step(|report| reports.push(untimed(report.clone())));
+            let options = Run::steps(12)
+                .progress(false)
+                .on_step(|report| reports.push(untimed(report.clone())));
             trainer.run(p, options, &buckets)?;
             Ok(reports)
         });
@@ -88,7 +89,8 @@ fn training_by_seconds_ends_alike_on_all_processes() {
         trainer = trainer.stop_on(&StopFlag::default());
         let mut reports: Vec<StepReport> = Vec::new();
         let run = Run::steps(1 << 40).seconds(0.3).progress(false);
-        let outcome = trainer.run(p, run.on_step(|report| reports.push(report.clone())), &buckets)?;
+        let outcome =
+            trainer.run(p, run.on_step(|report| reports.push(report.clone())), &buckets)?;
         Ok((outcome.steps, reports))
     });
     let mut results = results.into_iter().map(Result::unwrap);
