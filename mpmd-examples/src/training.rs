@@ -272,7 +272,7 @@ impl Figures {
 
     /// Fails if a step that an earlier epoch of the job has reported has another loss now.
     fn note(&mut self, report: &StepReport) -> anyhow::Result<()> {
-        let StepReport { step, loss, weight, .. } = report;
+        let &StepReport { step, loss, weight, .. } = report;
         if let Some(before) = self.losses.insert(step, loss) {
             let same = before.to_bits() == loss.to_bits();
             anyhow::ensure!(same, "step {step} has loss {loss}, and had {before} before");

@@ -25,8 +25,8 @@ use mpmd_layout::topology::Mesh;
 
 pub use adamw::{AdamStep, AdamW};
 pub use float::{Float, clip_factor, square_sum};
-pub(crate) use kernels::{FIGURES, MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use kernels::{Figures, FiguresIn, FiguresOut, SquareSums, State, Update, UpdateIn};
+pub(crate) use kernels::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 pub use settings::{OptimizerSettings, UpdateRule};
 pub use sgd::Sgd;
 

@@ -17,7 +17,7 @@ use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
 use crate::checkpoint::{Phase, SaveStatus};
-use crate::optimizer::{FIGURES, MOST_METRICS, STEP_FIGURES, check_metrics, double};
+use crate::optimizer::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
 
 /// The names of the metrics of a loss, in order.

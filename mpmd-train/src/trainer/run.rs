@@ -332,7 +332,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let progress = observer.progress.take();
         for recent in self.recent.clone().iter().filter(|recent| recent.step > 0) {
             let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
-            let (report, gradients, _) = StepHandle { step, rate, figures }.read_all()?;
+            let names = self.metrics.clone();
+            let (report, gradients, _) = StepHandle { step, rate, names, figures }.read_all()?;
             self.observe(p, observer, StepReport { seconds: 0.0, ..report }, gradients)?;
         }
         observer.progress = progress;

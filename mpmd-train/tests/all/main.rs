@@ -8,6 +8,7 @@ mod checkpoints;
 mod damage;
 mod data;
 mod kills;
+mod metrics;
 mod model_files;
 mod optimizers;
 mod recovery;

@@ -99,9 +99,12 @@ impl Stage for Embed {
     }
 }
 
+/// The error below which a token counts in the metric `near` of [`Head`].
+pub(crate) const NEAR: f32 = 0.25;
+
 impl Head {
     /// Returns (weight, error) of each token.
-    fn errors(
+    pub(crate) fn errors(
         params: &HeadParams<View<'_>>,
         x: &View<'_>,
         side: &Side<View<'_>>,
@@ -129,7 +132,7 @@ impl Stage for Head {
         _: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
-        Ok(StageSignature::new(Loss::new(f32s([]), f32s([]))))
+        Ok(StageSignature::new(Loss::new(f32s([]), f32s([])).metric("near", f32s([]))))
     }
 
     fn side(&self) -> SideInput {
@@ -145,6 +148,11 @@ impl Stage for Head {
     ) -> Result<()> {
         let errors = Self::errors(&params, &x, &cx.side()?)?;
         loss.sum.fill(errors.iter().map(|(weight, error)| weight * error * error).sum::<f32>())?;
+        let near = errors.iter().filter(|(_, error)| error.abs() < NEAR);
+        loss.metrics
+            .get_mut("near")
+            .expect("it is declared")
+            .fill(near.map(|(weight, _)| weight).sum::<f32>())?;
         Ok(loss.weight.fill(errors.iter().map(|(weight, _)| weight).sum::<f32>())?)
     }
 

@@ -1,0 +1,211 @@
+//! Metrics beside the loss, and what is done by them: stops, the best checkpoint, predictions.
+
+use std::fs;
+use std::path::Path;
+
+use mpmd_core::Simulation;
+use mpmd_core::pipeline::{SideInput, SideShapes, Stage, StageContext, StageSignature};
+use mpmd_core::prelude::*;
+use mpmd_train::data::Data as _;
+use mpmd_train::optimizer::AdamW;
+use mpmd_train::stop::StopFlag;
+use mpmd_train::{Checkpoints, Goal, Next, Outcome, Rate, Run};
+use serde_json::Value;
+
+use crate::stages::{Head, HeadParams, NEAR, params, read, trainer, windows};
+
+/// The stage [`Head`], with its errors in place of its loss.
+struct Errors;
+
+impl Stage for Errors {
+    type Params = HeadParams<MpmdArray>;
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(
+        &self,
+        _: &HeadParams<ShapedArray>,
+        x: &ShapedArray,
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
+        Ok(StageSignature::new(f32s([x.shape()[0] * x.shape()[1]])))
+    }
+
+    fn side(&self) -> SideInput {
+        Head.side()
+    }
+
+    fn forward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: HeadParams<View<'_>>,
+        x: View<'_>,
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
+        let errors = Head::errors(&params, &x, &cx.side()?)?;
+        y.as_mut_slice::<f32>()?.iter_mut().zip(errors).for_each(|(y, (_, error))| *y = error);
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        _: &mut StageContext<'_, '_>,
+        _: HeadParams<View<'_>>,
+        _: View<'_>,
+        _: Option<ViewMut<'_>>,
+        _: HeadParams<ViewMut<'_>>,
+    ) -> Result<()> {
+        Err(Error::kernel("predictions are not trained"))
+    }
+}
+
+/// Trains on this number of processes, and returns the outcome of each.
+fn outcomes(processes: usize, options: impl Fn() -> Run<'static> + Sync) -> Vec<Outcome> {
+    let results = Simulation::new(processes, 4).run(|p| {
+        let mut trainer = trainer(p, true, AdamW::default())?
+            .rate(Rate::Constant(0.02))
+            .seed(4)
+            .stop_on(&StopFlag::default());
+        trainer.run(p, options().progress(false), &windows())
+    });
+    results.into_iter().map(Result::unwrap).collect()
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn metrics_are_means_alike_in_file_reports_and_outcome() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = None;
+    for processes in [1, 2, 4] {
+        let file = folder.path().join(format!("{processes}.jsonl"));
+        let options = || {
+            Run::steps(4).evaluate_every(2).metrics(&file).on_step(|report| {
+                assert!((0.0..=1.0).contains(&report.metrics["near"]), "{report:?}");
+            })
+        };
+        let all = outcomes(processes, options);
+        let near = all[0].metrics["near"];
+        assert!(near > 0.0 && near < 1.0, "{near}");
+        for outcome in &all {
+            assert_eq!(outcome.metrics, all[0].metrics);
+            assert_eq!(
+                outcome.last.as_ref().unwrap().metrics,
+                all[0].last.as_ref().unwrap().metrics
+            );
+        }
+        let found: Vec<Value> =
+            lines(&file).into_iter().map(|line| line["metrics"]["near"].clone()).collect();
+        assert_eq!(found.len(), 6);
+        assert_eq!(found[5].as_f64(), Some(near));
+        assert_eq!(first.get_or_insert(found.clone()), &found, "{processes} processes");
+    }
+}
+
+#[test]
+fn reports_end_a_training_on_every_process() {
+    for processes in [1, 2] {
+        let by_step = || {
+            Run::steps(20).on_step(|report| match report.step {
+                4.. => Next::Stop,
+                _ => Next::Continue,
+            })
+        };
+        for outcome in outcomes(processes, by_step) {
+            assert_eq!((outcome.steps, outcome.stopped), (6, None), "two more were issued");
+            assert!(outcome.evaluation.is_some());
+        }
+        let mut evaluated = 0;
+        let by_evaluation = move || {
+            Run::steps(20).evaluate_every(3).on_evaluation(move |report| {
+                evaluated += 1;
+                assert_eq!(report.step, 3 * evaluated, "each model once");
+                if evaluated < 2 { Next::Continue } else { Next::Stop }
+            })
+        };
+        for outcome in outcomes(processes, by_evaluation) {
+            assert_eq!((outcome.steps, outcome.last.unwrap().step), (6, 6));
+        }
+    }
+}
+
+#[test]
+fn best_checkpoint_is_kept_and_restored() {
+    for processes in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let to = || Checkpoints::new(folder.path()).keep(1);
+        let train = |p: &mut Program, steps: u64, goal: Goal| -> Result<()> {
+            let (mut trainer, to) = (trainer(p, true, AdamW::default())?, to());
+            trainer.restore(p, &to)?;
+            let mut trainer = trainer.rate(Rate::Constant(0.02)).stop_on(&StopFlag::default());
+            let run = Run::steps(steps).evaluate_every(1).progress(false);
+            trainer.run(p, run.checkpoints(to).keep_best("loss", goal), &windows())?;
+            Ok(())
+        };
+        // The loss falls, so its highest is that of the first evaluation.
+        let results = Simulation::new(processes, 4).run(|p| train(p, 6, Goal::Highest));
+        results.into_iter().for_each(|result| result.unwrap());
+        assert_eq!(to().steps().unwrap(), [1, 6]);
+        let results = Simulation::new(processes, 4).run(|p| train(p, 8, Goal::Highest));
+        results.into_iter().for_each(|result| result.unwrap());
+        assert_eq!(to().steps().unwrap(), [1, 8], "a later run knows the best");
+
+        let results = Simulation::new(processes, 4).run(|p| {
+            let mut restored = trainer(p, true, AdamW::default())?;
+            let best = restored.restore(p, &to().best())?;
+            let mut trained = trainer(p, true, AdamW::default())?
+                .rate(Rate::Constant(0.02))
+                .stop_on(&StopFlag::default());
+            trained.run(p, Run::steps(1).progress(false), &windows())?;
+            Ok((best, params(p, &restored)? == params(p, &trained)?))
+        });
+        results.into_iter().for_each(|result| assert_eq!(result.unwrap(), (Some(1), true)));
+        let results = Simulation::new(processes, 4).run(|p| train(p, 10, Goal::Lowest));
+        results.into_iter().for_each(|result| result.unwrap());
+        assert_eq!(to().steps().unwrap(), [10], "the last is the best by the other goal");
+    }
+}
+
+#[test]
+fn unknown_metric_of_the_best_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
+        let run = Run::steps(2).progress(false).checkpoints(Checkpoints::new(folder.path()));
+        trainer.run(p, run.keep_best("accuracy", Goal::Highest), &windows())
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(
+            error.contains("\"accuracy\": the loss has no such metric, but [\"near\"]"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn predictions_are_of_the_trained_parameters() {
+    for processes in [1, 2] {
+        let results = Simulation::new(processes, 4).run(|p| {
+            let mut trainer = trainer(p, true, AdamW::default())?
+                .rate(Rate::Constant(0.02))
+                .stop_on(&StopFlag::default());
+            let data = windows();
+            let outcome = trainer.run(p, Run::steps(5).progress(false), &data)?;
+            let errors = trainer.predict(p, Errors, &data)?;
+            assert_eq!(errors.len(), data.held_out_len());
+            let mut all = Vec::new();
+            for errors in &errors {
+                all.extend(read(p, errors)?.unwrap_or_default());
+            }
+            let near = all.iter().filter(|error| error.abs() < NEAR).count() as f64;
+            let share = (!all.is_empty()).then(|| near / all.len() as f64);
+            Ok((outcome.metrics["near"], share))
+        });
+        let results: Vec<_> = results.into_iter().map(Result::unwrap).collect();
+        assert_eq!(results[0].1, Some(results[0].0), "{processes} processes");
+    }
+}
