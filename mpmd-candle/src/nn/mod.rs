@@ -20,7 +20,8 @@
 //! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
 //!
 //! A layer that does not defer computes the gradients of its weights with that of its input. That
-//! is correct under every schedule, but a schedule without bubbles gains nothing from it.
+//! is correct under every schedule, but a schedule without bubbles gains nothing from it. Other
+//! layers of the stage still defer.
 //!
 //! candle adds up gradients of bf16 and f16 weights in their own type: give its layers f32 copies
 //! of them.

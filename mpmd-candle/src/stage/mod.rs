@@ -140,8 +140,9 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Computes the gradients of the weights apart from those of the inputs, where the schedule has
     /// them as two actions. Schedules without bubbles need that.
     ///
-    /// All layers with trainable parameters must defer their weight gradients: see the table of
-    /// [`nn`](crate::nn). The probe refuses others by name.
+    /// Layers that can defer their weight gradients do so: see the table of [`nn`](crate::nn). Those
+    /// of other layers are computed with that of the inputs; the probe logs a warning with their
+    /// names.
     #[must_use]
     pub fn split_gradients(mut self) -> Self {
         self.passes = Passes::Both;
@@ -248,12 +249,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         let (out, found) = self.found(x, side)?;
         let graph = PlacedShape::object_of_bytes(found.graph_bytes);
         let signature = StageSignature::new(out)
-            .residual(graph.clone())
+            .residual(graph)
             .forward_collectives(collectives::declared(&found.forward))
             .backward_collectives(collectives::declared(&found.backward));
         match self.passes {
             Passes::Fused => Ok(signature),
-            _ => Ok(signature.weight_residual(graph)),
+            _ => Ok(signature.weight_residual(PlacedShape::object_of_bytes(
+                found.graph_bytes.saturating_add(found.at_once_bytes),
+            ))),
         }
     }
 

@@ -30,6 +30,8 @@ pub(super) struct Graph {
 struct Postponed {
     weights: Arc<Weights>,
     work: Vec<Deferred>,
+    /// Gradients of layers that cannot defer: (index of the parameter, gradient).
+    computed: Vec<(usize, Tensor)>,
 }
 
 impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
@@ -106,7 +108,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         write_dx(&graph, &store, dx)
     }
 
-    /// Computes the gradient of the inputs, and keeps the work for those of the parameters.
+    /// Computes the gradient of the inputs, and keeps the work for those of the parameters. Keeps
+    /// the gradients themselves of layers that cannot defer.
     pub(super) fn run_backward_input(
         &self,
         cx: &mut StageContext<'_, '_>,
@@ -116,11 +119,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
         let mut pass = Pass { exchange: Some(&mut **cx), ..deferring(&graph.weights) };
-        let store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
+        let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
-        self.check_all_deferred(&graph.weights, &store)?;
-        later.put_object(Postponed { weights: graph.weights.clone(), work })?;
+        let mut taken = |tensor: &Tensor| store.as_mut().and_then(|store| store.remove(tensor));
+        let weights = graph.weights.iter().enumerate();
+        let computed =
+            weights.filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?))).collect();
+        later.put_object(Postponed { weights: graph.weights.clone(), work, computed })?;
         write_dx(&graph, &store, dx)
     }
 
@@ -130,13 +136,18 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         cx: &mut StageContext<'_, '_>,
         mut gradient: Vec<ViewMut<'_>>,
     ) -> Result<()> {
-        let Postponed { weights, work } =
+        let Postponed { weights, work, computed } =
             cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
         threads::enter_pool();
         for Deferred { weight, add } in work {
             let view = weights.place(weight).and_then(|place| gradient.get_mut(place));
             let view = view.ok_or_else(|| Error::kernel("a gradient of an unknown parameter"))?;
             add(view.as_mut_slice::<f32>()?).map_err(|why| self.failed(why))?;
+        }
+        // In the order of a pass that computes all gradients: those of a graph come last.
+        for (place, more) in computed {
+            let view = gradient.get_mut(place);
+            bridge::add(&more, view.ok_or_else(|| Error::kernel("an unknown parameter"))?)?;
         }
         Ok(())
     }
@@ -175,25 +186,6 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let Some(total) = total else { return Ok(None) };
         let store = pass::enter(pass, || total.backward());
         store.map(Some).map_err(|why| self.failed(replacement(&why)))
-    }
-
-    /// Returns an error if the gradient of a parameter was computed with those of the inputs.
-    pub(super) fn check_all_deferred(
-        &self,
-        weights: &Weights,
-        store: &Option<GradStore>,
-    ) -> Result<()> {
-        let found =
-            |tensor: &Tensor| store.as_ref().is_some_and(|store| store.get(tensor).is_some());
-        let Some((path, _)) = weights.iter().find(|(_, tensor)| found(tensor)) else {
-            return Ok(());
-        };
-        Err(self.failed(format!(
-            "the layer with parameter {path:?} cannot defer its weight gradient, which \
-             `split_gradients` asks for: take Linear, Embedding, LayerNorm, RmsNorm, or a Conv1d \
-             or Conv2d without bias from `mpmd::candle::nn`, with f32 parameters, or leave \
-             `split_gradients` out"
-        )))
     }
 }
 

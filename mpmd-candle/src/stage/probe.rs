@@ -41,6 +41,11 @@ pub(super) struct Found {
     out: Form,
     /// The bytes of a microbatch's graph on a device.
     pub(super) graph_bytes: u64,
+    /// The parameters whose gradients are computed with those of the inputs although the stage
+    /// splits them: their layers cannot defer.
+    at_once: Vec<String>,
+    /// The bytes of these gradients on a device.
+    pub(super) at_once_bytes: u64,
     pub(super) forward: Vec<collectives::Found>,
     pub(super) backward: Vec<collectives::Found>,
     draws: bool,
@@ -120,6 +125,16 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let found =
             program.broadcast_value(owner, in_dry_run, || Ok(run()))?.map_err(Error::kernel)?;
         self.check_gradients(at, &found)?;
+        if !found.at_once.is_empty() && program.process() == owner {
+            let (stage, parameters) = (&self.name, found.at_once.join(", "));
+            tracing::warn!(
+                stage,
+                at = %self.at,
+                "`split_gradients`: the gradients of {parameters} are computed with that of the \
+                 input, since their layers cannot defer them. See `mpmd::candle::nn` for layers \
+                 that can, with f32 parameters"
+            );
+        }
         let mut probed = self.probed.lock();
         probed.retain(|probed| probed.x != x || probed.side != side);
         probed.push(Probed { x, side, found });
@@ -192,11 +207,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let y: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
         let graph = Graph { x, y, weights: models.weights.clone() };
         let graph_bytes = bytes_of(&graph) + kept_bytes;
-        self.try_out_backward(&graph, &mut recorder)?;
+        let at_once = self.try_out_backward(&graph, &mut recorder)?;
         let whole = |part| whole_of(&part, &self.specs[1], at.mesh);
         Ok(Found {
             out: Form::of(&structure, &graph.y, whole)?,
             graph_bytes,
+            at_once_bytes: at_once.iter().map(|(_, bytes)| bytes).sum(),
+            at_once: at_once.into_iter().map(|(path, _)| path).collect(),
             forward,
             backward: recorder.found,
             draws,
@@ -204,7 +221,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         })
     }
 
-    fn try_out_backward(&self, graph: &Graph, recorder: &mut Recorder<'_>) -> Result<()> {
+    /// Runs the backward pass on zeros. Returns path and bytes of each gradient that is computed at
+    /// once although the stage splits them.
+    fn try_out_backward(
+        &self,
+        graph: &Graph,
+        recorder: &mut Recorder<'_>,
+    ) -> Result<Vec<(String, u64)>> {
         let seed = |y: &Tensor| -> Result<Option<Tensor>> {
             match y.track_op() {
                 true => Ok(Some(y.zeros_like().map_err(bridge::refused)?.detach())),
@@ -218,11 +241,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let store = self.backpropagate_from(&graph.y, seeds, &mut pass)?;
         let deferred = pass.deferred.take().unwrap_or_default();
         drop(pass);
-        if splits {
-            self.check_all_deferred(&graph.weights, &store)?;
-        }
+        let gradient = |tensor: &Tensor| store.as_ref().and_then(|store| store.get(tensor));
+        let at_once = |(path, tensor): (&String, &Tensor)| {
+            Some((path.clone(), bridge::memory_of(gradient(tensor)?).1))
+        };
+        let at_once =
+            if splits { graph.weights.iter().filter_map(at_once).collect() } else { Vec::new() };
         let has = |tensor: &Tensor| {
-            store.as_ref().is_some_and(|store| store.get(tensor).is_some())
+            gradient(tensor).is_some()
                 || deferred.iter().any(|deferred| deferred.weight == tensor.id())
         };
         let lost = |tensor: &Tensor| tensor.is_variable() && !has(tensor);
@@ -236,7 +262,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         if inputs.peek().is_some() && inputs.all(lost) {
             return Err(self.failed(format!("its input gets no gradient. {WITHOUT_GRADIENT}")));
         }
-        Ok(())
+        Ok(at_once)
     }
 }
 

@@ -82,19 +82,6 @@ fn missing_side_input_is_named() {
 }
 
 #[test]
-fn layer_that_cannot_defer_is_named() {
-    let first = || {
-        let new = |vb: VarBuilder<'static>| candle_nn::linear(4, 4, vb.pp("layers.3.up"));
-        let forward = |layer: &candle_nn::Linear, x: Tensor, _: &mut Cx<'_>| layer.forward(&x);
-        stage(new, forward).unwrap().split_gradients()
-    };
-    check(
-        &errors(first, floats, true),
-        &["stage 0", "layers.3.up", "mpmd::candle::nn", "errors.rs:"],
-    );
-}
-
-#[test]
 fn layer_without_backward_pass_is_named() {
     let first = || {
         let new = |vb: VarBuilder<'static>| candle_nn::rms_norm(4, 1e-5, vb.pp("norm"));

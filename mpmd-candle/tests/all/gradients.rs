@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor, Var};
-use mpmd_candle::nn::Module;
+use mpmd_candle::nn::{self, Module};
 use mpmd_candle::{Cx, VarBuilder, stage};
 use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule};
 use mpmd_core::prelude::*;
@@ -175,6 +175,51 @@ fn gradients_of_candles_layers_have_the_same_bits() {
         let expected = store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&found[path]), bits(&expected), "{path}");
+    }
+}
+
+/// Returns the gradients of a stage with layers that can defer and some that cannot.
+fn of_mixed_layers(split: bool) -> Values {
+    type Layers = (nn::Linear, nn::GroupNorm, Tensor, nn::Linear);
+    let new = |vb: VarBuilder<'static>| -> candle_core::Result<Layers> {
+        let table = vb.get((1, 4), "positions")?;
+        let norm = nn::group_norm(2, 4, 1e-5, vb.pp("norm"))?;
+        Ok((nn::linear(6, 4, vb.pp("up"))?, norm, table, nn::linear(4, 2, vb.pp("down"))?))
+    };
+    let forward = |(up, norm, table, down): &Layers, x: Tensor, _: &mut Cx<'_>| {
+        let x = norm.forward(&up.forward(&x)?)?.broadcast_add(table)?;
+        let sum = down.forward(&x)?.sqr()?.sum_all()?;
+        Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
+    };
+    let mut results = Simulation::new(1, 1).run(|p| -> Result<Values> {
+        let mesh = p.mesh(&[("x", 1)])?;
+        let stage = stage(new, forward)?;
+        let stage = if split { stage.split_gradients() } else { stage };
+        let params = stage.init(p, &mesh, 9)?;
+        let mut pipeline = Pipeline::first(stage, &mesh, params)?;
+        let mut batch = Vec::new();
+        for microbatch in 0..3 {
+            let value = |i: i32| ((i * 7 + microbatch) as f32 * 0.3).sin();
+            let x = MpmdArray::from_slice(&[3, 6], &(0..18).map(value).collect::<Vec<_>>())?;
+            batch.push(Microbatch::new(p.device_put(&x, mesh.replicated())?));
+        }
+        pipeline.probe(p, &batch[0].shapes())?;
+        let output = pipeline.train_step(p, &Schedule::named("zb-h1", 1, 3, None)?, batch)?;
+        let read = |(path, gradient): (String, MpmdArray)| {
+            Ok((path, gradient.to_host()?.expect("one process").to_vec::<f32>()?))
+        };
+        output.gradients.into_iter().flatten().map(read).collect()
+    });
+    results.remove(0).unwrap()
+}
+
+#[test]
+fn layers_that_cannot_defer_give_the_same_bits_at_once() {
+    let (split, whole) = (of_mixed_layers(true), of_mixed_layers(false));
+    assert_eq!((split.len(), &split), (7, &whole));
+    assert!(split.values().flatten().all(|value| value.is_finite()));
+    for path in ["positions", "norm.weight", "up.weight"] {
+        assert!(split[path].iter().any(|value| *value != 0.0), "{path}");
     }
 }
 
