@@ -1,14 +1,18 @@
 //! Saving a model as model hubs lay it out, in the same form as the folder that it comes from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::path::Path;
 
 use mpmd::aval::DType;
+use mpmd::pipeline::Pipeline;
 use mpmd::train::tensors;
+use mpmd::tree::Tree;
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::folder::{CONFIG, Folder};
+use crate::lora::{Lora, is_adapter};
 use crate::unexpected;
 
 /// Saves parameters by name in a folder of the same form as `source`: with its config and
@@ -34,6 +38,61 @@ pub fn save(
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     tensors::save(p, to, &arrays, source.split().unwrap_or(u64::MAX), &metadata)?;
     p.broadcast_value(ProcessId(0), (), || copy_settings(source, to))
+}
+
+/// Start of the names in a file of adapters: `peft` wraps the model twice.
+const WRAPPED: &str = "base_model.model.";
+
+/// Saves the matrices of LoRA in a folder, as the library `peft` has them: `adapter_config.json` and
+/// `adapter_model.safetensors`. Blocks until the folder is complete. Every process must call it, and
+/// see the same folder.
+///
+/// # Errors
+///
+/// As for [`save`].
+pub fn save_adapter<In, Out>(
+    p: &mut Program,
+    source: &Folder,
+    pipeline: &Pipeline<In, Out>,
+    lora: Lora,
+    to: &Path,
+) -> Result<()>
+where
+    In: Tree<Leaf = MpmdArray>,
+    Out: Tree<Leaf = MpmdArray>,
+{
+    let params = (0..pipeline.stages()).flat_map(|stage| pipeline.params(stage));
+    let mut arrays: Vec<(String, MpmdArray, DType)> = params
+        .filter(|(name, _)| is_adapter(name))
+        .map(|(name, array)| (format!("{WRAPPED}{name}"), array.clone(), array.dtype()))
+        .collect();
+    arrays.sort_by(|a, b| a.0.cmp(&b.0));
+    // `peft` names the layers by the ends of their names: `q_proj`.
+    let layer = |(name, ..): &(String, MpmdArray, DType)| Some(name.rsplit('.').nth(2)?.to_owned());
+    let layers: BTreeSet<String> = arrays.iter().filter_map(layer).collect();
+    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    // It becomes part of the folder at once and whole.
+    let new = to.join("adapter.partial");
+    tensors::save(p, &new, &arrays, u64::MAX, &metadata)?;
+    p.broadcast_value(ProcessId(0), (), || {
+        let cannot = |why| unexpected(to, "", "a folder for an adapter", why);
+        fs::rename(new.join("model.safetensors"), to.join("adapter_model.safetensors"))
+            .and_then(|()| fs::remove_dir(&new))
+            .map_err(cannot)?;
+        let config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": source.path().display().to_string(),
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "inference_mode": true,
+            "target_modules": layers,
+        });
+        tensors::replace(&to.join("adapter_config.json"), format!("{config:#}\n").as_bytes())
+    })
 }
 
 /// Copies the config, the tokenizer and the other companions of the weights. The config says if

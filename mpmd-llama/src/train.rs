@@ -17,7 +17,7 @@ use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
-use crate::save::save;
+use crate::save::{save, save_adapter};
 use crate::stages::Llama;
 use crate::tokens::{Tokens, check_inputs, tokenizer};
 use crate::unexpected;
@@ -67,6 +67,9 @@ pub struct TrainArgs {
     /// Factor of LoRA's products, before division by the rank; default: twice the rank
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     pub lora_alpha: Option<f64>,
+    /// Save LoRA's matrices in this folder, as the library `peft` has them
+    #[arg(long, value_name = "DIR", requires = "lora")]
+    pub save_adapter: Option<PathBuf>,
     /// Save the trained model in this folder, in the form of the folder that it comes from
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
@@ -134,12 +137,15 @@ pub fn run(
     let model = Llama::new(source, stages, args.time)?.lora(args.lora(), args.seed);
     check_inputs(source, &args.paths)?;
     let ranks = schedule.ranks();
-    if let Some(to) = &args.save {
+    let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
+    let mut folders = vec![source.path().canonicalize().ok()];
+    for (name, to) in saved.iter().filter_map(|(name, to)| Some((name, to.as_ref()?))) {
         // Found before hours of training.
         std::fs::create_dir_all(to)
             .map_err(|why| unexpected(to, "", "a folder for the trained model", why))?;
-        let is_source = to.canonicalize().ok() == source.path().canonicalize().ok();
-        ensure!(!is_source, "--save: expected another folder than --model, found the same");
+        let to = to.canonicalize().ok();
+        ensure!(!folders.contains(&to), "{name}: another save or --model has the same folder");
+        folders.push(to);
     }
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
@@ -148,7 +154,7 @@ pub fn run(
         let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
         let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
         let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();
-        if let Some(to) = &args.save {
+        for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }
         let tokens =
@@ -164,6 +170,11 @@ pub fn run(
                 args.lora().map(|lora| format!("rank {} and alpha {}", lora.rank, lora.alpha));
             let checkpoints = Checkpoints::new(folder).keep(KEPT);
             let checkpoints = checkpoints.setting("--lora", lora.as_deref().unwrap_or("none"));
+            let checkpoints = match lora {
+                // The others are those of --model, which the settings name.
+                Some(_) => checkpoints.trained_only(),
+                None => checkpoints,
+            };
             let settings = source.settings()?.into_iter();
             let checkpoints =
                 settings.fold(checkpoints, |to, (name, value)| to.setting(name, value));
@@ -180,6 +191,9 @@ pub fn run(
         if let Some(to) = &args.save {
             let params = merged(p, trainer.pipeline(), args.lora())?;
             save(p, source, &params, to)?;
+        }
+        if let (Some(to), Some(lora)) = (&args.save_adapter, args.lora()) {
+            save_adapter(p, source, trainer.pipeline(), lora, to)?;
         }
         if p.process() == ProcessId(0) && !p.is_dry_run() {
             let (steps, held_out_loss) = (outcome.steps, outcome.evaluation);

@@ -91,6 +91,7 @@ pub struct Checkpoints {
     folder: PathBuf,
     keep: Option<usize>,
     file_bytes: u64,
+    trained_only: bool,
     at: At,
     settings: BTreeMap<String, String>,
     /// The lock of the folder, on process 0.
@@ -105,6 +106,7 @@ impl Checkpoints {
             folder: folder.into(),
             keep: None,
             file_bytes: 4 << 30,
+            trained_only: false,
             at: At::Newest,
             settings: BTreeMap::new(),
             lock: Arc::default(),
@@ -124,6 +126,15 @@ impl Checkpoints {
     #[must_use]
     pub fn file_bytes(mut self, bytes: u64) -> Self {
         self.file_bytes = bytes.max(1);
+        self
+    }
+
+    /// Leaves out the parameters that are not trained. Then a checkpoint of a training of adapters
+    /// has them and the state of their optimiser alone, and restoring it needs a trainer that has the
+    /// same other parameters: name their source by [`setting`](Self::setting).
+    #[must_use]
+    pub fn trained_only(mut self) -> Self {
+        self.trained_only = true;
         self
     }
 
@@ -174,6 +185,11 @@ impl Checkpoints {
     /// Names a complete checkpoint as the best. Every process must call it.
     pub(crate) fn mark_best(&self, p: &mut Program, best: &BestEntry) -> Result<()> {
         on_first(p, (), || best::write(&self.folder, best))
+    }
+
+    /// True if checkpoints leave out the parameters that are not trained.
+    pub(crate) fn is_trained_only(&self) -> bool {
+        self.trained_only
     }
 
     /// Returns the folder.

@@ -13,14 +13,16 @@ const WHOLE: &str = "param";
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Returns the arrays that a checkpoint has, and the position. If two stages have parameters of
-    /// one path, all names begin with the stage, as in `stage.1.`.
-    pub(super) fn contents(&self) -> Contents {
+    /// one path, all names begin with the stage, as in `stage.1.`. With `trained_only`, leaves out
+    /// the parameters that are not trained.
+    pub(super) fn contents(&self, trained_only: bool) -> Contents {
         let (pipeline, optimizer) = (&self.pipeline, &self.optimizer);
         let stages = pipeline.stages();
         let whole = |path: &str| if path.is_empty() { WHOLE.to_owned() } else { path.to_owned() };
         let params = (0..stages).flat_map(|stage| {
-            let named = pipeline.params(stage).into_iter();
-            named.map(move |(path, array)| (stage, whole(&path), array))
+            let named = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
+            let named = named.filter(move |(_, trained)| *trained || !trained_only);
+            named.map(move |((path, array), _)| (stage, whole(&path), array))
         });
         let states = (0..stages).flat_map(|stage| {
             let named = optimizer.state(stage).into_iter();
@@ -40,12 +42,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Contents { step: self.steps(), seed: self.seed, stages, by_stage, arrays }
     }
 
-    /// Replaces all arrays by `arrays`, which are in the order of [`Trainer::contents`].
-    pub(super) fn set_arrays(&mut self, arrays: Vec<MpmdArray>) -> Result<()> {
+    /// Replaces all arrays of [`Trainer::contents`] by `arrays`, which are in its order.
+    pub(super) fn set_arrays(&mut self, arrays: Vec<MpmdArray>, trained_only: bool) -> Result<()> {
         let mut arrays = arrays.into_iter();
         for stage in 0..self.pipeline.stages() {
-            let count = self.pipeline.params(stage).len();
-            self.pipeline.set_params(stage, arrays.by_ref().take(count).collect())?;
+            let own = self.pipeline.params(stage).into_iter().zip(self.pipeline.trainable(stage));
+            let one = |((_, array), trained)| match trained || !trained_only {
+                true => arrays.next().unwrap_or(array),
+                false => array,
+            };
+            let params = own.map(one).collect();
+            self.pipeline.set_params(stage, params)?;
         }
         for stage in 0..self.pipeline.stages() {
             let names = self.optimizer.state(stage).into_iter().map(|(name, _)| name);

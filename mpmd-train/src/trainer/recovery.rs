@@ -73,12 +73,12 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
     /// Returns the parameters and the optimiser's state, in the order of a checkpoint, then the
     /// figures of the last steps.
     fn arrays(&self) -> Vec<MpmdArray> {
-        let state = self.contents().arrays.into_iter().map(|(_, array)| array);
+        let state = self.contents(false).arrays.into_iter().map(|(_, array)| array);
         state.chain(self.recent.iter().map(|recent| recent.values.clone())).collect()
     }
 
     fn names(&self) -> Vec<String> {
-        let state = self.contents().arrays.into_iter().map(|(name, _)| name);
+        let state = self.contents(false).arrays.into_iter().map(|(name, _)| name);
         state.chain(self.recent.iter().map(|_| "figures of a step".to_owned())).collect()
     }
 
@@ -102,7 +102,7 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
             return Err(other(values));
         }
         let figures = arrays.split_off(arrays.len() - count);
-        self.set_arrays(arrays)?;
+        self.set_arrays(arrays, false)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
         self.metrics = names.lines().map(str::to_owned).collect();

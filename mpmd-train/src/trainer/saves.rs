@@ -24,7 +24,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Begins to save a checkpoint: see [`Saving::begin`].
     fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
-        let saving = Saving::begin(p, to, self.contents(), &self.status.save)?;
+        let saving = Saving::begin(p, to, self.contents(to.is_trained_only()), &self.status.save)?;
         self.saved = Some((to.folder().to_owned(), self.steps()));
         Ok(saving)
     }
@@ -56,9 +56,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// same error, and nothing is changed. A damaged checkpoint is not passed over: the error names
     /// an older one, if there is one.
     pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
-        let Some(loaded) = load(p, from, &self.contents())? else { return Ok(None) };
+        let trained_only = from.is_trained_only();
+        let Some(loaded) = load(p, from, &self.contents(trained_only))? else { return Ok(None) };
         let Loaded { step, seed, arrays } = loaded;
-        self.set_arrays(arrays)?;
+        self.set_arrays(arrays, trained_only)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
         self.saved = Some((from.folder().to_owned(), step));
