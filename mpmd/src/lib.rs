@@ -431,6 +431,10 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/tracing.md")]
     pub mod tracing {}
 
+    #[cfg(feature = "candle")]
+    #[doc = include_str!("../../docs/guide/trainer.md")]
+    pub mod trainer {}
+
     #[doc = include_str!("../../docs/guide/train-gpt.md")]
     pub mod train_gpt {}
 
