@@ -81,6 +81,8 @@ pub struct Folder {
 #[derive(Clone, Debug)]
 struct Stored {
     file: TensorFile,
+    /// Its name in the file.
+    name: String,
     aval: ShapedArray,
 }
 
@@ -102,7 +104,7 @@ impl Folder {
     ///
     /// If a file is missing or damaged, no regular file, a pointer of Git LFS or too large, or a
     /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another
-    /// shape or dtype, or unknown. The message names the file, the tensor, the expected and the
+    /// shape or dtype, or there twice. The message names the file, the tensor, the expected and the
     /// found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
@@ -117,8 +119,13 @@ impl Folder {
         let needed = shapes_of(&config)
             .map_err(|why| unexpected(&file, "", "sizes of a model", why.to_string()))?;
         let mut tensors = BTreeMap::new();
+        let mut unused = Vec::new();
         for (name, file) in files {
-            add(&mut tensors, name, &file, &needed)?;
+            unused.extend(add(&mut tensors, name, &file, &needed)?);
+        }
+        if !unused.is_empty() {
+            let folder = path.display();
+            tracing::warn!(%folder, "the model does not use the tensors {}", unused.join(", "));
         }
         for (name, aval) in &needed {
             let expected = format!("{DTYPES} {:?}", aval.shape());
@@ -237,7 +244,7 @@ impl Folder {
     /// If a file cannot be read.
     fn fingerprint(&self) -> Result<u64> {
         let (mut key, mut bytes) = (self.form(), Vec::new());
-        for (name, Stored { file, aval }) in &self.tensors {
+        for Stored { file, name, aval } in self.tensors.values() {
             let rows = aval.shape().first().copied().unwrap_or(1);
             for row in [0, rows.saturating_sub(1)] {
                 let all = aval.shape().iter().map(|size| 0..*size);
@@ -260,10 +267,10 @@ impl Folder {
     /// As for [`Program::array_from_fn`], and if the model has no such tensor. If the file cannot
     /// be read, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
-        let Some(Stored { file, aval }) = self.tensors.get(name).cloned() else {
+        let Some(Stored { file, name, aval }) = self.tensors.get(name).cloned() else {
             return Err(unexpected(&self.path, name, "a tensor of the model", "another name"));
         };
-        let (name, read) = (name.to_owned(), self.read.clone());
+        let read = self.read.clone();
         let values = ShapedArray::try_new(aval.shape(), DType::F32)?;
         p.array_from_fn(values, sharding, move |region, mut view| {
             read.fetch_add((region.elements() * aval.dtype().size()) as u64, Ordering::Relaxed);
@@ -402,8 +409,8 @@ fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
             let bytes = block.elements() * a.aval.dtype().size();
             left.resize(bytes, 0);
             right.resize(bytes, 0);
-            a.file.read(EMBEDDING, &block, &mut left)?;
-            b.file.read(OUTPUT, &block, &mut right)?;
+            a.file.read(&a.name, &block, &mut left)?;
+            b.file.read(&b.name, &block, &mut right)?;
             if left != right {
                 return Ok(false);
             }
@@ -412,26 +419,32 @@ fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
     Ok(true)
 }
 
-/// Adds a tensor of a file to those found.
+/// Start of the names in a file of a model with an output. A file without one may lack it.
+const PREFIX: &str = "model.";
+
+/// Adds a tensor of a file to those found, by its name in the model. Returns its name if the model
+/// does not have it.
 fn add(
     tensors: &mut BTreeMap<String, Stored>,
     name: String,
     file: &TensorFile,
     needed: &BTreeMap<String, ShapedArray>,
-) -> Result<()> {
+) -> Result<Option<String>> {
     if name.ends_with(IGNORED) {
-        return Ok(());
+        return Ok(None);
+    }
+    let names = [name.clone(), format!("{PREFIX}{name}")];
+    let found = names.into_iter().find_map(|known| needed.get_key_value(&known));
+    let Some((known, expected)) = found else { return Ok(Some(name)) };
+    if tensors.contains_key(known) {
+        let expected = "one tensor of this name, with or without `model.`";
+        return Err(unexpected(file.path(), &name, expected, "two"));
     }
     let aval = file.aval(&name);
-    let Some(expected) = needed.get(&name) else {
-        let expected = "only parameters of the model in config.json";
-        let found = aval.map_or_else(|why| why.to_string(), |aval| aval.to_string());
-        return Err(unexpected(file.path(), &name, expected, found));
-    };
     // The file lacks the tensor, or its dtype is unknown. The message names both.
     let shape = expected.shape();
     let aval =
         aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
-    tensors.insert(name, Stored { file: file.clone(), aval });
-    Ok(())
+    tensors.insert(known.clone(), Stored { file: file.clone(), name, aval });
+    Ok(None)
 }

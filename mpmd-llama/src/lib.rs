@@ -14,7 +14,7 @@
 //!     let folder = Folder::open("model")?;
 //!     Program::builder().devices(2).run(|p| {
 //!         // Process 0 reads the text, and all get its tokens.
-//!         let read = || Tokens::of(&Text::of(&["README.md"])?, &tokenizer(&folder)?);
+//!         let read = || Tokens::of(&Text::of(&["README.md"])?, &folder);
 //!         let tokens = Tokens::spread(p, read)?;
 //!         let model = Llama::new(&folder, 2, tokens.ids().len())?;
 //!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;

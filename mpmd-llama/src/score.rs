@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::folder::Folder;
 use crate::stages::Llama;
-use crate::tokens::{Tokens, check_inputs, tokenizer};
+use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
 /// Arguments of a training that a scoring would ignore.
@@ -57,7 +57,7 @@ pub fn run(
     let model = Llama::new(folder, stages, count)?;
     check_inputs(folder, &[file.to_owned()])?;
     let read = || {
-        let tokens = Tokens::start_of(&Text::of(&[file])?, &tokenizer(folder)?, count)?;
+        let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
         match tokens.ids().len() {
             found if found < count => {
                 Err(unexpected(file, "", format!("at least {count} tokens"), found))

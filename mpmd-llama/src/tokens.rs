@@ -30,8 +30,7 @@ const TRIES: usize = 16;
 ///
 /// # Errors
 ///
-/// If `tokenizer.json` is missing or damaged, or has tokens without a row in the embedding. The
-/// message names both numbers.
+/// If `tokenizer.json` is missing or damaged.
 pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let file = folder.path().join(TOKENIZER);
     let expected = "a tokenizer";
@@ -39,12 +38,6 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder.small(TOKENIZER).map_err(|why| unexpected(&file, "", expected, why))?;
     let mut tokenizer =
         Tokenizer::from_bytes(json).map_err(|why| unexpected(&file, "", expected, why))?;
-    let rows = folder.config().vocab_size;
-    let ids = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
-    if ids > rows {
-        let expected = format!("at most {rows} tokens, the vocab_size of config.json");
-        return Err(unexpected(&file, "vocabulary", expected, ids));
-    }
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);
     unset.map_err(|why| unexpected(&file, "", expected, why))?;
     // Some trainings leave it in the file. The tokens would differ from call to call.
@@ -183,9 +176,9 @@ impl Tokens {
     ///
     /// # Errors
     ///
-    /// If the tokenizer fails.
-    pub fn of(text: &Text, tokenizer: &Tokenizer) -> Result<Self> {
-        Self::start_of(text, tokenizer, usize::MAX)
+    /// If the tokenizer is invalid or fails. If the text has a token without a row in the embedding.
+    pub fn of(text: &Text, folder: &Folder) -> Result<Self> {
+        Self::start_of(text, folder, usize::MAX)
     }
 
     /// Returns the first tokens of a text: `count`, or all if there are fewer.
@@ -193,15 +186,22 @@ impl Tokens {
     /// # Errors
     ///
     /// As for [`Tokens::of`].
-    pub(crate) fn start_of(text: &Text, tokenizer: &Tokenizer, count: usize) -> Result<Self> {
-        let mut ids = Vec::new();
+    pub(crate) fn start_of(text: &Text, folder: &Folder, count: usize) -> Result<Self> {
+        let (tokenizer, mut ids) = (tokenizer(folder)?, Vec::new());
         // The last file ends with a separator, too.
         for file in text.bytes().split(|byte| *byte == SEPARATOR) {
             let file = std::str::from_utf8(file)
                 .map_err(|why| Error::Environment(format!("a text is not UTF-8: {why}")))?;
-            encode_pieces(tokenizer, file, count, &mut ids)?;
+            encode_pieces(&tokenizer, file, count, &mut ids)?;
         }
         ids.truncate(count);
+        let rows = folder.config().vocab_size;
+        if let Some(id) = ids.iter().find(|id| **id as usize >= rows) {
+            let token = tokenizer.id_to_token(*id).unwrap_or_default();
+            let expected = format!("tokens below {rows}, the vocab_size of config.json");
+            let found = format!("{id}, which is {token:?}");
+            return Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found));
+        }
         Ok(Self { ids: ids.into() })
     }
 

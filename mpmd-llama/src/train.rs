@@ -19,7 +19,7 @@ use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
 use crate::stages::Llama;
-use crate::tokens::{Tokens, check_inputs, tokenizer};
+use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
 /// Number of checkpoints that stay in their folder.
@@ -157,8 +157,7 @@ pub fn run(
         for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }
-        let tokens =
-            Tokens::spread(p, || Tokens::of(&Text::of(&args.paths)?, &tokenizer(source)?))?;
+        let tokens = Tokens::spread(p, || Tokens::of(&Text::of(&args.paths)?, source))?;
         let windows = Windows::new(&tokens, args.time, args.rows)?;
         let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
         let mut run = Run::steps(args.steps as u64);

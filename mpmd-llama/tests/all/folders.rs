@@ -55,7 +55,7 @@ pub(crate) fn open(name: &str) -> Folder {
 
 /// Returns the tokens of the text.
 pub(crate) fn tokens(folder: &Folder) -> Tokens {
-    Tokens::of(&Text::of(&[text()]).unwrap(), &tokenizer(folder).unwrap()).unwrap()
+    Tokens::of(&Text::of(&[text()]).unwrap(), folder).unwrap()
 }
 
 /// Runs a program as `processes` processes with one device for each stage. Returns the value of the

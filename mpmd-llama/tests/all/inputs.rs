@@ -48,14 +48,11 @@ fn wrong_tensors_are_refused_by_name() {
     let expected = format!("model.safetensors: {GATE}: expected f32, bf16 or f16 [64, 32], found");
     assert_eq!(replaced(zeros(GATE, &[64, 33], DType::F32)), format!("{expected} f32 [64, 33]"));
     assert_eq!(replaced(zeros(GATE, &[64, 32], DType::F64)), format!("{expected} f64 [64, 32]"));
-    let unknown = refused_with("plain", |tensors| {
-        tensors.push(zeros("model.layers.4.mlp.gate_proj.weight", &[2], DType::F32));
+    let twice = refused_with("plain", |tensors| {
+        tensors.push(zeros(GATE.trim_start_matches("model."), &[64, 32], DType::F32));
     });
-    assert_eq!(
-        unknown,
-        "model.safetensors: model.layers.4.mlp.gate_proj.weight: expected only parameters of the \
-         model in config.json, found f32[2]"
-    );
+    let said = "expected one tensor of this name, with or without `model.`, found two";
+    assert!(twice.ends_with(said), "{twice}");
     let folder = copy("plain");
     change(folder.path(), |tensors| {
         tensors.push(zeros("model.layers.0.self_attn.rotary_emb.inv_freq", &[4], DType::F32));
@@ -114,18 +111,12 @@ fn wrong_files_are_refused_by_name() {
 }
 
 #[test]
-fn wrong_tokenizers_are_refused_with_both_numbers() {
+fn wrong_tokenizers_are_refused_by_name() {
     let folder = copy("plain");
     let error =
         |folder: &Path| without(tokenizer(&Folder::open(folder).unwrap()).unwrap_err(), folder);
     let file = folder.path().join("tokenizer.json");
     let text = fs::read_to_string(&file).unwrap();
-    fs::write(&file, text.replace(": 319", ": 330")).unwrap();
-    assert_eq!(
-        error(folder.path()),
-        "tokenizer.json: vocabulary: expected at most 320 tokens, the vocab_size of config.json, \
-         found 331"
-    );
     fs::write(&file, &text[..100]).unwrap();
     let broken = error(folder.path());
     assert!(broken.starts_with("tokenizer.json: expected a tokenizer, found EOF"), "{broken}");

@@ -184,6 +184,10 @@ fn continued_training_has_the_losses_of_an_uninterrupted_one() {
             let (saved, checkpoints) = (at(&format!("{name}-model")), at(name));
             args.extend(["--stages", stages, "--steps", steps, "--metrics", &metrics]);
             args.extend(["--save", &saved, "--checkpoints", &checkpoints, "--save-every", "2"]);
+            let adapter = at(&format!("{name}-adapter"));
+            if args.contains(&"--lora") {
+                args.extend(["--save-adapter", &adapter]);
+            }
             let ends = run(processes, &args);
             assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
             losses(Path::new(&metrics))
@@ -195,6 +199,26 @@ fn continued_training_has_the_losses_of_an_uninterrupted_one() {
         assert_eq!(parts, whole, "{lora}");
         let [a, b] = ["whole-model", "parts-model"].map(|name| read_all(Path::new(&at(name))));
         assert!(a == b, "the models differ: {lora}");
+        let names = |file: String| TensorFile::open(Path::new(&file)).unwrap().names();
+        let saved = names(at("whole/step-00000008/model.safetensors"));
+        let is_matrix =
+            |name: &String| name.ends_with("lora_A.weight") || name.ends_with("lora_B.weight");
+        assert_eq!(saved.iter().all(is_matrix), !lora.is_empty(), "{saved:?}");
+        if !lora.is_empty() {
+            let adapter = names(at("whole-adapter/adapter_model.safetensors"));
+            assert_eq!(adapter.len() * 3, saved.len(), "parameters and two moments");
+            assert!(adapter.iter().all(|name| {
+                name.starts_with("base_model.model.model.layers.") && is_matrix(name)
+            }));
+            let config = fs::read(at("whole-adapter/adapter_config.json")).unwrap();
+            let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+            assert_eq!((config["r"].as_u64(), config["lora_alpha"].as_f64()), (Some(2), Some(4.0)));
+            assert_eq!(config["target_modules"].as_array().unwrap().len(), 7);
+            let [a, b] = ["whole", "parts"].map(|name| {
+                fs::read(at(&format!("{name}-adapter/adapter_model.safetensors"))).unwrap()
+            });
+            assert!(a == b, "the adapters differ");
+        }
     }
 }
 

@@ -1,13 +1,18 @@
 //! Logits and scores equal those of `transformers` at every number of stages and processes, and
 //! each process reads only the weights of its stages.
 
+use std::fs;
+use std::path::Path;
+
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::pipeline::Microbatch;
 use mpmd::sharding::Sharding;
+use mpmd::train::data::Text;
 use mpmd_llama::score::nats_per_token;
-use mpmd_llama::{Folder, Llama};
+use mpmd_llama::{Folder, Llama, Tokens};
+use serde_json::Value;
 
-use crate::folders::{ALL, expected, open, simulate, tokens};
+use crate::folders::{ALL, change, copy, expected, open, path, simulate, tokens};
 
 #[test]
 fn logits_equal_those_of_transformers() {
@@ -38,6 +43,50 @@ fn logits_equal_those_of_transformers() {
             }
         }
     }
+}
+
+/// Returns the score of the first 50 tokens of a folder.
+fn score_of(folder: &Path) -> f64 {
+    let folder = Folder::open(folder).unwrap();
+    let tokens = tokens(&folder).first(50);
+    simulate(1, 1, |p, meshes| nats_per_token(p, &Llama::new(&folder, 1, 50)?, meshes, &tokens))
+}
+
+#[test]
+fn folders_of_other_programs_score_alike() {
+    let right = score_of(&path("plain"));
+    let folder = copy("plain");
+    change(folder.path(), |tensors| {
+        let positions = ShapedArray::new(&[1, 8], DType::I64);
+        tensors.push(("model.position_ids".to_owned(), positions, vec![0; 64]));
+    });
+    assert_eq!(score_of(folder.path()), right, "a tensor more");
+    change(folder.path(), |tensors| {
+        for (name, ..) in tensors {
+            *name = name.trim_start_matches("model.").to_owned();
+        }
+    });
+    assert_eq!(score_of(folder.path()), right, "names without `model.`");
+
+    let file = folder.path().join("tokenizer.json");
+    let rename = |token: Option<u32>, id: u64| {
+        let mut json: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        let words = json["model"]["vocab"].as_object_mut().unwrap();
+        match words.values_mut().find(|id| id.as_u64() == token.map(u64::from)) {
+            Some(old) => *old = id.into(),
+            None => _ = words.insert("<more>".to_owned(), id.into()),
+        }
+        fs::write(&file, json.to_string()).unwrap();
+    };
+    let rows = Folder::open(folder.path()).unwrap().config().vocab_size as u64;
+    rename(None, rows);
+    assert_eq!(score_of(folder.path()), right, "a token that the text never has");
+    let first = tokens(&Folder::open(folder.path()).unwrap()).ids()[0];
+    rename(Some(first), rows + 1);
+    let text = Text::of(&[crate::folders::text()]).unwrap();
+    let error = Tokens::of(&text, &Folder::open(folder.path()).unwrap()).unwrap_err().to_string();
+    let said = format!("expected tokens below {rows}, the vocab_size of config.json, found");
+    assert!(error.contains(&said), "{error}");
 }
 
 #[test]

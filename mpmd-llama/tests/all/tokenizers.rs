@@ -24,7 +24,7 @@ pub(crate) fn change_tokenizer(folder: &Path, change: impl FnOnce(&mut Value)) {
 /// Returns the tokens of a text of one file.
 fn ids(folder: &Folder, text: &str) -> Result<Vec<u32>> {
     let text = Text::of_files(&[text.as_bytes().to_vec()])?;
-    Ok(Tokens::of(&text, &tokenizer(folder)?)?.ids().to_vec())
+    Ok(Tokens::of(&text, folder)?.ids().to_vec())
 }
 
 #[test]
