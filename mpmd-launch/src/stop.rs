@@ -7,6 +7,7 @@ use mpmd_transport::rendezvous::Report;
 use rustix::process::Signal;
 
 use super::cause::ExitKind;
+use super::output::say;
 
 /// The user's requests to end the job.
 #[derive(Debug, Default)]
@@ -29,7 +30,7 @@ impl Stop {
     pub(super) fn lose_output(&mut self, error: &io::Error, has_failed: bool) -> bool {
         let is_first = !std::mem::replace(&mut self.has_no_output, true);
         if is_first && error.kind() != ErrorKind::BrokenPipe {
-            eprintln!("mpmd: the job ends: its output cannot be written: {error}");
+            say(format!("the job ends: its output cannot be written: {error}"));
         }
         let must_ask = !has_failed && self.signals.is_empty();
         self.ask(Signal::PIPE, has_failed);

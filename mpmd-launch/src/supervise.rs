@@ -18,7 +18,7 @@ use super::cause::{ExitKind, JobFailure, Known};
 use super::error::LaunchError;
 use super::guard::Guard;
 use super::log::NO_READER;
-use super::output::{self, Stream};
+use super::output::{self, Stream, say};
 use super::replace::{LOOK, Meaning, Replacing, Standing};
 use super::signals::{Event, Signals, stop_name};
 use super::spawn::{Launch, OutputMode, make_room};
@@ -238,7 +238,7 @@ impl Processes {
                 let is_spare = launch.spares > 0 && job_is.has_spare();
                 let share = if is_spare { None } else { job.free_share(of, job_is) };
                 if let Err(error) = start(job, number, share) {
-                    eprintln!("mpmd: a lost process cannot be replaced: {error}");
+                    say(format!("a lost process cannot be replaced: {error}"));
                 }
             };
         let mut ending = Ending::NotYet;
@@ -290,13 +290,13 @@ impl Processes {
                         Meaning::NotNeeded => {
                             if !is_ending && server.failure().is_none() {
                                 let pid = pid.as_raw_nonzero();
-                                eprintln!("mpmd: the job goes on without the spare {pid}: {how}");
+                                say(format!("the job goes on without the spare {pid}: {how}"));
                             }
                             continue;
                         }
                         Meaning::Lost(_) if !is_ending => {
                             let pid = pid.as_raw_nonzero();
-                            eprintln!("mpmd: lost the process with pid {pid}: {how}");
+                            say(format!("lost the process with pid {pid}: {how}"));
                             lost = Some(how);
                             if !job.is_over && replacing.take_one() {
                                 // If it has never joined, others wait for this very number.
@@ -392,7 +392,7 @@ impl Processes {
                             alive.iter().filter(is_at_work).map(|(i, _)| *i).collect();
                         if let Some(victim) = replacing.victim(&alive) {
                             let number = self.running[victim].number;
-                            eprintln!("mpmd: chaos kills the process that was started as {number}");
+                            say(format!("chaos kills the process that was started as {number}"));
                             let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
                         }
                     }
@@ -484,7 +484,7 @@ impl Processes {
             // A program that ends in order says so itself.
             let is_cut = by_place.iter().any(|how| matches!(how, ExitKind::Signal(_)));
             if is_cut && signal != Signal::PIPE {
-                eprintln!("mpmd: stopped by {}", stop_name(signal.as_raw()));
+                say(format!("stopped by {}", stop_name(signal.as_raw())));
             }
             let stopped_by = Some(signal.as_raw());
             return Outcome { first_failure: None, stopped_by, codes };
@@ -502,10 +502,8 @@ impl Processes {
         });
         launch.show(&unseen);
         if first_failure.is_none() && stop.signal().is_none() && job.has_no_member() {
-            eprintln!(
-                "mpmd: no process has joined the job: the program does not use mpmd, or has ended \
-                 before `Program::run`"
-            );
+            say("no process has joined the job: the program does not use mpmd, or has ended \
+                 before `Program::run`");
         }
         Outcome { first_failure, stopped_by: None, codes }
     }

@@ -64,6 +64,22 @@ fn last_line_that_cannot_be_written_counts() {
 }
 
 #[test]
+fn job_goes_on_when_nobody_reads_the_errors() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {}; [ $MPMD_RANK = 1 ] && [ ! -e died ] && touch died && kill -9 $$; echo end",
+        folder.path().display()
+    );
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    // The launcher tells of the lost process.
+    let mut command = mpmd(&["-n", "2", "--restart", "1"], &script);
+    let output = command.stderr(writer).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert_eq!((output.status.code(), said.matches("end").count()), (Some(0), 2), "{said}");
+}
+
+#[test]
 fn ctrl_c_counts_although_the_output_is_closed() {
     // As in a pipe to `tee`, which Ctrl-C ends too.
     let mut job = start_two(
