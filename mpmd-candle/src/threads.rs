@@ -94,7 +94,7 @@ mod tests {
     /// Calls the constructor as a loaded library does, in a process with two threads.
     #[test]
     fn other_threads_keep_the_environment() {
-        const CHILD: &str = "MPMD_THREADS_CHILD";
+        const CHILD: &str = "MPMD_TEST_THREADS_CHILD";
         if std::env::var_os(CHILD).is_none() {
             let path = "threads::tests::other_threads_keep_the_environment";
             let mut child = Command::new(std::env::current_exe().unwrap());

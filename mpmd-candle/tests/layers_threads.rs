@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use mpmd_candle::nn::{self, Mask, Module};
 
-const CHILD: &str = "MPMD_LAYERS_CHILD";
+const CHILD: &str = "MPMD_TEST_LAYERS_CHILD";
 
 /// Returns a variable of f32 in [-1, 1).
 fn variable(shape: &[usize], seed: u64) -> Tensor {

@@ -42,7 +42,9 @@ pub(crate) fn say(text: &str) -> Result<()> {
 
 /// Writes an error to standard error, with control characters escaped.
 pub(crate) fn complain(error: &dyn std::fmt::Display) {
-    eprintln!("mpmd: {}", printable(&format!("{error:#}")));
+    let line = format!("mpmd: {}\n", printable(&format!("{error:#}")));
+    // `eprintln!` would panic if nobody reads the errors.
+    let _ = io::stderr().write_all(line.as_bytes());
 }
 
 /// Writes to standard output: `commands` for a terminal as they are, and a text with control

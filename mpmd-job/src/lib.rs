@@ -35,8 +35,8 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Commits, Error, Program, testing::Simulation};
-use mpmd_launch::end_with_stdout;
+use mpmd::{Commits, Error, FailureKind, Program, testing::Simulation};
+use mpmd_launch::{end_with_stdout, process_counts};
 
 pub use numbers::{at_least, not_negative};
 
@@ -75,10 +75,13 @@ fn devices(text: &str) -> Result<Devices, LaunchError> {
 }
 
 impl Devices {
-    /// Returns one kind for each of `processes` processes.
+    /// Returns one kind for each of `processes` processes, and those for further processes that the
+    /// list has.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
-        let last = self.0.last().copied().unwrap_or(DeviceKind::Cpu);
-        (0..processes).map(|process| self.0.get(process).copied().unwrap_or(last)).collect()
+        let mut kinds = self.0.clone();
+        let last = kinds.last().copied().unwrap_or(DeviceKind::Cpu);
+        kinds.resize(processes.max(kinds.len()), last);
+        kinds
     }
 }
 
@@ -208,9 +211,10 @@ pub fn run<E: Into<anyhow::Error>>(
     }
     if args.transport == Some(JobTransport::Inproc) {
         let mut simulation = Simulation::new(processes, devices);
-        if let Some(kinds) = &args.device {
-            simulation =
-                simulation.settings(|settings| settings.device_kinds(&kinds.of(processes)));
+        // A simulation reads no variables.
+        if let Some(kinds) = args.device_kinds()? {
+            let kinds = Devices(kinds).of(processes);
+            simulation = simulation.settings(|settings| settings.device_kinds(&kinds));
         }
         if let Some(folder) = &args.trace {
             simulation = simulation.settings(|settings| settings.trace(folder));
@@ -263,14 +267,10 @@ impl JobArgs {
         // One message instead of one from each process.
         let kinds = self.device.as_ref().map_or(0, |Devices(kinds)| kinds.len());
         if processes == 0 || !devices.is_multiple_of(processes) {
-            let possible: Vec<String> = (1..=devices)
-                .filter(|count| devices.is_multiple_of(*count))
-                .map(|count| count.to_string())
-                .collect();
             say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
                  --processes may be {}",
-                possible.join(", ")
+                process_counts(devices)
             ));
         } else if kinds > processes {
             say(&format!("error: {kinds} kinds of devices for {processes} processes"));
@@ -343,7 +343,7 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
         }
         Err(error) => {
             // On a terminal the launcher cannot see that this process has said the same.
-            let is_said = error.failure().is_some()
+            let is_said = launcher_says(&error)
                 && std::env::var_os(variables::LAUNCHER_PID).is_some()
                 && stderr().is_terminal();
             if !is_said {
@@ -352,6 +352,12 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// True if a launcher says this failure when the job has ended. Of a lost process it says only how
+/// that ended.
+fn launcher_says(error: &Error) -> bool {
+    error.failure().is_some_and(|failure| failure.kind != FailureKind::PeerLost)
 }
 
 /// Prints a line to stderr in one write. Does nothing if nobody reads it any more.
@@ -364,8 +370,10 @@ pub fn say(line: &str) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd::ProcessId;
+    use std::sync::Arc;
+
     use mpmd::prelude::*;
+    use mpmd::{Failure, ProcessId};
 
     use super::*;
 
@@ -390,8 +398,18 @@ mod tests {
         let kinds = |text: &str| devices(text).unwrap().of(3);
         assert_eq!(kinds("cuda"), [DeviceKind::Cuda; 3]);
         assert_eq!(kinds("cpu,cuda"), [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Cuda]);
+        assert_eq!(kinds("cpu,cpu,cpu,cuda").len(), 4, "too many are not lost");
         assert_eq!(devices("cpu, cuda").unwrap().to_string(), "cpu,cuda");
         assert!(devices("gpu").unwrap_err().to_string().contains("cpu or cuda"));
+    }
+
+    #[test]
+    fn loss_of_a_process_is_said_by_the_others_only() {
+        let failed =
+            |kind| Error::Failed(Arc::new(Failure::new(kind, ProcessId(1), 3, "it is gone")));
+        assert!(launcher_says(&failed(FailureKind::Kernel)));
+        assert!(!launcher_says(&failed(FailureKind::PeerLost)));
+        assert!(!launcher_says(&Error::kernel("out of paper")));
     }
 
     #[test]

@@ -31,24 +31,32 @@ pub struct JobFailure {
 
 impl JobFailure {
     /// Compares the failure with the errors that the processes have printed. It is shared if all
-    /// have ended alike, each over an error of its own. `ends` is by process. Returns what the
-    /// message of this failure does not contain, to be shown before it.
-    pub(super) fn absorb(&mut self, errors: Vec<Error>, ends: &[ExitKind]) -> Vec<Error> {
+    /// have ended alike, each over an error of its own.
+    pub(super) fn absorb(&mut self, errors: &[Error], known: &Known<'_>) {
+        let ends = known.ends;
         let is_failed = |end: &ExitKind| matches!(end, ExitKind::Exit(code) if *code != 0);
         let all_alike = ends.len() > 1 && ends.iter().all(|end| is_failed(end) && *end == ends[0]);
-        // A process that passes on the failure of another prints the whole message.
         let is_own = |error: &&Error| {
             let (message, why) = (error.message(), self.why.as_deref());
-            (0..ends.len()).all(|process| error.processes.contains(&process))
-                && why.is_none_or(|why| why != message && is_in(&message, why))
+            // A process that passes on the failure of another prints the whole message.
+            let is_of = |process| {
+                (error.processes.contains(&process) && why != Some(message.as_str()))
+                    || known.blames_itself(process, &message)
+            };
+            (0..ends.len()).all(is_of) && why.is_none_or(|why| is_reason(&message, why))
         };
         let own = errors.iter().find(is_own).filter(|_| all_alike).map(Error::message);
-        if own.is_some() || (all_alike && self.why.is_none() && errors.is_empty()) {
+        let is_silent = self.why.is_none() && errors.is_empty() && known.reports.is_empty();
+        if own.is_some() || (all_alike && is_silent) {
             self.processes = (0..ends.len() as u32).map(ProcessId).collect();
             self.how = ends[0];
             self.why = own;
             self.is_shared = true;
         }
+    }
+
+    /// Returns the part of `errors` that the message of this failure does not contain.
+    pub(super) fn without_said(&self, errors: Vec<Error>) -> Vec<Error> {
         let why = self.why.as_deref();
         let rest = errors.into_iter().filter_map(|error| {
             match why.is_some_and(|why| is_in(&error.message(), why)) {
@@ -85,6 +93,13 @@ impl fmt::Display for JobFailure {
 fn is_in(message: &str, why: &str) -> bool {
     let before = why.trim_end().strip_suffix(message);
     before.is_some_and(|before| before.is_empty() || before.ends_with(": "))
+}
+
+/// True if a process that prints this message can be at fault for the failure `why`. The report of
+/// a panic lacks its message.
+fn is_reason(message: &str, why: &str) -> bool {
+    let is_panic = message.starts_with("thread '") && message.contains(" panicked at ");
+    is_in(message, why) || (is_panic && why.ends_with(" panicked before its program finished"))
 }
 
 /// The end of a process.
@@ -177,6 +192,16 @@ impl Known<'_> {
             }
         }
         JobFailure { processes: vec![first], how, why: None, is_shared: false }
+    }
+
+    /// True if a process has reported this message as a failure of its own.
+    fn blames_itself(&self, process: usize, message: &str) -> bool {
+        self.reports.iter().any(|(by, Report { failure, .. })| {
+            by.index() == process
+                && failure.process == *by
+                && failure.kind != FailureKind::Diverged
+                && is_in(message, &failure.message)
+        })
     }
 
     /// Returns the failure at the root of a report: that of the process which it accuses, or of the
@@ -290,16 +315,31 @@ mod tests {
     }
 
     /// Compares a failure over `why` of process 0, of three that ended with code 1, with errors
-    /// as (processes, text). Returns the message and the texts that are still to be shown.
-    fn absorbed(why: Option<&str>, errors: &[(&[usize], &str)]) -> (String, Vec<String>) {
+    /// as (processes, text), and failures `why` as (by, process at fault). Returns the message and
+    /// the texts that are still to be shown.
+    fn absorbed(
+        why: Option<&str>,
+        errors: &[(&[usize], &str)],
+        reports: &[(u32, u32)],
+    ) -> (String, Vec<String>) {
         let errors = errors.iter().map(|(processes, text)| Error {
             processes: processes.to_vec(),
             text: (*text).to_owned(),
         });
+        let errors: Vec<Error> = errors.collect();
         let (processes, how) = (vec![ProcessId(0)], ExitKind::Exit(1));
         let why = why.map(str::to_owned);
+        let reports = reports.iter().map(|(by, process)| {
+            let (by, mut report) = report(*by, Left, *process, None);
+            report.failure.message = why.clone().unwrap_or_default();
+            (by, report)
+        });
+        let (ends, reports) = ([how; 3], reports.collect::<Vec<_>>());
+        let first = (ProcessId(0), how);
+        let known = Known { first, ends: &ends, reports: &reports, unformed: None };
         let mut failure = JobFailure { processes, how, why, is_shared: false };
-        let rest = failure.absorb(errors.collect(), &[how; 3]);
+        failure.absorb(&errors, &known);
+        let rest = failure.without_said(errors);
         (failure.to_string(), rest.into_iter().map(|error| error.text).collect())
     }
 
@@ -308,17 +348,33 @@ mod tests {
         let all = "all 3 processes failed: they ended with exit code 1";
         let first = "process 0 failed first: it ended with exit code 1";
         let shared = [(&[0, 1, 2][..], "Error: no such file\n")];
-        assert_eq!(absorbed(None, &shared), (format!("{all}; no such file"), vec![]));
+        assert_eq!(absorbed(None, &shared, &[]), (format!("{all}; no such file"), vec![]));
         let why = "process 0 ended before its program finished: no such file";
-        assert_eq!(absorbed(Some(why), &shared), (format!("{all}; no such file"), vec![]));
+        assert_eq!(absorbed(Some(why), &shared, &[]), (format!("{all}; no such file"), vec![]));
         // The others print the failure that they were told.
-        let passed_on = [(&[0, 1, 2][..], "Error: operation 3 failed on process 0\n")];
+        let printed = [(&[0, 1, 2][..], "Error: operation 3 failed on process 0\n")];
         let why = "operation 3 failed on process 0";
-        assert_eq!(absorbed(Some(why), &passed_on), (format!("{first}; {why}"), vec![]));
+        let told = [(0, 0), (1, 0), (2, 0)];
+        let expected = (format!("{first}; {why}"), vec![]);
+        assert_eq!(absorbed(Some(why), &printed, &told), expected);
+        // Each has failed before it could hear of another. Process 0 draws on a terminal itself.
+        let own = [(0, 0), (1, 1), (2, 2)];
+        let expected = (format!("{all}; no GPU"), vec![]);
+        for processes in [&[0, 1, 2][..], &[1, 2]] {
+            assert_eq!(absorbed(Some("no GPU"), &[(processes, "error: no GPU\n")], &own), expected);
+        }
+        let panic = "thread 'main' panicked at src/main.rs:1:2:\nno";
+        let why = "process 0 panicked before its program finished";
+        let expected = (format!("{all}; {panic}"), vec![]);
+        let printed = format!("{panic}\n");
+        assert_eq!(absorbed(Some(why), &[(&[0, 1, 2], &printed)], &own), expected);
+        let of_one = absorbed(Some(why), &[(&[0], &printed)], &told);
+        assert_eq!(of_one, (format!("{first}; {why}"), vec![printed]));
         // A program whose result is bad prints no error.
-        assert_eq!(absorbed(None, &[]), (all.to_owned(), vec![]));
+        assert_eq!(absorbed(None, &[], &[]), (all.to_owned(), vec![]));
+        assert_eq!(absorbed(None, &[], &told).0, first);
         let different = [(&[0][..], "Error: full\n"), (&[1, 2][..], "Error: it is gone\n")];
-        assert_eq!(absorbed(None, &different).0, first);
+        assert_eq!(absorbed(None, &different, &[]).0, first);
     }
 
     #[test]
@@ -329,7 +385,7 @@ mod tests {
             (&[1], "process 1: error: process 0 ended before its program finished: full\n"),
             (&[2], "Error: process 0 is gone\n"),
         ];
-        let (message, rest) = absorbed(Some(why), &printed);
+        let (message, rest) = absorbed(Some(why), &printed, &[]);
         assert_eq!(message, format!("process 0 failed first: it ended with exit code 1; {why}"));
         assert_eq!(rest, ["Stack backtrace:\n 0: main\n", "Error: process 0 is gone\n"]);
     }

@@ -34,6 +34,7 @@ mod output;
 mod replace;
 mod signals;
 mod spawn;
+mod stop;
 mod supervise;
 pub mod testing;
 mod words;
@@ -43,7 +44,8 @@ pub use cause::{ExitKind, JobFailure};
 pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
 #[doc(hidden)]
 pub use env::{
-    TRANSPORTS, UnknownVariable, check_transport, kinds_by_process, peer_timeout, unknown_variables,
+    TRANSPORTS, UnknownVariable, check_transport, kinds_by_process, peer_timeout, process_counts,
+    unknown_variables, unknown_variables_here,
 };
 pub use error::LaunchError;
 pub use log::log_to_stderr;
@@ -51,7 +53,7 @@ pub use log::log_to_stderr;
 pub use log::{NO_READER, end_with_stdout};
 pub use output::printable;
 #[doc(hidden)]
-pub use signals::is_ignored;
+pub use signals::{is_ignored, stop_name};
 #[doc(hidden)]
 pub use spawn::{DEFAULT_PEER_TIMEOUT, EXEC};
 pub use spawn::{Launch, OutputMode, adopt, guard};

@@ -1,6 +1,7 @@
 //! Forwarding of the job's output, line by line, with the process number as a prefix.
 
 use std::borrow::Cow;
+use std::fmt::Display;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -51,6 +52,12 @@ impl Stream {
             Self::Err => io::stderr().lock().write_all(bytes),
         }
     }
+}
+
+/// Prints a line of the launcher to standard error. `eprintln!` would panic and end the job if
+/// nobody reads that any more.
+pub(super) fn say(line: impl Display) {
+    let _ = Stream::Err.write(format!("mpmd: {line}\n").as_bytes());
 }
 
 /// Returns the prefix of each line of `process`: its number in brackets, padded to the width of the

@@ -25,9 +25,9 @@ pub(super) enum Event {
 }
 
 /// Returns the name of a signal by which a user stops a job.
-pub(super) fn stop_name(signal: i32) -> &'static str {
+pub fn stop_name(signal: i32) -> &'static str {
     match signal_name(signal) {
-        Some("SIGINT") => "Ctrl-C (SIGINT)",
+        Some("SIGINT") => "Ctrl-C",
         Some(name) => name,
         None => "a signal",
     }

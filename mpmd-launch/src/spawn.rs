@@ -13,6 +13,7 @@ use rustix::process::{
     setrlimit, test_kill_process,
 };
 
+use super::output::say;
 use super::{Bind, Binding, JobEnv, LaunchError, Unbound, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
@@ -255,7 +256,7 @@ impl Launch {
         match Binding::of(self.bind, self.processes) {
             Ok(binding) => return Some(binding),
             Err(Unbound::NotAsked) => {}
-            Err(why) => eprintln!("mpmd: the processes are not bound: {why}"),
+            Err(why) => say(format!("the processes are not bound: {why}")),
         }
         None
     }

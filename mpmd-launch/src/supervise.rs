@@ -18,10 +18,11 @@ use super::cause::{ExitKind, JobFailure, Known};
 use super::error::LaunchError;
 use super::guard::Guard;
 use super::log::NO_READER;
-use super::output::{self, Stream};
+use super::output::{self, Stream, say};
 use super::replace::{LOOK, Meaning, Replacing, Standing};
 use super::signals::{Event, Signals, stop_name};
 use super::spawn::{Launch, OutputMode, make_room};
+use super::stop::{Stop, is_told};
 use super::words::{self, HOLD, LastWords};
 
 /// The end of a job.
@@ -237,16 +238,16 @@ impl Processes {
                 let is_spare = launch.spares > 0 && job_is.has_spare();
                 let share = if is_spare { None } else { job.free_share(of, job_is) };
                 if let Err(error) = start(job, number, share) {
-                    eprintln!("mpmd: a lost process cannot be replaced: {error}");
+                    say(format!("a lost process cannot be replaced: {error}"));
                 }
             };
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
-        let mut interrupted: Option<Signal> = None;
+        let mut stop = Stop::default();
         let mut lost = None;
         // The errors that are held back are shown at the end, or now if that is late.
         let mut show_at: Option<Instant> = None;
-        let mut shown = Vec::new();
+        let mut shown: Vec<(usize, Vec<String>)> = Vec::new();
         while self.running.iter().any(|running| running.how.is_none()) {
             let event = match ending {
                 Ending::Grace(until) | Ending::Asked(until) => {
@@ -265,32 +266,37 @@ impl Processes {
                 {
                     show_at = Some(after(Instant::now(), Duration::MAX));
                     shown = self.take_words();
-                    launch.show(&shown);
+                    launch.show(&words::merged(&shown));
                 }
                 Ok(Event::Ended(ended)) => {
                     let how = self.reap(ended);
-                    let is_ending = interrupted.is_some() || !matches!(ending, Ending::NotYet);
+                    let is_ending = !matches!(ending, Ending::NotYet);
                     let Running { number, share, pid, .. } = self.running[ended];
                     let job = Standing::of(server, launch.processes);
                     let meaning = replacing.judge(number, how, &job);
-                    if !matches!(meaning, Meaning::Failed(_)) && server.is_complete() {
-                        // The job goes on, so its end may be far.
-                        self.running[ended].wait_for_output(Instant::now() + SAME_MOMENT);
-                        let words = self.running[ended].words.take();
-                        launch.show(&words::merged([(number, words)]));
+                    let goes_on = match meaning {
+                        Meaning::Failed(_) => false,
+                        // What ends a spare may end the others too before they have joined.
+                        Meaning::NotNeeded => server.is_complete(),
+                        _ => true,
+                    };
+                    if goes_on {
+                        // The end of the job may be far.
+                        let words = self.running[ended].words.release();
+                        launch.show(&words::merged(&[(number, words)]));
                     }
                     let process = match meaning {
                         Meaning::Nothing => continue,
                         Meaning::NotNeeded => {
                             if !is_ending && server.failure().is_none() {
                                 let pid = pid.as_raw_nonzero();
-                                eprintln!("mpmd: the job goes on without the spare {pid}: {how}");
+                                say(format!("the job goes on without the spare {pid}: {how}"));
                             }
                             continue;
                         }
                         Meaning::Lost(_) if !is_ending => {
                             let pid = pid.as_raw_nonzero();
-                            eprintln!("mpmd: lost the process with pid {pid}: {how}");
+                            say(format!("lost the process with pid {pid}: {how}"));
                             lost = Some(how);
                             if !job.is_over && replacing.take_one() {
                                 // If it has never joined, others wait for this very number.
@@ -311,7 +317,7 @@ impl Processes {
                     match (first, ending) {
                         (None, _) => first = Some((process, how, Instant::now())),
                         (Some((_, before, when)), Ending::Grace(_))
-                            if interrupted.is_none()
+                            if stop.signal().is_none()
                                 && when.elapsed() < SAME_MOMENT
                                 && matches!(
                                     (before, how),
@@ -327,18 +333,19 @@ impl Processes {
                     }
                 }
                 Ok(Event::Signal(signal)) => {
-                    interrupted = Some(signal);
+                    let has_failed =
+                        first.is_some_and(|(_, _, when)| when.elapsed() >= SAME_MOMENT);
+                    stop.ask(signal, has_failed);
                     self.signal(signal);
                     if matches!(ending, Ending::NotYet) {
                         ending = Ending::Grace(after(Instant::now(), grace));
                     }
                 }
                 Ok(Event::NoOutput(error)) => {
-                    if error.kind() != std::io::ErrorKind::BrokenPipe {
-                        eprintln!("mpmd: the job ends: its output cannot be written: {error}");
+                    // A second SIGTERM would end a process that saves.
+                    if stop.lose_output(&error, first.is_some()) {
+                        self.signal(Signal::TERM);
                     }
-                    interrupted = Some(Signal::PIPE);
-                    self.signal(Signal::TERM);
                     if matches!(ending, Ending::NotYet) {
                         ending = Ending::Grace(after(Instant::now(), grace));
                     }
@@ -385,7 +392,7 @@ impl Processes {
                             alive.iter().filter(is_at_work).map(|(i, _)| *i).collect();
                         if let Some(victim) = replacing.victim(&alive) {
                             let number = self.running[victim].number;
-                            eprintln!("mpmd: chaos kills the process that was started as {number}");
+                            say(format!("chaos kills the process that was started as {number}"));
                             let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
                         }
                     }
@@ -409,6 +416,12 @@ impl Processes {
         }
         let until = Instant::now() + LAST_OUTPUT;
         self.running.iter().for_each(|running| running.wait_for_output(until));
+        // The last lines of a process are written after its end.
+        for event in happened.try_iter() {
+            if let Event::NoOutput(error) = event {
+                stop.lose_output(&error, first.is_some());
+            }
+        }
         let ends: Vec<(usize, ExitKind)> = self
             .running
             .iter()
@@ -418,11 +431,12 @@ impl Processes {
         let job = Standing::of(server, launch.processes);
         let places = || (0..launch.processes as u32).map(ProcessId);
         let mut by_place: Vec<Option<ExitKind>> = places().map(|_| None).collect();
+        let place_of = |number: usize| match replacing.recovers() {
+            true => job.place(number),
+            false => Some(ProcessId(number as u32)),
+        };
         for (number, how) in &ends {
-            let place = match replacing.recovers() {
-                true => job.place(*number),
-                false => Some(ProcessId(*number as u32)),
-            };
+            let place = place_of(*number);
             if let Some(end) = place.and_then(|place| by_place.get_mut(place.index())) {
                 *end = Some(*how);
             }
@@ -437,34 +451,42 @@ impl Processes {
             (None, None) => (None, false),
         };
         let (reports, unformed) = (server.reports(), server.failure());
-        // A process that writes to the launcher's own output may find its reader gone, too.
-        let has_no_reader = first.is_some_and(|(_, how)| how.code() == NO_READER);
-        let interrupted = interrupted.or(has_no_reader.then_some(Signal::PIPE));
-        let stopped_by = interrupted.map(Signal::as_raw).filter(|signal| {
-            // The launcher asks with SIGTERM and then SIGKILL.
-            let is_asked = |by: i32| {
-                by == *signal || [Signal::TERM, Signal::KILL].map(Signal::as_raw).contains(&by)
-            };
-            let has_report = |process| reports.iter().any(|(by, _)| by.index() == process);
-            let is_stopped = |(process, how): (usize, &ExitKind)| match *how {
-                ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || has_report(process),
-                ExitKind::Signal(by) => is_asked(by),
-            };
-            (first.is_some() || *signal == Signal::PIPE.as_raw())
-                && by_place.iter().enumerate().all(is_stopped)
+        let is_direct = launch.output == OutputMode::Quiet0;
+        if is_direct && ends.contains(&(0, ExitKind::Exit(NO_READER))) {
+            stop.ask(Signal::PIPE, false);
+        }
+        // A job that recovers goes on without a killed process.
+        let may_be_killed = matches!(ending, Ending::Killed) || replacing.recovers();
+        let is_odd = |place: usize, end: ExitKind| {
+            stop.signal().is_some() && !stop.explains(place, end, &reports, may_be_killed)
+        };
+        let odd = by_place.iter().copied().enumerate().find(|(place, end)| is_odd(*place, *end));
+        let stopped_by = stop.signal().filter(|signal| {
+            (first.is_some() || *signal == Signal::PIPE)
+                && odd.is_none()
                 && reports.iter().all(|(_, report)| report.failure.is_peer_failure())
         });
-        let mut errors = self.take_words();
-        let is_shown = |error: &words::Error| {
-            shown.iter().any(|shown: &words::Error| shown.message() == error.message())
-        };
-        errors.retain(|error| !is_shown(error));
+        // A process that has ended as requested is not at fault.
+        let first = first.map(|(process, end)| match odd {
+            Some((place, odd)) if !is_odd(process.index(), end) => (ProcessId(place as u32), odd),
+            _ => (process, end),
+        });
+        let taken = self.take_words();
+        let all: Vec<_> = shown.iter().cloned().chain(taken).collect();
+        let errors = words::merged(&all);
+        let mut unseen = words::without(errors.clone(), &words::merged(&shown));
         if let Some(signal) = stopped_by {
+            let is_told = |number: &usize| {
+                place_of(*number).is_some_and(|place| is_told(&reports, place.index()))
+            };
+            unseen.retain(|error| !error.processes.iter().all(is_told));
+            launch.show(&unseen);
             // A program that ends in order says so itself.
             let is_cut = by_place.iter().any(|how| matches!(how, ExitKind::Signal(_)));
-            if is_cut && signal != Signal::PIPE.as_raw() {
-                eprintln!("mpmd: stopped by {}", stop_name(signal));
+            if is_cut && signal != Signal::PIPE {
+                say(format!("stopped by {}", stop_name(signal.as_raw())));
             }
+            let stopped_by = Some(signal.as_raw());
             return Outcome { first_failure: None, stopped_by, codes };
         }
         let first_failure = first.map(|first| {
@@ -474,23 +496,21 @@ impl Processes {
             if is_open && failure.why.is_none() {
                 failure.why = Some("no process has ended the program in its place".to_owned());
             }
-            errors = failure.absorb(std::mem::take(&mut errors), &by_place);
+            failure.absorb(&errors, &known);
+            unseen = failure.without_said(std::mem::take(&mut unseen));
             failure
         });
-        launch.show(&errors);
-        if first_failure.is_none() && interrupted.is_none() && job.has_no_member() {
-            eprintln!(
-                "mpmd: no process has joined the job: the program does not use mpmd, or has ended \
-                 before `Program::run`"
-            );
+        launch.show(&unseen);
+        if first_failure.is_none() && stop.signal().is_none() && job.has_no_member() {
+            say("no process has joined the job: the program does not use mpmd, or has ended \
+                 before `Program::run`");
         }
-        Outcome { first_failure, stopped_by, codes }
+        Outcome { first_failure, stopped_by: None, codes }
     }
 
-    /// Takes the errors of all processes that nobody has shown, each once.
-    fn take_words(&self) -> Vec<words::Error> {
-        let taken = self.running.iter().map(|running| (running.number, running.words.take()));
-        words::merged(taken)
+    /// Takes the errors of all processes that nobody has shown, by the number of the process.
+    fn take_words(&self) -> Vec<(usize, Vec<String>)> {
+        self.running.iter().map(|running| (running.number, running.words.take())).collect()
     }
 
     /// Returns a share of the cores that no process needs: that of the process that is replaced, or

@@ -22,18 +22,27 @@ pub(super) struct LastWords(Mutex<Held>);
 struct Held {
     since: Option<Instant>,
     errors: Vec<String>,
+    /// True if the job goes on without the process, whose errors are then held back no more.
+    is_released: bool,
+}
+
+impl Held {
+    fn take(&mut self) -> Vec<String> {
+        self.since = None;
+        std::mem::take(&mut self.errors)
+    }
 }
 
 impl LastWords {
     /// Takes whole lines of a process, and returns those that are to be shown now: an error and
     /// all that follows it is held back.
     pub(super) fn pass(&self, lines: &[u8], now: Instant) -> Vec<u8> {
-        let mut held = self.0.lock();
+        let held = &mut *self.0.lock();
         let mut shown = Vec::new();
         for line in lines.split_inclusive(|byte| *byte == b'\n') {
             let text = String::from_utf8_lossy(line);
             match held.errors.last_mut() {
-                _ if begins_error(&text) => {
+                _ if begins_error(&text) && !held.is_released => {
                     held.since.get_or_insert(now);
                     held.errors.push(text.into_owned());
                 }
@@ -42,7 +51,7 @@ impl LastWords {
             }
         }
         if held.errors.iter().map(String::len).sum::<usize>() > MOST {
-            shown.extend(std::mem::take(&mut *held).errors.concat().into_bytes());
+            shown.extend(held.take().concat().into_bytes());
         }
         shown
     }
@@ -55,7 +64,14 @@ impl LastWords {
 
     /// Removes and returns the errors.
     pub(super) fn take(&self) -> Vec<String> {
-        std::mem::take(&mut *self.0.lock()).errors
+        self.0.lock().take()
+    }
+
+    /// Removes and returns the errors. Holds back none from now on.
+    pub(super) fn release(&self) -> Vec<String> {
+        let mut held = self.0.lock();
+        held.is_released = true;
+        held.take()
     }
 }
 
@@ -73,7 +89,7 @@ fn without_process(line: &str) -> &str {
 }
 
 /// An error, and the processes that have printed it.
-#[derive(Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Error {
     pub(super) processes: Vec<usize>,
     /// The error as the first of them has printed it.
@@ -122,20 +138,34 @@ fn message(text: &str) -> String {
     quoted.unwrap_or(&all).to_owned()
 }
 
-/// Returns each error once, in the order of processes, from the errors of each process.
-pub(super) fn merged(words: impl IntoIterator<Item = (usize, Vec<String>)>) -> Vec<Error> {
+/// Returns the errors of processes, in their order. One that several processes have printed comes
+/// once, and one that a process has printed twice comes twice.
+pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<Error> {
     let mut errors: Vec<(String, Error)> = Vec::new();
     for (process, texts) in words {
         for text in texts {
-            let key = message(&text);
-            match errors.iter_mut().find(|(other, _)| *other == key) {
-                Some((_, error)) if error.processes.contains(&process) => {}
-                Some((_, error)) => error.processes.push(process),
-                None => errors.push((key, Error { processes: vec![process], text })),
+            let key = message(text);
+            let is_same =
+                |(of, error): &&mut (_, Error)| *of == key && !error.processes.contains(process);
+            match errors.iter_mut().find(is_same) {
+                Some((_, error)) => error.processes.push(*process),
+                None => {
+                    errors.push((key, Error { processes: vec![*process], text: text.clone() }));
+                }
             }
         }
     }
     errors.into_iter().map(|(_, error)| error).collect()
+}
+
+/// Returns `errors` without those that were shown, each as often as it was.
+pub(super) fn without(mut errors: Vec<Error>, shown: &[Error]) -> Vec<Error> {
+    for shown in shown.iter().map(Error::message) {
+        if let Some(at) = errors.iter().position(|error| error.message() == shown) {
+            errors.remove(at);
+        }
+    }
+    errors
 }
 
 #[cfg(test)]
@@ -156,6 +186,9 @@ mod tests {
         assert_eq!(words.take(), expected);
         assert_eq!((words.take(), words.due(now)), (Vec::new(), None));
         assert_eq!(words.pass(b"more\n", now), b"more\n");
+        assert_eq!(words.pass(b"Error: full\n", now), b"");
+        assert_eq!(words.release(), ["Error: full\n"]);
+        assert_eq!(words.pass(b"  cause\nError: late\n", now), b"  cause\nError: late\n");
     }
 
     #[test]
@@ -189,7 +222,7 @@ mod tests {
     fn equal_errors_are_merged() {
         let of = |text: &str| vec![text.to_owned()];
         let first = "process 0: error: a\nstack backtrace:\n 1\n";
-        let errors = merged([
+        let errors = merged(&[
             (0, of(first)),
             (1, of("process 1: error: a\nstack backtrace:\n 2\n")),
             (2, of("Error: b\n")),
@@ -200,5 +233,20 @@ mod tests {
         assert_eq!(found, expected);
         assert_eq!(errors[0].backtrace(), "stack backtrace:\n 1\n");
         assert_eq!(errors[1].backtrace(), "");
+    }
+
+    #[test]
+    fn error_that_a_process_repeats_is_shown_as_often() {
+        let words = |counts: &[usize]| -> Vec<(usize, Vec<String>)> {
+            let of = |count: &usize| vec!["Error: a\n".to_owned(); *count];
+            counts.iter().map(of).enumerate().collect()
+        };
+        let processes =
+            |errors: &[Error]| errors.iter().map(|it| it.processes.clone()).collect::<Vec<_>>();
+        let all = merged(&words(&[2, 1, 2]));
+        assert_eq!(processes(&all), [vec![0, 1, 2], vec![0, 2]]);
+        // What one has printed before the others is theirs too.
+        let unseen = without(all, &merged(&words(&[1])));
+        assert_eq!(processes(&unseen), [[0, 2]]);
     }
 }

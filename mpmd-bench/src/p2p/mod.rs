@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use mpmd_launch::{JobEnv, Launch, OutputMode};
+use mpmd_launch::{JobEnv, Launch, Outcome, OutputMode, stop_name};
 use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
@@ -275,10 +275,19 @@ fn started(
         .output(OutputMode::Quiet0)
         .bind(args.bound.bind)
         .run()?;
+    check_measured(&outcome)?;
+    found::take_over(samples.path())
+}
+
+/// Fails unless the processes of a measurement have come to its end.
+fn check_measured(outcome: &Outcome) -> Result<()> {
     if let Some(failure) = &outcome.first_failure {
         bail!("the processes were not measured: {failure}");
     }
-    found::take_over(samples.path())
+    if let Some(signal) = outcome.stopped_by {
+        bail!("the processes were not measured: stopped by {}", stop_name(signal));
+    }
+    Ok(())
 }
 
 /// The rows of the results, in the order in which they first appeared.
@@ -316,5 +325,18 @@ impl Rows {
             self.0.len() - 1
         });
         &mut self.0[at]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stopped_measurement_is_an_error() {
+        let ended = |stopped_by| Outcome { first_failure: None, stopped_by, codes: vec![130; 2] };
+        assert!(check_measured(&ended(None)).is_ok());
+        let error = check_measured(&ended(Some(2))).unwrap_err().to_string();
+        assert_eq!(error, "the processes were not measured: stopped by Ctrl-C");
     }
 }

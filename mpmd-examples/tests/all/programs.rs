@@ -154,9 +154,12 @@ fn variables_reach_jobs_that_programs_start() {
         (output.status.code(), out, err)
     };
     for args in ["--processes 2", "--processes 1"] {
-        for (name, value) in
-            [("MPMD_TRANSPORT", "pigeon"), ("MPMD_PEER_TIMEOUT", "0"), ("MPMD_SPIN", "often")]
-        {
+        for (name, value) in [
+            ("MPMD_TRANSPORT", "pigeon"),
+            ("MPMD_PEER_TIMEOUT", "0"),
+            ("MPMD_SPIN", "often"),
+            ("MPMD_DEVICE", "gpu"),
+        ] {
             let (code, out, err) = with(args, name, value);
             let expected = format!("{name}={value} makes no sense: it must be");
             assert_eq!((code, out.as_str(), count(&err, &expected)), (Some(1), "", 1), "{err}");
@@ -165,8 +168,36 @@ fn variables_reach_jobs_that_programs_start() {
         let expected = "there is no variable MPMD_X_SERVICE_HOST; it has no effect";
         assert_eq!((code, count(&err, expected)), (Some(0), 1), "{err}");
     }
-    let (code, out, err) = with("--processes 2", "MPMD_TRANSPORT", "tcp");
-    assert_eq!((code, count(&out, "everywhere")), (Some(0), 6), "{err}");
+    // Threads have the devices that the variable asks for, too.
+    for args in ["--processes 2", "--processes 2 --transport inproc"] {
+        let (code, out, err) = with(args, "MPMD_DEVICE", "cpu,cpu,cpu");
+        assert_eq!((code, out.as_str()), (Some(1), ""), "{err}");
+        assert!(err.contains("kinds"), "{err}");
+    }
+}
+
+#[test]
+fn closed_output_ends_a_program_quietly_and_a_full_disk_loudly() {
+    let run_to = |stdout: Stdio, args: &str| {
+        let mut command = Command::new(BASIC);
+        command.args(args.split_whitespace()).args(["--rows", "8", "--columns", "8"]);
+        let child = command.stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped()).spawn();
+        let output = child.unwrap().wait_with_output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let threads = "--processes 2 --transport inproc";
+    for args in ["--processes 1", "--processes 2", threads] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        assert_eq!(run_to(writer.into(), args), (Some(141), String::new()), "{args}");
+    }
+    for args in ["--processes 1", threads] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let (code, err) = run_to(full.into(), args);
+        let expected = "error: cannot write to standard output: No space left on device";
+        assert_eq!((code, count(&err, expected)), (Some(1), 1), "{args}: {err}");
+        assert!(!err.contains("panicked"), "{args}: {err}");
+    }
 }
 
 #[test]

@@ -42,6 +42,20 @@ pub fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>,
     Ok(kinds)
 }
 
+/// Returns the numbers of processes over which `devices` devices can be spread evenly: `1, 2, 4`.
+#[doc(hidden)]
+pub fn process_counts(devices: usize) -> String {
+    let roots = (1..).take_while(|count| devices / count >= *count);
+    let mut counts: Vec<usize> = roots
+        .filter(|count| devices.is_multiple_of(*count))
+        .flat_map(|count| [count, devices / count])
+        .collect();
+    counts.sort_unstable();
+    counts.dedup();
+    let counts: Vec<String> = counts.iter().map(ToString::to_string).collect();
+    counts.join(", ")
+}
+
 /// Parses a value of `MPMD_CUDA_COLLECTIVES`: `host` or `nccl`.
 ///
 /// # Errors
@@ -73,6 +87,21 @@ mod tests {
         assert_eq!(kinds_by_process("cuda", 3), Ok(vec![Cuda; 3]));
         assert_eq!(kinds_by_process("cpu,cuda", 4), Ok(vec![Cpu, Cuda, Cuda, Cuda]));
         assert_eq!(kinds_by_process("cuda,cpu", 2), Ok(vec![Cuda, Cpu]));
+    }
+
+    #[test]
+    fn process_counts_divide_the_devices() {
+        for (devices, counts) in [
+            (0, ""),
+            (1, "1"),
+            (7, "1, 7"),
+            (12, "1, 2, 3, 4, 6, 12"),
+            (36, "1, 2, 3, 4, 6, 9, 12, 18, 36"),
+        ] {
+            assert_eq!(process_counts(devices), counts);
+        }
+        // In far fewer steps than devices.
+        assert!(process_counts(1 << 40).ends_with(", 549755813888, 1099511627776"));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{LaunchError, variables as ours};
 
 /// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
 /// refused with its new one.
-const KNOWN: [&str; 36] = [
+const KNOWN: [&str; 37] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -43,6 +43,7 @@ const KNOWN: [&str; 36] = [
     "MPMD_FUZZ_FIRST",
     "MPMD_SOAK",
     "MPMD_SOAK_KILLS",
+    "MPMD_SOAK_SECONDS",
 ];
 
 /// The beginning of all names that are looked at.
@@ -93,15 +94,15 @@ pub fn unknown_variables(
     unknown
 }
 
-/// Returns the environment of this process as text. What is not Unicode is replaced.
-pub(super) fn environment() -> impl Iterator<Item = (String, String)> {
+/// Returns the unknown variables of this process's environment. What is not Unicode is replaced.
+pub fn unknown_variables_here() -> Vec<UnknownVariable> {
     let text = |bytes: std::ffi::OsString| bytes.to_string_lossy().into_owned();
-    std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
+    unknown_variables(std::env::vars_os().map(|(name, value)| (text(name), text(value))))
 }
 
 /// Fails if a variable of this process is the misspelt name of a known one.
 pub(crate) fn check() -> Result<(), LaunchError> {
-    let misspelt = unknown_variables(environment()).into_iter().find(|it| it.meant.is_some());
+    let misspelt = unknown_variables_here().into_iter().find(|it| it.meant.is_some());
     misspelt.map_or(Ok(()), |unknown| Err(LaunchError::UnknownVariable(unknown.to_string())))
 }
 

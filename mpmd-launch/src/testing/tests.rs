@@ -151,7 +151,7 @@ fn process_can_be_started_late_with_other_settings() {
 fn command_keeps_the_variables_that_it_sets() {
     let site = Sandbox::new().unwrap();
     let mut command = std::process::Command::new("sh");
-    command.args(["-c", "echo $MPMD_WORD $TMPDIR; pwd"]).env("MPMD_WORD", "word");
+    command.args(["-c", "echo $MPMD_TEST_WORD $TMPDIR; pwd"]).env("MPMD_TEST_WORD", "word");
     site.enclose(&mut command);
     let end = site.start(command, "sh").unwrap().wait(soon()).unwrap();
     let path = site.path().display();

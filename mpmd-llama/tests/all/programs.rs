@@ -8,6 +8,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use mpmd::testing::{ProcessEnd, Processes};
+use mpmd::train::tensors::TensorFile;
 
 use crate::folders::{change, change_config, copy, expected, path, read_all, text};
 

@@ -164,7 +164,7 @@ fn arrays_of_another_training_are_named() {
 }
 
 /// The variable that makes a test process one of the job's. Its value is the folder.
-const FOLDER: &str = "MPMD_TRAIN_FULL_DISK";
+const FOLDER: &str = "MPMD_TEST_FULL_DISK";
 
 /// The program of each process of a job in which process 1 can write no large file. Does nothing if
 /// the test itself runs.

@@ -12,10 +12,10 @@ use crate::chain::chain;
 use crate::stages::windows;
 
 /// The variable that makes a test process one of the job's. Its value is the folder.
-const FOLDER: &str = "MPMD_TRAIN_KILLED";
+const FOLDER: &str = "MPMD_TEST_KILLED";
 
 /// The variable with the number of kills.
-const KILLS: &str = "MPMD_TRAIN_KILLS";
+const KILLS: &str = "MPMD_TEST_KILLS";
 
 /// The program of each process: restores, then trains and saves without end. Does nothing if the
 /// test itself runs.

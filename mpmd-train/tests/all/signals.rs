@@ -13,7 +13,7 @@ use crate::stages::{trainer, windows};
 
 /// The variable that makes a test process one of the job's. Its value is the work: `train` or
 /// `evaluate`.
-const WORK: &str = "MPMD_TRAIN_TEST";
+const WORK: &str = "MPMD_TEST_WORK";
 
 /// Windows with any number of held-out microbatches.
 struct Endless {

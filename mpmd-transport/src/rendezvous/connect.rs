@@ -75,19 +75,25 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     Err(last)
 }
 
-/// Returns the addresses of a server.
+/// Returns the addresses of a server, those of IPv4 first: a name may have an IPv6 address that
+/// some hosts of the job cannot use. The transports listen where a process has reached the server.
 fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
     let (host, port) = split_address(server)
         .ok_or_else(|| std::io::Error::new(ErrorKind::InvalidInput, "it is not host:port"))?;
     // Without brackets the system's resolver accepts a zone by its name: fe80::1%eth0.
-    let found = (host, port).to_socket_addrs().map(Iterator::collect);
+    let found = (host, port).to_socket_addrs().map(in_order);
     if host != "localhost" {
         return found;
     }
     // The service listens there, even if the name has another address.
-    let mut found: Vec<SocketAddr> = found.unwrap_or_default();
-    found.push((Ipv4Addr::LOCALHOST, port).into());
-    Ok(found)
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    Ok(in_order(found.unwrap_or_default().into_iter().chain([here])))
+}
+
+fn in_order(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+    let mut addresses: Vec<SocketAddr> = addresses.collect();
+    addresses.sort_by_key(|address| !address.is_ipv4());
+    addresses
 }
 
 /// Returns host, without brackets, and port. `None` if the address is not `host:port`.
@@ -145,4 +151,20 @@ fn greet(
     }
     let ping = handshake.proved_facts().and_then(decode_ping);
     ping.ok_or_else(|| refused(Refusal::Stranger))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_all_hosts_can_use_come_first() {
+        let found = ["[fe80::1%2]:7", "[2001:db8::1]:7", "10.0.0.2:7", "10.0.0.1:7"];
+        let sorted = in_order(found.map(|address| address.parse().unwrap()).into_iter());
+        let expected = ["10.0.0.2:7", "10.0.0.1:7", "[fe80::1%2]:7", "[2001:db8::1]:7"];
+        assert_eq!(sorted.iter().map(ToString::to_string).collect::<Vec<_>>(), expected);
+        let here = addresses("localhost:7").unwrap();
+        assert!(here.is_sorted_by_key(|address| !address.is_ipv4()), "{here:?}");
+        assert!(here.contains(&"127.0.0.1:7".parse().unwrap()), "{here:?}");
+    }
 }

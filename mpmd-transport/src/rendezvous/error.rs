@@ -100,7 +100,8 @@ pub enum RendezvousError {
     /// The job is complete: no process can join any more. The caller's fault.
     #[error(
         "process {process} has joined and left this job of {processes} before: a process joins \
-         once, so a program has a single `Program::run` (or `from_env`) for all its work"
+         once, so a program has a single `Program::run` (or `from_env`) for all its work; or it \
+         was started again after its end: then the program must recover (`Builder::spares`)"
     )]
     Complete {
         /// The process that asked to join.

@@ -1,5 +1,5 @@
 //! `unfinished HOW PROCESS`: a job in which `PROCESS` does not finish its program, in the way
-//! `HOW`.
+//! `HOW`. All panic if that is `panic`.
 
 use std::time::Duration;
 
@@ -41,6 +41,10 @@ fn main() -> Result<(), AnyError> {
         "error" => Program::run(|p| -> Result<(), AnyError> {
             work(p, who, false)?;
             if p.process() == who { Err("the disk is full".into()) } else { Ok(()) }
+        }),
+        "panic" => Program::run(|p| -> Result<(), AnyError> {
+            work(p, who, false)?;
+            panic!("the printer burns")
         }),
         "diverged" => Program::run(|p| {
             if p.process() == who {

@@ -111,3 +111,27 @@ fn an_error_of_the_program_reaches_all(carrier: Carrier) {
     // The processes print it too, but it is shown once.
     assert_eq!(end.stderr.matches("the disk is full").count(), 1, "{}", end.stderr);
 }
+
+#[test]
+fn panic_of_all_processes_is_shown_once() {
+    let end = launched(Carrier::SHM, 3, &[env!("CARGO_BIN_EXE_unfinished"), "panic", "0"]);
+    assert_eq!(end.code(), 101, "{}", end.stderr);
+    let shared = "mpmd: all 3 processes failed: they ended with exit code 101; thread 'main' \
+                  panicked at tests/src/bin/unfinished.rs:";
+    assert!(end.stderr.contains(shared), "{}", end.stderr);
+    assert_eq!(end.stderr.matches("the printer burns").count(), 1, "{}", end.stderr);
+}
+
+#[test]
+fn spares_and_restarts_need_a_program_that_recovers() {
+    let program = [env!("CARGO_BIN_EXE_named"), "hello"];
+    let site = Sandbox::new().unwrap();
+    let mut command = site.command(package_program("mpmd-cli", "mpmd"));
+    command.args(["run", "-n", "2", "--spares", "1", "--"]).args(program);
+    let mut launcher = site.start(command, "launcher").unwrap();
+    let end = launcher.wait(Instant::now() + Duration::from_secs(60)).unwrap();
+    let why = "the job has spares or restarts (--spares, --restart of mpmd run), but this program";
+    check_cause(&end, &format!("all 2 processes failed: they ended with exit code 1; {why}"));
+    assert_eq!((end.code(), end.stderr.matches(why).count()), (1, 1), "{}", end.stderr);
+    assert_eq!(end.stdout, "", "{}", end.stderr);
+}

@@ -297,6 +297,27 @@ fn signal_while_training_saves_and_skips_what_follows() {
 }
 
 #[test]
+fn failed_save_after_a_signal_fails_the_job() {
+    let folder = folder();
+    let mut process = start_without_end(&folder, true, &["--steps", "1000000", "--save", "saved"]);
+    let deadline = Instant::now() + LONG;
+    while !process.report().contains("step 1/1000000") {
+        assert!(Instant::now() < deadline && !process.has_ended(), "{}", process.report());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let saved = folder.path().join("saved");
+    std::fs::remove_dir_all(&saved).unwrap();
+    std::fs::write(&saved, "").unwrap();
+    process.signal(Signal::INT).unwrap();
+    let end = process.wait(Instant::now() + LONG).unwrap();
+    let expected = "mpmd: all 4 processes failed: they ended with exit code 1; ";
+    let last = end.stderr.lines().last().unwrap_or_default();
+    assert!(last.starts_with(expected) && last.contains("saved"), "{}", process.report());
+    assert_eq!(end.code(), 1, "{}", process.report());
+    assert!(folder.processes().is_empty(), "{}", process.report());
+}
+
+#[test]
 fn signal_while_evaluating_or_sampling_sets_exit_code() {
     // The evaluation follows the last step.
     let evaluates = |report: &str| report.contains("step 1/1 ");

@@ -417,14 +417,10 @@ impl Builder {
             ));
         }
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
-            let possible: Vec<String> = (1..=devices)
-                .filter(|count| devices.is_multiple_of(*count))
-                .map(|count| count.to_string())
-                .collect();
+            let possible = mpmd_launch::process_counts(devices);
             return Err(Error::Environment(format!(
-                "{devices} devices cannot be spread evenly over {processes} processes: start {} \
-                 processes, or change the number of devices",
-                possible.join(", ")
+                "{devices} devices cannot be spread evenly over {processes} processes: start \
+                 {possible} processes, or change the number of devices"
             )));
         }
         self.topology_of(&vec![devices / processes; processes])

@@ -91,11 +91,7 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
 /// itself. Process 0 warns of variables that have no effect.
 fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     if env.process.index() == 0 && env.dry_run.is_none() {
-        for unknown in
-            mpmd_launch::unknown_variables(std::env::vars_os().filter_map(|(name, value)| {
-                Some((name.into_string().ok()?, value.into_string().ok()?))
-            }))
-        {
+        for unknown in mpmd_launch::unknown_variables_here() {
             warn_user(&unknown.to_string());
         }
     }
@@ -164,12 +160,13 @@ fn join(
     let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
-    if let Some(spares @ 1..) = env.spares.filter(|_| !waits) {
-        return Err(Error::Environment(format!(
-            "the job has spares (mpmd run --spares {spares}), but this program cannot go on after \
-             the loss of a process, so it has no use for them: leave --spares out, or let the \
-             program recover (`Builder::spares`)"
-        )));
+    if env.spares.is_some_and(|spares| spares > 0) && !waits {
+        return Err(Error::Environment(
+            "the job has spares or restarts (--spares, --restart of mpmd run), but this program \
+             cannot go on after the loss of a process: leave them out, or let the program recover \
+             (`Builder::spares`)"
+                .to_owned(),
+        ));
     }
     if env.token_is_guessable && env.process.index() == 0 {
         let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);

@@ -1,0 +1,130 @@
+//! Tells a job that the user has stopped from one that has failed.
+
+use std::io::{self, ErrorKind};
+
+use mpmd_base::ProcessId;
+use mpmd_transport::rendezvous::Report;
+use rustix::process::Signal;
+
+use super::cause::ExitKind;
+use super::output::say;
+
+/// The user's requests to end the job.
+#[derive(Debug, Default)]
+pub(super) struct Stop {
+    /// The signals to the launcher, and SIGPIPE if the output cannot be written.
+    signals: Vec<Signal>,
+    has_no_output: bool,
+}
+
+impl Stop {
+    /// Notes a request, unless the job has failed before.
+    pub(super) fn ask(&mut self, signal: Signal, has_failed: bool) {
+        if !has_failed {
+            self.signals.push(signal);
+        }
+    }
+
+    /// Notes that the job's output cannot be written. Prints the error, unless the reader is gone
+    /// or an earlier call has printed one. Returns true if nothing else ends the job yet.
+    pub(super) fn lose_output(&mut self, error: &io::Error, has_failed: bool) -> bool {
+        let is_first = !std::mem::replace(&mut self.has_no_output, true);
+        if is_first && error.kind() != ErrorKind::BrokenPipe {
+            say(format!("the job ends: its output cannot be written: {error}"));
+        }
+        let must_ask = !has_failed && self.signals.is_empty();
+        self.ask(Signal::PIPE, has_failed);
+        must_ask
+    }
+
+    /// Returns the first request.
+    pub(super) fn signal(&self) -> Option<Signal> {
+        self.signals.first().copied()
+    }
+
+    /// True if the process in this place has ended as requested, or over the end of another. The
+    /// processes of `reports` are places. With `may_be_killed`, SIGKILL is no failure, as after the
+    /// launcher has sent it. It asks with SIGTERM before.
+    pub(super) fn explains(
+        &self,
+        place: usize,
+        end: ExitKind,
+        reports: &[(ProcessId, Report)],
+        may_be_killed: bool,
+    ) -> bool {
+        let is_asked = |by: i32| {
+            let own = [Signal::TERM].into_iter().chain(may_be_killed.then_some(Signal::KILL));
+            own.chain(self.signals.iter().copied()).any(|signal| signal.as_raw() == by)
+        };
+        match end {
+            ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || is_told(reports, place),
+            ExitKind::Signal(by) => is_asked(by),
+        }
+    }
+}
+
+/// True if the process in this place has reported a failure of another process, and none of its
+/// own.
+pub(super) fn is_told(reports: &[(ProcessId, Report)], place: usize) -> bool {
+    let mut own = reports.iter().filter(|(by, _)| by.index() == place).peekable();
+    own.peek().is_some() && own.all(|(by, report)| report.failure.process != *by)
+}
+
+#[cfg(test)]
+mod tests {
+    use ExitKind::{Exit, Signal as Killed};
+    use mpmd_proto::{Failure, FailureKind};
+
+    use super::*;
+
+    /// Returns for two processes that have ended so if SIGUSR1 and then Ctrl-C explain it. Reports
+    /// are (by, process at fault).
+    fn explained(ends: [ExitKind; 2], reports: &[(u32, u32)]) -> [bool; 2] {
+        let mut stop = Stop::default();
+        stop.ask(Signal::USR1, false);
+        stop.ask(Signal::INT, false);
+        assert_eq!(stop.signal(), Some(Signal::USR1));
+        let reports = reports.iter().map(|(by, process)| {
+            let failure = Failure::new(FailureKind::Left, ProcessId(*process), 9, "");
+            (ProcessId(*by), Report { failure, hash: None })
+        });
+        let reports: Vec<_> = reports.collect();
+        [0, 1].map(|place| stop.explains(place, ends[place], &reports, false))
+    }
+
+    #[test]
+    fn failure_after_a_stop_is_told_from_the_stop() {
+        assert_eq!(explained([Exit(0), Exit(130)], &[]), [true, true]);
+        assert_eq!(explained([Exit(138), Killed(2)], &[]), [true, true]);
+        assert_eq!(explained([Killed(15), Exit(1)], &[(1, 0)]), [true, true]);
+        assert_eq!(explained([Exit(130), Exit(1)], &[]), [true, false]);
+        assert_eq!(explained([Killed(11), Exit(0)], &[]), [false, true]);
+        // Both could not save, and process 1 alone.
+        assert_eq!(explained([Exit(1), Exit(1)], &[(0, 0), (1, 1)]), [false, false]);
+        assert_eq!(explained([Exit(1), Exit(1)], &[(0, 1), (1, 1)]), [true, false]);
+        assert_eq!(explained([Exit(130), Exit(1)], &[(1, 0), (1, 1)]), [true, false]);
+    }
+
+    #[test]
+    fn sigkill_is_a_failure_unless_the_launcher_sent_it() {
+        let mut stop = Stop::default();
+        stop.ask(Signal::INT, false);
+        assert!(stop.explains(1, Killed(9), &[], true) && !stop.explains(1, Killed(9), &[], false));
+    }
+
+    #[test]
+    fn lost_output_asks_once_and_never_after_a_failure() {
+        let error = || io::Error::from(ErrorKind::BrokenPipe);
+        let mut stop = Stop::default();
+        assert_eq!([(); 2].map(|()| stop.lose_output(&error(), false)), [true, false]);
+        assert_eq!(stop.signal(), Some(Signal::PIPE));
+        let mut stop = Stop::default();
+        stop.ask(Signal::INT, false);
+        assert!(!stop.lose_output(&error(), false));
+        assert_eq!(stop.signal(), Some(Signal::INT));
+        let mut stop = Stop::default();
+        assert!(!stop.lose_output(&error(), true));
+        stop.ask(Signal::INT, true);
+        assert_eq!(stop.signal(), None);
+    }
+}
