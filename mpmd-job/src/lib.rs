@@ -175,9 +175,9 @@ pub struct Rejected(pub String);
 /// - otherwise as child processes: this executable is started once for each process, with the same
 ///   arguments.
 ///
-/// `default_processes` is the number of processes without `--processes`. The program is finished as
-/// by [`Program::run`]. Prints the program's error, and returns the job's exit code. Blocks until
-/// the job has ended.
+/// `default_processes` is the largest number of processes without `--processes`: fewer start if the
+/// devices cannot be spread evenly over as many. The program is finished as by [`Program::run`].
+/// Prints the program's error, and returns the job's exit code. Blocks until the job has ended.
 ///
 /// # Errors
 ///
@@ -191,7 +191,7 @@ pub fn run<E: Into<anyhow::Error>>(
     Program::log_to_stderr();
     end_with_stdout();
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
-    let processes = args.processes.unwrap_or(default_processes);
+    let processes = args.processes_for(default_processes, devices);
     if let Some(env) = JobEnv::from_env()? {
         let process = env.process.index();
         return Ok(report(process, Program::builder().devices(devices).run(program)));
@@ -241,7 +241,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
     end_with_stdout();
-    let processes = args.processes.unwrap_or(default_processes);
+    let processes = args.processes_for(default_processes, devices);
     if let Some(env) = JobEnv::from_env()? {
         let program =
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
@@ -262,6 +262,13 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
 const MOST_RESTARTS: usize = 100;
 
 impl JobArgs {
+    /// Returns the number of processes: without `--processes` at most `most`, which the devices can
+    /// be spread evenly over.
+    fn processes_for(&self, most: usize, devices: usize) -> usize {
+        let fits = |processes: &usize| devices.is_multiple_of(*processes);
+        self.processes.unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
+    }
+
     /// Prints an error and returns the exit code if there can be no such job.
     fn refused(&self, processes: usize, devices: usize) -> Option<ExitCode> {
         // One message instead of one from each process.

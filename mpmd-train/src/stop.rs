@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use mpmd_core::launch::is_ignored;
+pub use mpmd_core::launch::stop_name;
 use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
@@ -85,14 +86,6 @@ impl StopFlag {
 /// signal's number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
-}
-
-/// Returns the name of a signal by which a user stops a program.
-pub fn stop_name(signal: i32) -> &'static str {
-    match signal {
-        SIGINT => "Ctrl-C",
-        other => signal_hook::low_level::signal_name(other).unwrap_or("a signal"),
-    }
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ mod launcher;
 mod launchers;
 mod lending;
 mod lost_rendezvous;
+mod messages;
 mod near_and_far;
 mod recovery;
 mod resources;
