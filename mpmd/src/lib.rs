@@ -379,6 +379,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/checkpoints.md")]
     pub mod checkpoints {}
 
+    #[doc = include_str!("../../docs/guide/collectives.md")]
+    pub mod collectives {}
+
     #[doc = include_str!("../../docs/guide/cuda.md")]
     pub mod cuda {}
 
