@@ -15,6 +15,9 @@ use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
 use mpmd_record::trace::{About, Event, What};
 use mpmd_schedule::Schedule;
+use tracing::span::EnteredSpan;
+
+use super::spans;
 
 /// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
@@ -188,12 +191,34 @@ impl Trace {
     /// Records that the program's thread has waited since the trace time `since` until now, for
     /// what the text says. Does nothing if tracing is off.
     pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
+        self.note_text(what, at, |text, line| What::Waited { since, text, line });
+    }
+
+    /// Returns a guard that records a range of the program's thread, from now until the guard is
+    /// dropped. `at` is the line of the range.
+    pub(crate) fn annotate<'a>(
+        &self,
+        name: &'a str,
+        at: &'static Location<'static>,
+    ) -> Annotating<'a> {
+        let span = spans::annotation(name, at);
+        Annotating { trace: self.clone(), name, at, since: self.now(), span }
+    }
+
+    /// Records an event with a text and a line, at the current time. Does nothing if tracing is
+    /// off.
+    fn note_text(
+        &self,
+        text: &str,
+        at: &'static Location<'static>,
+        what: impl FnOnce(u32, u32) -> What,
+    ) {
         if let Some(recorder) = &self.0 {
             let (text, line) = {
                 let mut texts = recorder.texts.lock();
-                (texts.of(what), texts.line(at))
+                (texts.of(text), texts.line(at))
             };
-            recorder.push(Event { at: recorder.now(), what: What::Waited { since, text, line } });
+            recorder.push(Event { at: recorder.now(), what: what(text, line) });
         }
     }
 
@@ -244,6 +269,26 @@ pub(crate) struct Waiting<'a> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.trace.waited(self.since, self.what, self.at);
+    }
+}
+
+/// A range of the program's thread that the program named. It is recorded when the value is
+/// dropped, also by a panic. Holds the trace itself, so that the program stays free for other use.
+pub(crate) struct Annotating<'a> {
+    trace: Trace,
+    name: &'a str,
+    at: &'static Location<'static>,
+    since: u64,
+    /// The range in the program's log.
+    #[expect(dead_code, reason = "it ends when it is dropped")]
+    span: EnteredSpan,
+}
+
+impl Drop for Annotating<'_> {
+    fn drop(&mut self) {
+        let since = self.since;
+        let what = |text, line| What::Annotated { since, text, line };
+        self.trace.note_text(self.name, self.at, what);
     }
 }
 

@@ -1,4 +1,5 @@
-//! The merged run: operations, kernels, pieces and waits from the traces of all processes.
+//! The merged run: operations, kernels, pieces, waits and annotations from the traces of all
+//! processes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
@@ -28,6 +29,9 @@ pub struct Run {
     pub pieces: Vec<Piece>,
     /// Waits, sorted by process and time.
     pub waits: Vec<Wait>,
+    /// Ranges that the programs named, sorted by process and start; an outer one comes before those
+    /// in it.
+    pub annotations: Vec<Annotation>,
     /// Steps, in order.
     pub steps: Vec<RunStep>,
     /// (name of a schedule, its rows in torch's text format)
@@ -135,6 +139,22 @@ pub struct Wait {
     pub at: Arc<str>,
 }
 
+/// A range of a program's thread that the program named. Times are in seconds since the beginning
+/// of the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Annotation {
+    /// The number of the process in the job.
+    pub process: u32,
+    /// Start of the range.
+    pub start: f64,
+    /// End of the range.
+    pub end: f64,
+    /// The name that the program gave.
+    pub name: Arc<str>,
+    /// The source line of the range, as `file:line:column`.
+    pub at: Arc<str>,
+}
+
 /// A step of the program, with the time span of its kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunStep {
@@ -190,7 +210,7 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// Keeps only the kernels, pieces and waits of the steps with these numbers. Shifts all times
+    /// Keeps only the kernels, pieces, waits and annotations of the steps with these numbers. Shifts all times
     /// so that the first of these steps begins at 0. Keeps all operations.
     ///
     /// # Errors
@@ -211,6 +231,7 @@ impl Run {
         self.kernels.retain(|kernel| ops.contains(&kernel.op));
         self.pieces.retain(|piece| ops.contains(&piece.op));
         self.waits.retain(|wait| wait.end > begin && wait.start < until);
+        self.annotations.retain(|range| range.end > begin && range.start < until);
         self.shift(begin);
         self.end = self.last_of_all();
         Ok(self)
@@ -233,8 +254,8 @@ impl Run {
         &self.pieces[from..until]
     }
 
-    /// Subtracts `begin`, in seconds, from all times. Times of pieces and waits do not fall below
-    /// 0.
+    /// Subtracts `begin`, in seconds, from all times. Times of pieces, waits and annotations do not
+    /// fall below 0.
     fn shift(&mut self, begin: f64) {
         let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
         for operation in self.operations.values_mut() {
@@ -252,6 +273,9 @@ impl Run {
         for wait in &mut self.waits {
             move_all(&mut [&mut wait.start, &mut wait.end]);
         }
+        for range in &mut self.annotations {
+            move_all(&mut [&mut range.start, &mut range.end]);
+        }
         // Times before 0 become 0: readers of trace events do not accept negative times.
         for piece in &mut self.pieces {
             let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
@@ -260,6 +284,9 @@ impl Run {
         }
         for wait in &mut self.waits {
             (wait.start, wait.end) = (wait.start.max(0.0), wait.end.max(0.0));
+        }
+        for range in &mut self.annotations {
+            (range.start, range.end) = (range.start.max(0.0), range.end.max(0.0));
         }
         for step in &mut self.steps {
             move_all(&mut [&mut step.start, &mut step.end]);
@@ -280,7 +307,9 @@ impl Run {
 /// began.
 fn begin_of(event: &Event) -> u64 {
     match event.what {
-        What::Waited { since, .. } | What::Started { since, .. } => since.min(event.at),
+        What::Waited { since, .. }
+        | What::Annotated { since, .. }
+        | What::Started { since, .. } => since.min(event.at),
         _ => event.at,
     }
 }
@@ -395,6 +424,16 @@ impl Merging {
                         at: at_line,
                     });
                 }
+                What::Annotated { since, text: number, line } => {
+                    let (start, name, at_line) = (time(since), text(number), text(line));
+                    run.annotations.push(Annotation {
+                        process,
+                        start,
+                        end: at,
+                        name,
+                        at: at_line,
+                    });
+                }
                 What::StepEnd { .. } => {}
             }
         }
@@ -423,6 +462,10 @@ impl Merging {
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
         run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
+        run.annotations.sort_by(|a, b| {
+            let by_start = a.process.cmp(&b.process).then(a.start.total_cmp(&b.start));
+            by_start.then(b.end.total_cmp(&a.end))
+        });
         let by_start = |a: &Kernel, b: &Kernel| {
             (a.process, a.device).cmp(&(b.process, b.device)).then(a.start.total_cmp(&b.start))
         };

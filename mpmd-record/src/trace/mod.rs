@@ -24,6 +24,6 @@ pub use event::{Event, PieceStep, What};
 pub use file::{About, Clock, ProcessTrace, TraceError};
 pub use label::{Label, Role};
 pub use measure::CostsError;
-pub use merge::{Kernel, Operation, Piece, Process, Run, RunStep, Wait};
+pub use merge::{Annotation, Kernel, Operation, Piece, Process, Run, RunStep, Wait};
 pub use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline, TimelineStep};
 pub use plan::NoPlan;

@@ -16,8 +16,8 @@ const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
 impl Run {
-    /// Returns the run as Trace Event JSON. Each process has its program's waits, its devices'
-    /// kernels, its outgoing and incoming pieces, and its memory. Arrows connect both ends of a
+    /// Returns the run as Trace Event JSON. Each process has its program's annotations with
+    /// the waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory. Arrows connect both ends of a
     /// piece. Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
@@ -42,7 +42,7 @@ impl Run {
             }
         }
         self.kernel_events(&mut events);
-        self.wait_events(&mut events);
+        self.program_events(&mut events);
         self.piece_events(&mut events);
         for step in &self.steps {
             events.push(json!({
@@ -90,7 +90,16 @@ impl Run {
         }
     }
 
-    fn wait_events(&self, events: &mut Vec<Value>) {
+    /// Adds the annotations and the waits of the programs. Readers nest slices by their times; of
+    /// slices with the same times the outer one must come first.
+    fn program_events(&self, events: &mut Vec<Value>) {
+        for range in &self.annotations {
+            events.push(json!({
+                "name": range.name, "cat": "annotation", "ph": "X", "pid": range.process,
+                "tid": PROGRAM, "ts": micros(range.start), "dur": length(range.start, range.end),
+                "args": {"at": range.at},
+            }));
+        }
         for wait in &self.waits {
             events.push(json!({
                 "name": wait.call, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,

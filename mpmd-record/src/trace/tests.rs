@@ -7,6 +7,8 @@ use serde_json::Value;
 use super::*;
 use crate::trace::{Label, Role};
 
+mod annotations;
+
 const MILLI: u64 = 1_000_000;
 
 /// A trace under construction. Its methods take milliseconds since the start of the trace.
