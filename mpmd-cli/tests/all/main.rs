@@ -10,4 +10,5 @@ mod plan_reshard;
 mod run;
 mod schedule;
 mod top;
+mod top_trace;
 mod trace;

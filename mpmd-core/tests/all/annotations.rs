@@ -13,7 +13,8 @@ fn names_ranges(p: &mut Program) -> Result<()> {
     let mesh = p.mesh(&[("x", 1)])?;
     let sum = p.annotate("outer", |p| {
         p.annotate("inner", |p| {
-            p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?.block_until_ready()
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?;
+            x.block_until_ready().map(drop)
         })?;
         Ok::<_, mpmd_core::Error>(7)
     })?;

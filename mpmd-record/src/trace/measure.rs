@@ -140,6 +140,9 @@ impl Run {
             bytes(sent),
             seconds(self.end)
         );
+        if self.is_part {
+            let _ = writeln!(text, "of a part of the run: its first and last operations are cut");
+        }
         let _ = writeln!(text, "times of different processes agree within {}", seconds(self.bound));
         for problem in &self.problems {
             let _ = writeln!(text, "note: {problem}");
@@ -169,6 +172,7 @@ impl Run {
         let ends: Vec<f64> = self.steps.iter().map(|step| step.end).collect();
         let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let _ = match (self.steps.as_slice(), took.is_empty()) {
+            ([], _) if self.is_part => writeln!(text, "no step lies within the trace as a whole"),
             ([], _) => writeln!(text, "the program ended no step"),
             ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
             ([first, .., last], _) => {

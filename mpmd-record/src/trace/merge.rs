@@ -1,13 +1,14 @@
 //! The merged run: operations, kernels, pieces, waits and annotations from the traces of all
 //! processes.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::align::Aligned;
 use super::event::{Event, PieceStep, What};
 use super::file::ProcessTrace;
+use super::part::Whole;
 use crate::trace::Label;
 
 /// The merged traces of a job. Times are in seconds since the first event.
@@ -19,6 +20,9 @@ pub struct Run {
     pub bound: f64,
     /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
+    /// True if the traces are of a part of the run: operations that were issued before are not
+    /// known, and the first kernels and the last ones are cut.
+    pub is_part: bool,
     /// The processes that have a trace, by number.
     pub processes: Vec<Process>,
     /// The parts of processes in operations, by (process, number of the operation).
@@ -32,7 +36,7 @@ pub struct Run {
     /// Ranges that the programs named, sorted by process and start; an outer one comes before those
     /// in it.
     pub annotations: Vec<Annotation>,
-    /// Steps, in order.
+    /// Steps, in order. Of a part of a run, those that lie within it as a whole.
     pub steps: Vec<RunStep>,
     /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
@@ -184,16 +188,15 @@ impl Run {
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
-            traces[place]
-                .events
-                .iter()
-                .map(move |event| (place, begin_of(event)))
-                .min_by_key(|(_, at)| *at)
+            let events = traces[place].events.iter().map(begin_of);
+            // In a part of a run, something was going on before the first event.
+            let first = if traces[place].about.is_part { Some(0) } else { events.min() };
+            first.map(|at| (place, at))
         };
         let begin =
             (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
-        let mut merging =
-            Merging { run: Self { problems, ..Self::default() }, pieces: BTreeMap::new() };
+        let run = Self { problems, ..Self::default() };
+        let mut merging = Merging { run, pieces: BTreeMap::new(), whole: Whole::default() };
         merging.run.bound = aligned.bound as f64 * 1e-9;
         merging.run.problems.extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
@@ -237,9 +240,10 @@ impl Run {
         Ok(self)
     }
 
-    /// Returns true if `op` belongs to one of the steps, or if the program ended no step.
+    /// Returns true if `op` belongs to one of the steps, or if there are none.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
-        self.steps.last().is_none_or(|last| op <= last.ops.1)
+        let ends = self.steps.first().zip(self.steps.last());
+        ends.is_none_or(|(first, last)| first.ops.0 < op && op <= last.ops.1)
     }
 
     /// Returns the part of process `process` in operation `op`; `None` if its trace has none.
@@ -318,6 +322,7 @@ struct Merging {
     run: Run,
     /// By operation, piece, sender and receiver.
     pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
+    whole: Whole,
 }
 
 impl Merging {
@@ -341,6 +346,8 @@ impl Merging {
             |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
         // By device, the index of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
+        // The devices whose running kernel is known, if there is one.
+        let mut known: HashSet<u32> = HashSet::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
             let at = time(event.at);
@@ -358,6 +365,7 @@ impl Merging {
                     run.operations.insert((process, op), operation);
                 }
                 What::Started { op, device, since, input, memory } => {
+                    known.insert(device);
                     running.insert(device, run.kernels.len());
                     run.kernels.push(Kernel {
                         process,
@@ -373,6 +381,21 @@ impl Merging {
                     start(run, (process, op), at);
                 }
                 What::Ended { op, device, memory } => {
+                    if known.insert(device) && trace.about.is_part {
+                        // It began before the trace.
+                        running.insert(device, run.kernels.len());
+                        run.kernels.push(Kernel {
+                            process,
+                            device,
+                            op,
+                            since: time(0),
+                            start: time(0),
+                            end: at,
+                            ended: true,
+                            waited_for: None,
+                            memory: (memory, memory),
+                        });
+                    }
                     let kernel =
                         running.remove(&device).and_then(|place| run.kernels.get_mut(place));
                     if let Some(kernel) = kernel
@@ -426,16 +449,16 @@ impl Merging {
                 }
                 What::Annotated { since, text: number, line } => {
                     let (start, name, at_line) = (time(since), text(number), text(line));
-                    run.annotations.push(Annotation {
-                        process,
-                        start,
-                        end: at,
-                        name,
-                        at: at_line,
-                    });
+                    run.annotations.push(Annotation { process, start, end: at, name, at: at_line });
                 }
                 What::StepEnd { .. } => {}
             }
+        }
+        if trace.about.is_part {
+            run.is_part = true;
+            let mut operations = run.operations.range((process, 0)..=(process, u64::MAX));
+            let open = operations.find(|(_, operation)| operation.ended.is_none());
+            self.whole.meet(trace, open.map(|((_, op), _)| *op));
         }
     }
 
@@ -458,7 +481,7 @@ impl Merging {
     }
 
     fn finish(self, step_ends: &BTreeMap<u64, u64>) -> Run {
-        let Self { mut run, pieces } = self;
+        let Self { mut run, pieces, whole } = self;
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
         run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
@@ -492,7 +515,8 @@ impl Merging {
             }
         }
         // A step without kernels took no time and is left out.
-        run.steps = by_last.into_values().filter(|step| step.start.is_finite()).collect();
+        let counts = |step: &RunStep| step.start.is_finite() && whole.has(step);
+        run.steps = by_last.into_values().filter(counts).collect();
         run.end = run.last_of_all();
         run
     }

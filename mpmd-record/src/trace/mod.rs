@@ -13,6 +13,7 @@ pub mod file;
 mod label;
 mod measure;
 mod merge;
+mod part;
 mod perfetto;
 mod plan;
 mod reasons;

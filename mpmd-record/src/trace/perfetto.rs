@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use super::drawn::name;
 use super::merge::{Operation, Run};
-use super::reasons::short;
 
 /// Thread ids of a process in the export: its program, its devices, then rows for outgoing and
 /// incoming pieces. There are enough rows that the pieces of a row do not overlap.
@@ -74,9 +73,8 @@ impl Run {
                 args["ended"] = false.into();
             }
             let label = operation.and_then(|operation| operation.label);
-            let description = operation.map_or("", |operation| short(&operation.description));
             events.push(json!({
-                "name": name(label, description),
+                "name": name(operation, kernel.op),
                 "cat": label.map_or("kernel", |label| label.role.name()),
                 "ph": "X", "pid": kernel.process, "tid": DEVICES + u64::from(kernel.device),
                 "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
@@ -122,9 +120,7 @@ impl Run {
             let ends: Vec<(u32, u32)> = ends.collect();
             for (first, process) in &ends {
                 let operation = self.operation(*process, piece.op);
-                let label = operation.and_then(|operation| operation.label);
-                let name =
-                    name(label, operation.map_or("", |operation| short(&operation.description)));
+                let name = name(operation, piece.op);
                 let (word, other) =
                     if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
                 let mut args = args(operation, piece.op);

@@ -19,6 +19,7 @@ mod locality;
 mod membership;
 mod metrics;
 mod neighbours;
+mod profile;
 mod put_plan_cache;
 mod simulate;
 pub mod transports;
