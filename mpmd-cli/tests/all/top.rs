@@ -17,7 +17,7 @@ use crate::common::{Told, call};
 /// Time limit for a state of the job to be seen.
 pub(super) const LONG: Duration = Duration::from_secs(40);
 
-/// The variable with the file that process 0 waits for before it issues its part, or ends its steps.
+/// The variable with the file that process 0 waits for before it issues its part or ends its steps.
 pub(super) const GO: &str = "MPMD_TEST_GO";
 
 /// A job whose processes wait for each other. It is ended when this is dropped.
@@ -42,7 +42,7 @@ impl Job {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
         command.args(["run", "-n", "2", "--no-prefix", "--grace", "1"]).args(options).arg("--");
         command.arg(std::env::current_exe().unwrap());
-        command.args(["--exact", &program, "--ignored", "--nocapture"]);
+        command.args(["--exact", program, "--ignored", "--nocapture"]);
         command.env(GO, &go).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut launcher = command.spawn().unwrap();
         let mut output = BufReader::new(launcher.stdout.take().unwrap());
@@ -200,10 +200,10 @@ fn texts_of_processes_command_no_terminal() {
     let config = JoinConfig { server: server.clone(), process, processes: 1, token, peer_timeout };
     let process = Rendezvous::connect(config).unwrap();
     process.join(Member::default()).unwrap();
-    process.on_look(Box::new(|_| {
+    process.on_look(|_| {
         let program = "\u{1b}]0;title\u{7} \u{9b}2J".to_owned();
         serde_json::to_vec(&Activity { program, ..Activity::default() }).unwrap()
-    }));
+    });
     for args in [&["--json"][..], &[]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
         command.args(["top", &server, "--once", "--interval", "0.05"]).args(args);

@@ -218,7 +218,7 @@ fn traced_job_and_other_versions_refuse() {
     let config = JoinConfig { server: address.clone(), process, processes: 1, token, peer_timeout };
     let process = Rendezvous::connect(config).unwrap();
     process.join(Member::default()).unwrap();
-    process.on_look(Box::new(|_| serde_json::to_vec(&Activity::default()).unwrap()));
+    process.on_look(|_| serde_json::to_vec(&Activity::default()).unwrap());
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.args(["top", &address, "--trace", "1", "--trace-folder", "elsewhere"]);
     let output = command.env("MPMD_JOB_TOKEN", hex).stdin(Stdio::null()).output().unwrap();

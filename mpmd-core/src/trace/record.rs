@@ -112,9 +112,9 @@ thread_local! {
 }
 
 impl Trace {
-    /// Begins the trace: creates its file in a folder, and starts the thread that writes it. Creates
-    /// the folder if necessary, and replaces an older file. Fails if the trace has begun, or was
-    /// closed.
+    /// Begins the trace: creates its file in a folder, and starts the thread that writes it.
+    /// Creates the folder if necessary, and replaces an older file. Fails if the trace has begun,
+    /// or was closed.
     pub(crate) fn begin(&self, folder: &Path, about: About) -> io::Result<()> {
         let recorder = &self.0;
         let mut writer = recorder.writer.lock();

@@ -13,8 +13,8 @@ fn names_ranges(p: &mut Program) -> Result<()> {
     let mesh = p.mesh(&[("x", 1)])?;
     let sum = p.annotate("outer", |p| {
         p.annotate("inner", |p| {
-            let x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?;
-            x.block_until_ready().map(drop)
+            let _x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?;
+            p.sync()
         })?;
         Ok::<_, mpmd_core::Error>(7)
     })?;

@@ -31,7 +31,7 @@ impl Whole {
         let mut steps = trace.events.iter().filter_map(step);
         let first = steps.next().unwrap_or(u64::MAX);
         self.after = self.after.max(first);
-        self.until = self.until.min(steps.last().unwrap_or(first));
+        self.until = self.until.min(steps.next_back().unwrap_or(first));
         self.open = self.open.min(open.unwrap_or(u64::MAX));
     }
 

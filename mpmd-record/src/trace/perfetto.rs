@@ -15,9 +15,9 @@ const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
 impl Run {
-    /// Returns the run as Trace Event JSON. Each process has its program's annotations with
-    /// the waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory. Arrows connect both ends of a
-    /// piece. Times are in microseconds.
+    /// Returns the run as Trace Event JSON. Each process has its program's annotations with the
+    /// waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory. Arrows
+    /// connect both ends of a piece. Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
         for process in &self.processes {

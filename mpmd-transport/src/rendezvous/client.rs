@@ -251,8 +251,8 @@ impl Rendezvous {
     ///
     /// `describe` runs on the thread that also answers the server's pings, so it must not block. A
     /// status longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES) is not passed on.
-    pub fn on_look(&self, describe: Box<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>) {
-        self.link.state.lock().describe = Some(Arc::from(describe));
+    pub fn on_look(&self, describe: impl Fn(&[u8]) -> Vec<u8> + Send + Sync + 'static) {
+        self.link.state.lock().describe = Some(Arc::new(describe));
     }
 
     /// Reports the failure that this process ends with to the server's owner. Only the first report

@@ -717,7 +717,7 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     let wrong = Observer::connect(&address, Token::new([1; 32]), LONG);
     assert!(matches!(wrong, Err(RendezvousError::Token { .. })), "{wrong:?}");
     let observer = Observer::connect(&address, token(), LONG).unwrap();
-    processes[0].on_look(Box::new(|words| [b"fine: ", words].concat()));
+    processes[0].on_look(|words| [b"fine: ", words].concat());
     let seen = observer.look(b"how?", LONG).unwrap();
     assert_eq!(seen[&ProcessId(0)], Ok(b"fine: how?".to_vec()));
     assert_eq!(seen[&ProcessId(1)], Err("it is starting".to_owned()));

@@ -40,19 +40,19 @@ pub(crate) struct Returning {
 
 impl Membership {
     /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
-    /// process, or is lost itself. The other tells observers the activity of this process, or traces
-    /// it for them. `about` describes the process.
+    /// process, or is lost itself. The other tells observers the activity of this process, or
+    /// traces it for them. `about` describes the process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>, about: About) {
         let profile = Profile::new(runtime.trace.clone(), about, &self.rendezvous);
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         let observed = runtime.clone();
-        self.rendezvous.on_look(Box::new(move |request| {
+        self.rendezvous.on_look(move |request| {
             if !request.is_empty() {
                 return profile.answer(request);
             }
             let activity = observed.upgrade().map(|runtime| runtime.activity());
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
-        }));
+        });
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else { return };
             match down {

@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// Returns five steps of [`two_stages`], traced from `from` to `until`, in milliseconds of process 0.
+/// Returns five steps of [`two_stages`], traced from `from` to `until`, in milliseconds of process
+/// 0.
 fn part(from: u64, until: u64) -> Vec<ProcessTrace> {
     let mut traces = steps_of_two_stages(5);
     for (trace, behind) in traces.iter_mut().zip([0, 5]) {

@@ -33,8 +33,9 @@ struct Look {
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
 impl Looks {
-    /// Asks each process for its status, by its link and with these words, for the client of `link`.
-    /// For those without a link, passes on the reason. Returns the answer if there is nothing to wait for.
+    /// Asks each process for its status, by its link and with these words, for the client of
+    /// `link`. For those without a link, passes on the reason. Returns the answer if there is
+    /// nothing to wait for. Fails if the words do not fit a message.
     pub(super) fn begin(
         &mut self,
         (link, ask): (Link, u64),
