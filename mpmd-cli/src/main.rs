@@ -33,7 +33,7 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
-    /// Show the activity of the processes of a running job, refreshed every second
+    /// Show the activity of the processes of a running job, refreshed every second, or trace them
     Top(top::TopArgs),
     /// Ask the planners: layouts, chunks, rules, resharding
     Plan(plan::PlanArgs),

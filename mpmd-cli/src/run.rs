@@ -203,8 +203,9 @@ pub(crate) fn above_zero(text: &str) -> Result<Duration, String> {
     if time.is_zero() { Err("it must be above 0".to_owned()) } else { Ok(time) }
 }
 
-/// Returns the time that a text says in seconds.
+/// Returns the time that a text says in seconds, such as `5` or `5s`.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    let number = text.strip_suffix('s').unwrap_or(text);
+    let seconds: f64 = number.parse().map_err(|_| "not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())
 }

@@ -11,4 +11,5 @@ mod plan_reshard;
 mod run;
 mod schedule;
 mod top;
+mod top_trace;
 mod trace;

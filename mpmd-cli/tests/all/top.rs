@@ -15,29 +15,34 @@ use serde_json::Value;
 use crate::common::{Told, call};
 
 /// Time limit for a state of the job to be seen.
-const LONG: Duration = Duration::from_secs(40);
+pub(super) const LONG: Duration = Duration::from_secs(40);
 
-/// The variable with the file that process 0 waits for before it issues its part.
-const GO: &str = "MPMD_TEST_GO";
+/// The variable with the file that process 0 waits for before it issues its part or ends its steps.
+pub(super) const GO: &str = "MPMD_TEST_GO";
 
 /// A job whose processes wait for each other. It is ended when this is dropped.
-struct Job {
-    launcher: Child,
+pub(super) struct Job {
+    pub(super) launcher: Child,
     /// Kept open: a job ends with the reader of its output.
     _output: BufReader<ChildStdout>,
-    go: PathBuf,
+    pub(super) go: PathBuf,
     /// The process ids of the two processes.
-    pids: [u32; 2],
+    pub(super) pids: [u32; 2],
 }
 
 impl Job {
     fn start(name: &str) -> Self {
+        Self::of("top::program_of_the_job", name, &[])
+    }
+
+    /// Starts a job of a test program of this file, with options of `mpmd run`.
+    pub(super) fn of(program: &str, name: &str, options: &[&str]) -> Self {
         let go = Path::new(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("{}-{name}.go", std::process::id()));
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-        command.args(["run", "-n", "2", "--no-prefix", "--grace", "1", "--"]);
+        command.args(["run", "-n", "2", "--no-prefix", "--grace", "1"]).args(options).arg("--");
         command.arg(std::env::current_exe().unwrap());
-        command.args(["--exact", "top::program_of_the_job", "--ignored", "--nocapture"]);
+        command.args(["--exact", program, "--ignored", "--nocapture"]);
         command.env(GO, &go).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut launcher = command.spawn().unwrap();
         let mut output = BufReader::new(launcher.stdout.take().unwrap());
@@ -195,10 +200,10 @@ fn texts_of_processes_command_no_terminal() {
     let config = JoinConfig { server: server.clone(), process, processes: 1, token, peer_timeout };
     let process = Rendezvous::connect(config).unwrap();
     process.join(Member::default()).unwrap();
-    process.on_look(Box::new(|| {
+    process.on_look(|_| {
         let program = "\u{1b}]0;title\u{7} \u{9b}2J".to_owned();
         serde_json::to_vec(&Activity { program, ..Activity::default() }).unwrap()
-    }));
+    });
     for args in [&["--json"][..], &[]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
         command.args(["top", &server, "--once", "--interval", "0.05"]).args(args);

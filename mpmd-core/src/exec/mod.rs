@@ -79,7 +79,7 @@ pub(crate) struct Runtime {
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) status: Status,
-    /// Records the events of operations, if tracing is on.
+    /// Records the events of operations while tracing is on.
     pub(crate) trace: Trace,
     pub(crate) parker: Parker,
     /// Spin policy of the program thread when it waits for arrays and cannot drive the transport.
@@ -146,6 +146,8 @@ pub(crate) struct LocalDevice {
     /// The GPU of a CUDA device, `None` for a CPU device. The device's thread issues work to it and
     /// never waits for that work.
     pub(crate) gpu: Option<Arc<Gpu>>,
+    /// The trace time at which the work of a GPU ended last, as the host saw it.
+    seen_end: AtomicU64,
     queue: Worker,
 }
 
@@ -177,7 +179,7 @@ impl Runtime {
 
     /// Records that a device of this process began its part of operation `op` at time `at`. `since`
     /// is the time at which the device turned to the operation. `input` is the operation that made
-    /// the input it waited for last. Times are in nanoseconds since the trace began.
+    /// the input it waited for last. Times are those of the trace.
     #[inline]
     pub(crate) fn trace_start(
         &self,
@@ -204,8 +206,7 @@ impl Runtime {
     }
 
     /// Records start and end of an operation that a device ran asynchronously. The times are
-    /// (`since`, `begin`, `end`) in nanoseconds since the trace began. From `since` on the device
-    /// had no earlier work left.
+    /// (`since`, `begin`, `end`) of the trace. From `since` on the device had no earlier work left.
     pub(crate) fn trace_ran(
         &self,
         device: usize,
@@ -218,6 +219,17 @@ impl Runtime {
             let memory = self.devices[device].pool.stats().live;
             What::Ended { op, device: device as u32, memory }
         });
+    }
+
+    /// Records an operation that a device without a clock ran asynchronously: issued at `issued`,
+    /// and seen to end now. It began when the work before it had ended, or when it was issued.
+    pub(crate) fn trace_seen(&self, device: usize, op: u64, issued: u64, input: Option<u64>) {
+        if self.trace.is_on() {
+            let end = self.trace.now();
+            let before = self.devices[device].seen_end.swap(end, Ordering::Relaxed);
+            let begin = issued.max(before).min(end);
+            self.trace_ran(device, op, [begin, begin, end], input);
+        }
     }
 
     /// Records a step in the transfer of a piece for the trace. The tuple is (operation, piece

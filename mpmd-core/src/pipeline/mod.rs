@@ -584,6 +584,12 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
                 microbatch::check_sides(graph, &parts)?;
                 microbatch::fold_keys(graph, &mut parts)?;
                 run::compare(compared, (graph, parts.len()), program, schedule)?;
+                // A trace may begin while the steps are replayed.
+                if program.runtime.trace.is_on()
+                    && let Ok(schedule) = run::effective(graph, schedule)
+                {
+                    program.runtime.trace.schedule(&schedule);
+                }
                 let step = |graph: &mut StageGraph, program: &mut Program, parts| {
                     run::train_step(graph, program, schedule, parts)
                 };

@@ -193,7 +193,6 @@ pub(super) fn train_step(
 ) -> Result<StepOutput> {
     check_training(graph, schedule, microbatches.len())?;
     let schedule = effective(graph, schedule)?;
-    program.runtime.trace.schedule(&schedule);
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward || graph.trains[action.stage]);
     let output = RunningStep::new(graph, program, microbatches, true).train(&order);

@@ -3,18 +3,21 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
 use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use mpmd_base::block::{Condvar, Instant, Mutex, since, thread};
+use mpmd_base::block::{Condvar, Instant, Mutex, now, since, thread};
 use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
 use mpmd_record::trace::{About, Event, What};
 use mpmd_schedule::Schedule;
+use tracing::span::EnteredSpan;
+
+use super::spans;
 
 /// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
@@ -39,9 +42,11 @@ const MOST_TEXTS: usize = 1 << 16;
 /// Limit of a text's length, in characters. Longer texts are cut.
 const LONGEST_TEXT: usize = 2048;
 
-/// The trace of this process, if tracing is on. If it is off, each call costs one branch.
+/// The trace of this process. It may begin and end while the process runs. While it is off, each
+/// call costs one atomic load. Clones are the same trace. Times in arguments and results are
+/// nanoseconds since the process's recorder was made.
 #[derive(Clone, Default)]
-pub(crate) struct Trace(Option<Arc<Recorder>>);
+pub(crate) struct Trace(Arc<Recorder>);
 
 impl fmt::Debug for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,15 +56,24 @@ impl fmt::Debug for Trace {
 
 /// The state of a process's trace, shared by its threads and the writer.
 struct Recorder {
-    start: Instant,
+    origin: Instant,
+    /// Time at which the trace began; 0 while tracing is off.
+    began: AtomicU64,
     lists: [List; LISTS],
     texts: Mutex<Texts>,
     extra: Mutex<Extra>,
     dropped: AtomicU64,
     wanted: Mutex<Wanted>,
     changed: Condvar,
-    closed: AtomicBool,
-    writer: Mutex<Option<thread::JoinHandle<()>>>,
+    writer: Mutex<Writer>,
+}
+
+/// The thread that writes the file. Locked while a trace begins or ends.
+#[derive(Default)]
+struct Writer {
+    thread: Option<thread::JoinHandle<io::Result<()>>>,
+    /// True if no trace may begin any more.
+    is_closed: bool,
 }
 
 /// Aligned to its own cache lines, since each list is mostly used by one thread.
@@ -98,9 +112,18 @@ thread_local! {
 }
 
 impl Trace {
-    /// Creates the trace file of a process in a folder, and starts the thread that writes it.
-    /// Creates the folder if necessary, and replaces an older file.
-    pub(crate) fn begin(folder: &Path, about: About) -> std::io::Result<Self> {
+    /// Begins the trace: creates its file in a folder, and starts the thread that writes it.
+    /// Creates the folder if necessary, and replaces an older file. Fails if the trace has begun,
+    /// or was closed.
+    pub(crate) fn begin(&self, folder: &Path, about: About) -> io::Result<()> {
+        let recorder = &self.0;
+        let mut writer = recorder.writer.lock();
+        if writer.is_closed {
+            return Err(io::Error::other("the program has ended"));
+        }
+        if writer.thread.is_some() {
+            return Err(io::Error::other("another trace has begun"));
+        }
         std::fs::create_dir_all(folder)?;
         let path = folder.join(file::name(about.process));
         // A process that still writes an old trace keeps its file, which no longer has a name.
@@ -111,40 +134,41 @@ impl Trace {
         let mut out = File::create_new(path)?;
         let (start, about) = about.begin();
         out.write_all(&file::beginning(&about)?)?;
-        let recorder = Arc::new(Recorder {
-            start,
-            lists: Default::default(),
-            texts: Mutex::default(),
-            extra: Mutex::default(),
-            dropped: AtomicU64::new(0),
-            wanted: Mutex::default(),
-            changed: Condvar::new(),
-            closed: AtomicBool::new(false),
-            writer: Mutex::default(),
-        });
-        let writing = recorder.clone();
-        let writer = thread::Builder::new().name("mpmd-trace".to_owned());
-        *recorder.writer.lock() = Some(writer.spawn(move || writing.write_until_closed(out))?);
-        Ok(Self(Some(recorder)))
+        let began = start.saturating_duration_since(recorder.origin).as_nanos() as u64;
+        *recorder.wanted.lock() = Wanted::default();
+        let (writing, thread) = (recorder.clone(), thread::Builder::new());
+        let thread = thread.name("mpmd-trace".to_owned());
+        writer.thread = Some(thread.spawn(move || writing.write_until_closed(out))?);
+        recorder.began.store(began.max(1), Ordering::Relaxed);
+        Ok(())
     }
 
     /// Returns true if tracing is on.
+    #[inline]
     pub(crate) fn is_on(&self) -> bool {
-        self.0.is_some()
+        self.0.began.load(Ordering::Relaxed) != 0
     }
 
-    /// Returns the time in nanoseconds since the trace began; 0 if tracing is off.
+    /// Returns the current time; 0 if tracing is off. As the begin of something, 0 is the beginning
+    /// of the trace.
     #[inline]
     pub(crate) fn now(&self) -> u64 {
-        self.0.as_ref().map_or(0, |recorder| recorder.now())
+        if self.is_on() { self.0.now() } else { 0 }
+    }
+
+    /// Returns the recorder and the time at which the trace began; `None` if tracing is off.
+    #[inline]
+    fn on(&self) -> Option<(&Recorder, u64)> {
+        let began = self.0.began.load(Ordering::Relaxed);
+        (began != 0).then(|| (&*self.0, began))
     }
 
     /// Records an event at the current time. If tracing is off, does nothing and does not call the
     /// closure.
     #[inline]
     pub(crate) fn note(&self, what: impl FnOnce() -> What) {
-        if let Some(recorder) = &self.0 {
-            recorder.push(Event { at: recorder.now(), what: what() });
+        if let Some((recorder, began)) = self.on() {
+            recorder.push(began, recorder.now(), what());
         }
     }
 
@@ -152,8 +176,8 @@ impl Trace {
     /// is off.
     #[inline]
     pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> What) {
-        if let Some(recorder) = &self.0 {
-            recorder.push(Event { at, what: what() });
+        if let Some((recorder, began)) = self.on() {
+            recorder.push(began, at, what());
         }
     }
 
@@ -169,13 +193,13 @@ impl Trace {
         source: Option<u64>,
         what: impl FnOnce() -> Arc<dyn fmt::Display + Send + Sync>,
     ) {
-        if let Some(recorder) = &self.0 {
+        if let Some((recorder, began)) = self.on() {
             let (text, line) = {
                 let mut texts = recorder.texts.lock();
                 (texts.description(what()), texts.line(at))
             };
             let what = What::Issued { op, label, text, line, source: source.unwrap_or(0) };
-            recorder.push(Event { at: recorder.now(), what });
+            recorder.push(began, recorder.now(), what);
         }
     }
 
@@ -188,27 +212,49 @@ impl Trace {
     /// Records that the program's thread has waited since the trace time `since` until now, for
     /// what the text says. Does nothing if tracing is off.
     pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
-        if let Some(recorder) = &self.0 {
+        self.note_text(what, at, |text, line| What::Waited { since, text, line });
+    }
+
+    /// Returns a guard that records a range of the program's thread, from now until the guard is
+    /// dropped. `at` is the line of the range.
+    pub(crate) fn annotate<'a>(
+        &self,
+        name: &'a str,
+        at: &'static Location<'static>,
+    ) -> Annotating<'a> {
+        let span = spans::annotation(name, at);
+        Annotating { trace: self.clone(), name, at, since: self.now(), span }
+    }
+
+    /// Records an event with a text and a line, at the current time. Does nothing if tracing is
+    /// off.
+    fn note_text(
+        &self,
+        text: &str,
+        at: &'static Location<'static>,
+        what: impl FnOnce(u32, u32) -> What,
+    ) {
+        if let Some((recorder, began)) = self.on() {
             let (text, line) = {
                 let mut texts = recorder.texts.lock();
-                (texts.of(what), texts.line(at))
+                (texts.of(text), texts.line(at))
             };
-            recorder.push(Event { at: recorder.now(), what: What::Waited { since, text, line } });
+            recorder.push(began, recorder.now(), what(text, line));
         }
     }
 
-    /// Records a comparison of this process's clock with the common clock. At trace time `at` (in
-    /// nanoseconds), the common clock is at `server` nanoseconds since 1970, within `bound`
-    /// nanoseconds.
+    /// Records a comparison of this process's clock with the common clock. At time `at`, the common
+    /// clock is at `server` nanoseconds since 1970, within `bound` nanoseconds.
     pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
-        if let Some(recorder) = &self.0 {
+        if let Some((recorder, began)) = self.on() {
+            let at = at.saturating_sub(began);
             recorder.extra.lock().chunks.push(Chunk::Clock { at, server, bound });
         }
     }
 
     /// Records the order in which a pipeline's ranks compute. Equal schedules are written once.
     pub(crate) fn schedule(&self, schedule: &Schedule) {
-        let Some(recorder) = &self.0 else { return };
+        let Some((recorder, _)) = self.on() else { return };
         let mut extra = recorder.extra.lock();
         if !extra.schedules.contains(schedule) {
             let rows: Vec<String> =
@@ -219,17 +265,29 @@ impl Trace {
         }
     }
 
-    /// Writes the remaining events and ends the file. Later events are discarded. Blocks until the
-    /// file is written.
-    pub(crate) fn close(&self) {
-        let Some(recorder) = &self.0 else { return };
-        recorder.closed.store(true, Ordering::Relaxed);
+    /// Writes the remaining events and ends the file. Later events are discarded, until a trace
+    /// begins again. Blocks until the file is written, also if another thread ends it. Fails if it
+    /// cannot be written. Does nothing if tracing is off.
+    pub(crate) fn end(&self) -> io::Result<()> {
+        let recorder = &self.0;
+        let mut writer = recorder.writer.lock();
+        recorder.began.store(0, Ordering::Relaxed);
+        let Some(thread) = writer.thread.take() else { return Ok(()) };
         recorder.wanted.lock().end = true;
         recorder.changed.notify_all();
-        if let Some(writer) = recorder.writer.lock().take() {
-            // An error means that the writer panicked; then the file ends there.
-            let _ = writer.join();
-        }
+        let written = thread.join();
+        // Lists keep the memory of their events.
+        recorder.lists.iter().for_each(|list| *list.0.lock() = Vec::new());
+        (*recorder.texts.lock(), *recorder.extra.lock()) = Default::default();
+        recorder.dropped.store(0, Ordering::Relaxed);
+        written.unwrap_or_else(|_| Err(io::Error::other("the thread that writes it panicked")))
+    }
+
+    /// Ends the trace for good: none begins after it. See [`end`](Self::end); the writer has logged
+    /// an error.
+    pub(crate) fn close(&self) {
+        self.0.writer.lock().is_closed = true;
+        let _ = self.end();
     }
 }
 
@@ -247,19 +305,65 @@ impl Drop for Waiting<'_> {
     }
 }
 
+/// A range of the program's thread that the program named. It is recorded when the value is
+/// dropped, also by a panic. Holds the trace itself, so that the program stays free for other use.
+pub(crate) struct Annotating<'a> {
+    trace: Trace,
+    name: &'a str,
+    at: &'static Location<'static>,
+    since: u64,
+    /// The range in the program's log.
+    #[expect(dead_code, reason = "it ends when it is dropped")]
+    span: EnteredSpan,
+}
+
+impl Drop for Annotating<'_> {
+    fn drop(&mut self) {
+        let since = self.since;
+        let what = |text, line| What::Annotated { since, text, line };
+        self.trace.note_text(self.name, self.at, what);
+    }
+}
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self {
+            origin: now(),
+            began: AtomicU64::new(0),
+            lists: Default::default(),
+            texts: Mutex::default(),
+            extra: Mutex::default(),
+            dropped: AtomicU64::new(0),
+            wanted: Mutex::default(),
+            changed: Condvar::new(),
+            writer: Mutex::default(),
+        }
+    }
+}
+
 impl Recorder {
     fn now(&self) -> u64 {
-        since(self.start).as_nanos() as u64
+        since(self.origin).as_nanos() as u64
     }
 
-    fn push(&self, event: Event) {
-        if self.closed.load(Ordering::Relaxed) {
-            return;
+    /// Adds an event of the trace that began at `began`, unless this has ended. In the file, times
+    /// count from there: what began earlier begins with the trace.
+    fn push(&self, began: u64, at: u64, mut what: What) {
+        if let What::Started { since, .. }
+        | What::Waited { since, .. }
+        | What::Annotated { since, .. } = &mut what
+        {
+            *since = since.saturating_sub(began);
         }
+        let event = Event { at: at.saturating_sub(began), what };
         let here = HERE.with(|here| std::ptr::from_ref(here).addr() as u64);
         // Addresses of threads' stacks differ by at least a page.
         let list = (here >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
         let mut list = self.lists[list as usize % LISTS].0.lock();
+        // Under the lock: the writer takes the list for the last time after the trace has ended.
+        if self.began.load(Ordering::Relaxed) != began {
+            return;
+        }
         if list.len() >= MOST_EVENTS {
             self.dropped.fetch_add(1, Ordering::Relaxed);
             return;
@@ -273,7 +377,7 @@ impl Recorder {
         }
     }
 
-    fn write_until_closed(&self, mut out: File) {
+    fn write_until_closed(&self, mut out: File) -> io::Result<()> {
         let (mut told, mut spare) = (0, Vec::new());
         loop {
             let end = {
@@ -295,12 +399,12 @@ impl Recorder {
             }
             let written = out.write_all(&bytes);
             if end || written.is_err() {
-                if let Err(error) = written {
+                if let Err(error) = &written {
                     tracing::warn!(%error, "the trace of this process ends early: it \
                         cannot be written");
-                    self.closed.store(true, Ordering::Relaxed);
+                    self.began.store(0, Ordering::Relaxed);
                 }
-                return;
+                return written;
             }
         }
     }
@@ -372,63 +476,4 @@ impl Texts {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use mpmd_record::trace::ProcessTrace;
-
-    #[test]
-    fn recorded_events_are_read_back_with_texts() {
-        let folder = std::env::temp_dir().join(format!("mpmd-record-{}", std::process::id()));
-        let trace =
-            Trace::begin(&folder, About { process: 3, processes: 4, ..About::default() }).unwrap();
-        let at = Location::caller();
-        let what = Arc::new("a kernel".to_owned());
-        trace.issued(1, None, at, None, || what.clone());
-        trace.issued(2, None, at, Some(1), || what.clone());
-        drop(trace.wait("a read", at));
-        thread::scope(|scope| {
-            for device in 0..4 {
-                let trace = &trace;
-                scope.spawn(move || {
-                    for op in 0..5_000 {
-                        trace.note(|| What::Ended { op, device, memory: 0 });
-                    }
-                });
-            }
-        });
-        let schedule = Schedule::gpipe(2, 1).unwrap();
-        trace.schedule(&schedule);
-        trace.schedule(&schedule);
-        trace.clock(5, 6, 7);
-        trace.close();
-        trace.note(|| What::Over { op: 1 });
-        let read = ProcessTrace::read(&folder.join(file::name(3))).unwrap();
-        std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(
-            (read.about.process, read.truncated.clone(), read.dropped, read.ended),
-            (3, None, 0, true)
-        );
-        let issued: Vec<_> = read
-            .events
-            .iter()
-            .filter_map(|event| match event.what {
-                What::Issued { op, text, line, source, .. } => {
-                    Some((op, read.text(text), read.text(line), source))
-                }
-                _ => None,
-            })
-            .collect();
-        let line = at.to_string();
-        assert_eq!(issued, [(1, "a kernel", &*line, 0), (2, "a kernel", &*line, 1)]);
-        let ended =
-            read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
-        assert_eq!(ended, 20_000);
-        assert!(read.events.is_sorted_by_key(|event| event.at));
-        let is_read = |text| read.text(text) == "a read";
-        let is_wait =
-            |event: &Event| matches!(event.what, What::Waited { text, .. } if is_read(text));
-        assert!(read.events.iter().any(is_wait));
-        assert_eq!(read.clocks.len(), 1);
-        assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);
-    }
-}
+mod tests;

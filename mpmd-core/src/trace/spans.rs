@@ -1,5 +1,5 @@
 //! Spans of `tracing` for a program's log: a step has stages, a stage microbatches, a microbatch
-//! operations, and an operation kernels and transfers.
+//! operations, and an operation kernels and transfers. A range that the program named has one too.
 //!
 //! They have the target `mpmd::run` and the level `DEBUG`. While no subscriber takes them, each
 //! place costs a branch.
@@ -59,6 +59,12 @@ impl StepSpan {
         debug!(target: TARGET, parent: &span, "issued");
         span
     }
+}
+
+/// Enters the span of a range that the program named, until it is dropped. It is within those of
+/// other ranges; operations are within their step.
+pub(crate) fn annotation(name: &str, at: &'static Location<'static>) -> EnteredSpan {
+    debug_span!(target: TARGET, "annotation", name, line = %at).entered()
 }
 
 /// The span of a kernel that this thread runs or issues, until it is dropped. Then an event says

@@ -10,6 +10,7 @@ mod models;
 mod simulations;
 mod stages;
 
+mod annotations;
 mod any_to_any;
 mod api;
 mod bad_use;

@@ -52,6 +52,7 @@ fn spans_of_a_step_are_nested() {
     let log = Log::of_this_process();
     let results = simulation(2, 2).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
+        p.annotate("outer", |p| p.annotate("inner", |_| tracing::info!("inside of the range")));
         let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated())?;
         p.step_end()?;
         p.set_label(Some(Label { stage: 1, microbatch: Some(7), role: Role::Forward }));
@@ -86,6 +87,9 @@ fn spans_of_a_step_are_nested() {
             rest = after;
         }
     }
+    let range = text.lines().find(|line| line.contains("inside of the range")).unwrap();
+    let inner = range.split_once("annotation{name=\"outer\"").expect("the outer range").1;
+    assert!(inner.contains("}:annotation{name=\"inner\"") && inner.contains(file!()), "{range}");
     for what in ["sent peer=1", "received peer=0"] {
         let line = line(what);
         assert!(line.contains("operation{number=2") && line.contains("bytes=4"), "{line}");

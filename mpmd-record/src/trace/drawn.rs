@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::merge::{Kernel, Piece, Run};
+use super::merge::{Kernel, Operation, Piece, Run};
 use super::reasons::short;
 use crate::trace::{Label, Role};
 use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
@@ -78,7 +78,8 @@ impl Run {
         let step_of = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
         let mut begins: BTreeMap<usize, f64> = BTreeMap::new();
         let bars = timeline.rows.iter().flat_map(|row| &row.bars);
-        for bar in bars.filter(|bar| bar.kind == Kind::Forward) {
+        let counts = |bar: &&Bar| self.is_of_a_step(bar.op.unwrap_or(0));
+        for bar in bars.filter(|bar| bar.kind == Kind::Forward).filter(counts) {
             let begin = begins.entry(step_of(bar.op.unwrap_or(0))).or_insert(bar.start);
             *begin = begin.min(bar.start);
         }
@@ -116,7 +117,10 @@ impl Run {
             row.gaps.push(Gap {
                 start: idle,
                 end: self.end,
-                waits_for: "nothing more to do".to_owned(),
+                waits_for: match self.is_part {
+                    true => "the trace ends".to_owned(),
+                    false => "nothing more to do".to_owned(),
+                },
             });
         }
         if device == 0 {
@@ -130,11 +134,14 @@ impl Run {
     fn bar(&self, kernel: &Kernel) -> Bar {
         let operation = self.operation(kernel.process, kernel.op);
         let label = operation.and_then(|operation| operation.label);
-        let description = operation.map_or("", |operation| short(&operation.description));
-        let unfinished = if kernel.ended { "" } else { " (did not end)" };
+        let unfinished = match (kernel.ended, self.is_part) {
+            (true, _) => "",
+            (false, true) => " (ends after the trace)",
+            (false, false) => " (did not end)",
+        };
         Bar {
             kind: kind(label),
-            name: format!("{}{unfinished}", name(label, description)),
+            name: format!("{}{unfinished}", name(operation, kernel.op)),
             stage: label.map(|label| label.stage),
             microbatch: label.and_then(|label| label.microbatch),
             start: kernel.start,
@@ -152,7 +159,7 @@ impl Run {
         let known = |process| self.operation(process, piece.op);
         let operation = known(piece.from).or(known(piece.to));
         let label = operation.and_then(|operation| operation.label);
-        let name = name(label, operation.map_or("", |operation| short(&operation.description)));
+        let name = name(operation, piece.op);
         Some(Bar {
             kind: Kind::Move,
             name: format!("{name} to process {}", piece.to),
@@ -197,9 +204,11 @@ fn kind(label: Option<Label>) -> Kind {
 }
 
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
-/// their description.
-pub(super) fn name(label: Option<Label>, description: &str) -> String {
-    let Some(Label { stage, microbatch: Some(microbatch), role }) = label else {
+/// their description. Of one that was issued before the trace began, only the number `op` is known.
+pub(super) fn name(operation: Option<&Operation>, op: u64) -> String {
+    let Some(operation) = operation else { return format!("operation {op}") };
+    let description = short(&operation.description);
+    let Some(Label { stage, microbatch: Some(microbatch), role }) = operation.label else {
         return description.to_owned();
     };
     match role {

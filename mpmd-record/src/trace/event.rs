@@ -95,6 +95,15 @@ pub enum What {
         /// The source line of the wait, as a text: an index into `ProcessTrace::texts`.
         line: u32,
     },
+    /// The program's thread has been in a range that the program named, until now.
+    Annotated {
+        /// Start of the range, in nanoseconds since the process's trace began.
+        since: u64,
+        /// The name as a text: an index into `ProcessTrace::texts`.
+        text: u32,
+        /// The source line of the range, as a text: an index into `ProcessTrace::texts`.
+        line: u32,
+    },
     /// The program ended a step.
     StepEnd {
         /// Number of the step, from 1.
@@ -132,6 +141,7 @@ const OVER: u8 = 4;
 const LEFT: u8 = 5;
 const WAITED: u8 = 6;
 const STEP_END: u8 = 7;
+const ANNOTATED: u8 = 8;
 /// The kind of an event of a piece's first step; the other steps follow in the order of
 /// `PieceStep`.
 const PIECE: u8 = 16;
@@ -157,6 +167,9 @@ impl Event {
             What::Left { ticket } => (LEFT, 0, [ticket, 0, 0, 0]),
             What::Waited { since, text, line } => {
                 (WAITED, 0, [since, u64::from(text) | u64::from(line) << 32, 0, 0])
+            }
+            What::Annotated { since, text, line } => {
+                (ANNOTATED, 0, [since, u64::from(text) | u64::from(line) << 32, 0, 0])
             }
             What::StepEnd { step, op } => (STEP_END, 0, [step, op, 0, 0]),
         };
@@ -191,6 +204,10 @@ impl Event {
                 let (text, line) = texts(b);
                 What::Waited { since: a, text, line }
             }
+            ANNOTATED => {
+                let (text, line) = texts(b);
+                What::Annotated { since: a, text, line }
+            }
             STEP_END => What::StepEnd { step: a, op: b },
             kind => {
                 let step = *PieceStep::ALL.get(usize::from(kind.checked_sub(PIECE)?))?;
@@ -219,6 +236,7 @@ mod tests {
             What::Over { op: 2 },
             What::Left { ticket: 3 },
             What::Waited { since: 4, text: 1, line: 9 },
+            What::Annotated { since: 5, text: 8, line: 9 },
             What::StepEnd { step: 1, op: 2 },
         ];
         for what in whats.into_iter().chain(PieceStep::ALL.map(piece)) {

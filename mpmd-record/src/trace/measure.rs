@@ -11,6 +11,9 @@ use mpmd_schedule::{Costs, StageCosts};
 /// The number of causes of waits that a summary lists, the longest first.
 const LONGEST_WAITS: usize = 8;
 
+/// The number of rows of a summary that tell of annotations. Each name has a row for each process.
+const MOST_ANNOTATIONS: usize = 32;
+
 /// The reason why a run gives no costs of stages.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -137,6 +140,9 @@ impl Run {
             bytes(sent),
             seconds(self.end)
         );
+        if self.is_part {
+            let _ = writeln!(text, "of a part of the run: its first and last operations are cut");
+        }
         let _ = writeln!(text, "times of different processes agree within {}", seconds(self.bound));
         for problem in &self.problems {
             let _ = writeln!(text, "note: {problem}");
@@ -157,6 +163,7 @@ impl Run {
             );
         }
         self.summarize_waits(&mut text, from, until);
+        self.summarize_annotations(&mut text);
         text
     }
 
@@ -165,6 +172,7 @@ impl Run {
         let ends: Vec<f64> = self.steps.iter().map(|step| step.end).collect();
         let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let _ = match (self.steps.as_slice(), took.is_empty()) {
+            ([], _) if self.is_part => writeln!(text, "no step lies within the trace as a whole"),
             ([], _) => writeln!(text, "the program ended no step"),
             ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
             ([first, .., last], _) => {
@@ -201,6 +209,33 @@ impl Run {
         for (cause, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
             let times = if count == 1 { String::new() } else { format!(" ({count} times)") };
             let _ = writeln!(text, "  {:>9}  {cause}{times}", seconds(whole));
+        }
+    }
+
+    fn summarize_annotations(&self, text: &mut String) {
+        let mut took: BTreeMap<(&str, u32), Vec<f64>> = BTreeMap::new();
+        for range in &self.annotations {
+            took.entry((&range.name, range.process)).or_default().push(range.end - range.start);
+        }
+        if !took.is_empty() {
+            let _ = writeln!(text, "ranges that the program named:");
+        }
+        let more = took.len().saturating_sub(MOST_ANNOTATIONS);
+        for ((name, process), mut took) in took.into_iter().take(MOST_ANNOTATIONS) {
+            let times = match took.len() {
+                1 => "once".to_owned(),
+                several => format!("{several} times"),
+            };
+            let (whole, longest) = (took.iter().sum(), took.iter().copied().fold(0.0, f64::max));
+            let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds);
+            let _ = writeln!(
+                text,
+                "  {whole:>9}  process {process}: {name}, {times} ({median} median, {longest} at \
+                 most)"
+            );
+        }
+        if more > 0 {
+            let _ = writeln!(text, "  and {more} more, by name and process");
         }
     }
 

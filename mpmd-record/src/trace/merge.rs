@@ -1,12 +1,14 @@
-//! The merged run: operations, kernels, pieces and waits from the traces of all processes.
+//! The merged run: operations, kernels, pieces, waits and annotations from the traces of all
+//! processes.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::align::Aligned;
 use super::event::{Event, PieceStep, What};
 use super::file::ProcessTrace;
+use super::part::Whole;
 use crate::trace::Label;
 
 /// The merged traces of a job. Times are in seconds since the first event.
@@ -18,6 +20,9 @@ pub struct Run {
     pub bound: f64,
     /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
+    /// True if the traces are of a part of the run: operations that were issued before are not
+    /// known, and the first kernels and the last ones are cut.
+    pub is_part: bool,
     /// The processes that have a trace, by number.
     pub processes: Vec<Process>,
     /// The parts of processes in operations, by (process, number of the operation).
@@ -28,7 +33,10 @@ pub struct Run {
     pub pieces: Vec<Piece>,
     /// Waits, sorted by process and time.
     pub waits: Vec<Wait>,
-    /// Steps, in order.
+    /// Ranges that the programs named, sorted by process and start; an outer one comes before those
+    /// in it.
+    pub annotations: Vec<Annotation>,
+    /// Steps, in order. Of a part of a run, those that lie within it as a whole.
     pub steps: Vec<RunStep>,
     /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
@@ -135,6 +143,22 @@ pub struct Wait {
     pub at: Arc<str>,
 }
 
+/// A range of a program's thread that the program named. Times are in seconds since the beginning
+/// of the run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Annotation {
+    /// The number of the process in the job.
+    pub process: u32,
+    /// Start of the range.
+    pub start: f64,
+    /// End of the range.
+    pub end: f64,
+    /// The name that the program gave.
+    pub name: Arc<str>,
+    /// The source line of the range, as `file:line:column`.
+    pub at: Arc<str>,
+}
+
 /// A step of the program, with the time span of its kernels.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunStep {
@@ -164,16 +188,15 @@ impl Run {
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
-            traces[place]
-                .events
-                .iter()
-                .map(move |event| (place, begin_of(event)))
-                .min_by_key(|(_, at)| *at)
+            let events = traces[place].events.iter().map(begin_of);
+            // In a part of a run, something was going on before the first event.
+            let first = if traces[place].about.is_part { Some(0) } else { events.min() };
+            first.map(|at| (place, at))
         };
         let begin =
             (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
-        let mut merging =
-            Merging { run: Self { problems, ..Self::default() }, pieces: BTreeMap::new() };
+        let run = Self { problems, ..Self::default() };
+        let mut merging = Merging { run, pieces: BTreeMap::new(), whole: Whole::default() };
         merging.run.bound = aligned.bound as f64 * 1e-9;
         merging.run.problems.extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
@@ -190,8 +213,8 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// Keeps only the kernels, pieces and waits of the steps with these numbers. Shifts all times
-    /// so that the first of these steps begins at 0. Keeps all operations.
+    /// Keeps only the kernels, pieces, waits and annotations of the steps with these numbers. Shifts
+    /// all times so that the first of these steps begins at 0. Keeps all operations.
     ///
     /// # Errors
     ///
@@ -211,14 +234,16 @@ impl Run {
         self.kernels.retain(|kernel| ops.contains(&kernel.op));
         self.pieces.retain(|piece| ops.contains(&piece.op));
         self.waits.retain(|wait| wait.end > begin && wait.start < until);
+        self.annotations.retain(|range| range.end > begin && range.start < until);
         self.shift(begin);
         self.end = self.last_of_all();
         Ok(self)
     }
 
-    /// Returns true if `op` belongs to one of the steps, or if the program ended no step.
+    /// Returns true if `op` belongs to one of the steps, or if there are none.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
-        self.steps.last().is_none_or(|last| op <= last.ops.1)
+        let ends = self.steps.first().zip(self.steps.last());
+        ends.is_none_or(|(first, last)| first.ops.0 < op && op <= last.ops.1)
     }
 
     /// Returns the part of process `process` in operation `op`; `None` if its trace has none.
@@ -233,8 +258,8 @@ impl Run {
         &self.pieces[from..until]
     }
 
-    /// Subtracts `begin`, in seconds, from all times. Times of pieces and waits do not fall below
-    /// 0.
+    /// Subtracts `begin`, in seconds, from all times. Times of pieces, waits and annotations do not
+    /// fall below 0.
     fn shift(&mut self, begin: f64) {
         let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
         for operation in self.operations.values_mut() {
@@ -252,6 +277,9 @@ impl Run {
         for wait in &mut self.waits {
             move_all(&mut [&mut wait.start, &mut wait.end]);
         }
+        for range in &mut self.annotations {
+            move_all(&mut [&mut range.start, &mut range.end]);
+        }
         // Times before 0 become 0: readers of trace events do not accept negative times.
         for piece in &mut self.pieces {
             let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
@@ -260,6 +288,9 @@ impl Run {
         }
         for wait in &mut self.waits {
             (wait.start, wait.end) = (wait.start.max(0.0), wait.end.max(0.0));
+        }
+        for range in &mut self.annotations {
+            (range.start, range.end) = (range.start.max(0.0), range.end.max(0.0));
         }
         for step in &mut self.steps {
             move_all(&mut [&mut step.start, &mut step.end]);
@@ -280,7 +311,9 @@ impl Run {
 /// began.
 fn begin_of(event: &Event) -> u64 {
     match event.what {
-        What::Waited { since, .. } | What::Started { since, .. } => since.min(event.at),
+        What::Waited { since, .. }
+        | What::Annotated { since, .. }
+        | What::Started { since, .. } => since.min(event.at),
         _ => event.at,
     }
 }
@@ -289,6 +322,7 @@ struct Merging {
     run: Run,
     /// By operation, piece, sender and receiver.
     pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
+    whole: Whole,
 }
 
 impl Merging {
@@ -312,6 +346,8 @@ impl Merging {
             |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
         // By device, the index of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
+        // The devices whose running kernel is known, if there is one.
+        let mut known: HashSet<u32> = HashSet::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
             let at = time(event.at);
@@ -329,6 +365,7 @@ impl Merging {
                     run.operations.insert((process, op), operation);
                 }
                 What::Started { op, device, since, input, memory } => {
+                    known.insert(device);
                     running.insert(device, run.kernels.len());
                     run.kernels.push(Kernel {
                         process,
@@ -344,6 +381,21 @@ impl Merging {
                     start(run, (process, op), at);
                 }
                 What::Ended { op, device, memory } => {
+                    if known.insert(device) && trace.about.is_part {
+                        // It began before the trace.
+                        running.insert(device, run.kernels.len());
+                        run.kernels.push(Kernel {
+                            process,
+                            device,
+                            op,
+                            since: time(0),
+                            start: time(0),
+                            end: at,
+                            ended: true,
+                            waited_for: None,
+                            memory: (memory, memory),
+                        });
+                    }
                     let kernel =
                         running.remove(&device).and_then(|place| run.kernels.get_mut(place));
                     if let Some(kernel) = kernel
@@ -395,8 +447,18 @@ impl Merging {
                         at: at_line,
                     });
                 }
+                What::Annotated { since, text: number, line } => {
+                    let (start, name, at_line) = (time(since), text(number), text(line));
+                    run.annotations.push(Annotation { process, start, end: at, name, at: at_line });
+                }
                 What::StepEnd { .. } => {}
             }
+        }
+        if trace.about.is_part {
+            run.is_part = true;
+            let mut operations = run.operations.range((process, 0)..=(process, u64::MAX));
+            let open = operations.find(|(_, operation)| operation.ended.is_none());
+            self.whole.meet(trace, open.map(|((_, op), _)| *op));
         }
     }
 
@@ -419,10 +481,14 @@ impl Merging {
     }
 
     fn finish(self, step_ends: &BTreeMap<u64, u64>) -> Run {
-        let Self { mut run, pieces } = self;
+        let Self { mut run, pieces, whole } = self;
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
         run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
+        run.annotations.sort_by(|a, b| {
+            let by_start = a.process.cmp(&b.process).then(a.start.total_cmp(&b.start));
+            by_start.then(b.end.total_cmp(&a.end))
+        });
         let by_start = |a: &Kernel, b: &Kernel| {
             (a.process, a.device).cmp(&(b.process, b.device)).then(a.start.total_cmp(&b.start))
         };
@@ -449,7 +515,8 @@ impl Merging {
             }
         }
         // A step without kernels took no time and is left out.
-        run.steps = by_last.into_values().filter(|step| step.start.is_finite()).collect();
+        let counts = |step: &RunStep| step.start.is_finite() && whole.has(step);
+        run.steps = by_last.into_values().filter(counts).collect();
         run.end = run.last_of_all();
         run
     }

@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 
 use super::drawn::name;
 use super::merge::{Operation, Run};
-use super::reasons::short;
 
 /// Thread ids of a process in the export: its program, its devices, then rows for outgoing and
 /// incoming pieces. There are enough rows that the pieces of a row do not overlap.
@@ -16,9 +15,9 @@ const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
 impl Run {
-    /// Returns the run as Trace Event JSON. Each process has its program's waits, its devices'
-    /// kernels, its outgoing and incoming pieces, and its memory. Arrows connect both ends of a
-    /// piece. Times are in microseconds.
+    /// Returns the run as Trace Event JSON. Each process has its program's annotations with the
+    /// waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory. Arrows
+    /// connect both ends of a piece. Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
         for process in &self.processes {
@@ -42,7 +41,7 @@ impl Run {
             }
         }
         self.kernel_events(&mut events);
-        self.wait_events(&mut events);
+        self.program_events(&mut events);
         self.piece_events(&mut events);
         for step in &self.steps {
             events.push(json!({
@@ -74,9 +73,8 @@ impl Run {
                 args["ended"] = false.into();
             }
             let label = operation.and_then(|operation| operation.label);
-            let description = operation.map_or("", |operation| short(&operation.description));
             events.push(json!({
-                "name": name(label, description),
+                "name": name(operation, kernel.op),
                 "cat": label.map_or("kernel", |label| label.role.name()),
                 "ph": "X", "pid": kernel.process, "tid": DEVICES + u64::from(kernel.device),
                 "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
@@ -90,7 +88,16 @@ impl Run {
         }
     }
 
-    fn wait_events(&self, events: &mut Vec<Value>) {
+    /// Adds the annotations and the waits of the programs. Readers nest slices by their times; of
+    /// slices with the same times the outer one must come first.
+    fn program_events(&self, events: &mut Vec<Value>) {
+        for range in &self.annotations {
+            events.push(json!({
+                "name": range.name, "cat": "annotation", "ph": "X", "pid": range.process,
+                "tid": PROGRAM, "ts": micros(range.start), "dur": length(range.start, range.end),
+                "args": {"at": range.at},
+            }));
+        }
         for wait in &self.waits {
             events.push(json!({
                 "name": wait.call, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
@@ -113,9 +120,7 @@ impl Run {
             let ends: Vec<(u32, u32)> = ends.collect();
             for (first, process) in &ends {
                 let operation = self.operation(*process, piece.op);
-                let label = operation.and_then(|operation| operation.label);
-                let name =
-                    name(label, operation.map_or("", |operation| short(&operation.description)));
+                let name = name(operation, piece.op);
                 let (word, other) =
                     if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
                 let mut args = args(operation, piece.op);

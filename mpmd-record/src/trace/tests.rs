@@ -7,6 +7,9 @@ use serde_json::Value;
 use super::*;
 use crate::trace::{Label, Role};
 
+mod annotations;
+mod part;
+
 const MILLI: u64 = 1_000_000;
 
 /// A trace under construction. Its methods take milliseconds since the start of the trace.
@@ -65,13 +68,18 @@ fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
     Some(Label { stage, microbatch: Some(microbatch), role })
 }
 
-/// Returns the traces of two processes. They run two steps of two stages with one microbatch. Each
+/// Returns the traces of two processes that run two steps: see [`steps_of_two_stages`].
+fn two_stages() -> Vec<ProcessTrace> {
+    steps_of_two_stages(2)
+}
+
+/// Returns the traces of two processes. They run steps of two stages with one microbatch. Each
 /// step has a forward pass of 10 ms on each stage, with a move of 2 ms between them. Then come both
 /// gradients of each stage, with a move back of 1 ms. The second process's clock is 5 ms behind.
-fn two_stages() -> Vec<ProcessTrace> {
+fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
     let (mut front, mut back) = (Writing::new(0, 1000), Writing::new(1, 1005));
-    for (step, at) in [(1, 10), (2, 110)] {
-        let op = 10 * (step - 1);
+    for step in 1..=steps {
+        let (op, at) = (10 * (step - 1), 100 * step - 90);
         // The same time on the second process's clock.
         let there = at - 5;
         front.issued(at - 9, op + 1, "jit Up on mesh of (f32)", label(0, 0, Role::Forward), 0);
@@ -88,6 +96,8 @@ fn two_stages() -> Vec<ProcessTrace> {
         front.piece(at + 10, PieceStep::Offered, op + 2, 1);
         front.piece(at + 10, PieceStep::Posted, op + 2, 1);
         front.note(at + 13, What::Left { ticket: op + 2 });
+        front.note(at + 13, What::Over { op: op + 2 });
+        back.note(there + 12, What::Over { op: op + 2 });
         back.piece(there, PieceStep::Expected, op + 2, 0);
         back.piece(there + 12, PieceStep::Arrived, op + 2, 0);
         back.piece(there + 12, PieceStep::Taken, op + 2, 0);
@@ -123,6 +133,8 @@ fn two_stages() -> Vec<ProcessTrace> {
         front.piece(at, PieceStep::Expected, op + 6, 1);
         front.piece(at + 31, PieceStep::Arrived, op + 6, 1);
         front.piece(at + 31, PieceStep::Taken, op + 6, 1);
+        front.note(at + 31, What::Over { op: op + 6 });
+        back.note(there + 31, What::Over { op: op + 6 });
         front.issued(
             at - 5,
             op + 7,
@@ -523,6 +535,7 @@ fn fuzz_trace_files() {
         trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
+    traces[0].about.is_part = true;
     let samples: Vec<Vec<u8>> = traces.iter().chain(&beyond_all_bounds()).map(file_of).collect();
     assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
     let known = traces.swap_remove(1);

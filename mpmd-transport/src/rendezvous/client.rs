@@ -246,13 +246,13 @@ impl Rendezvous {
     }
 
     /// Sets the function that returns the status of this process, in any encoding, each time that
-    /// an [`Observer`](super::Observer) looks at the job. Before this call the observer hears that
-    /// the process is starting.
+    /// an [`Observer`](super::Observer) looks at the job. Its argument is the observer's words.
+    /// Before this call the observer hears that the process is starting.
     ///
     /// `describe` runs on the thread that also answers the server's pings, so it must not block. A
     /// status longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES) is not passed on.
-    pub fn on_look(&self, describe: Box<dyn Fn() -> Vec<u8> + Send + Sync>) {
-        self.link.state.lock().describe = Some(Arc::from(describe));
+    pub fn on_look(&self, describe: impl Fn(&[u8]) -> Vec<u8> + Send + Sync + 'static) {
+        self.link.state.lock().describe = Some(Arc::new(describe));
     }
 
     /// Reports the failure that this process ends with to the server's owner. Only the first report

@@ -97,8 +97,8 @@ pub(super) struct State {
     pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
 }
 
-/// A function that returns the status of this process, in any encoding.
-pub(super) type Describe = dyn Fn() -> Vec<u8> + Send + Sync;
+/// The function of [`Rendezvous::on_look`](super::Rendezvous::on_look).
+pub(super) type Describe = dyn Fn(&[u8]) -> Vec<u8> + Send + Sync;
 
 /// The function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
 pub(super) type TellBusy = dyn Fn(u64, &[ProcessId], Duration) + Send + Sync;
@@ -276,9 +276,10 @@ impl Connection {
     pub(super) fn hear(&self, reply: Reply) -> Result<(), String> {
         match reply {
             Reply::Ping => self.say(Request::Pong)?,
-            Reply::Look { look } => {
+            Reply::Look { look, words } => {
                 let describe = self.state.lock().describe.clone();
-                let status = describe.map(|describe| describe()).ok_or("it is starting".to_owned());
+                let status = describe.map(|describe| describe(&words));
+                let status = status.ok_or("it is starting".to_owned());
                 self.say(Request::Status { look, status })?;
             }
             Reply::Busy { epoch, processes, waited } => {

@@ -128,7 +128,7 @@ impl Job {
                 (ask, self.barrier(link, name, wait).map(|()| None))
             }
             Request::Report { ask, report } => (ask, self.epochs.report(link, report).map(Some)),
-            Request::Look { ask } => (ask, self.look(link, ask, now)),
+            Request::Look { ask, words } => (ask, self.look((link, ask), &words, now)),
             Request::Status { look, status } => {
                 if let Some(process) = self.epochs.place_of(link) {
                     self.looks.told(process, look, status, &mut self.actions);
@@ -242,12 +242,12 @@ impl Job {
 
     fn look(
         &mut self,
-        link: Link,
-        ask: u64,
+        (link, ask): (Link, u64),
+        words: &[u8],
         now: Instant,
     ) -> Result<Option<Answer>, RendezvousError> {
         let statuses = self.epochs.statuses()?;
-        let answer = self.looks.begin((link, ask), statuses, now, &mut self.actions)?;
+        let answer = self.looks.begin((link, ask), words, statuses, now, &mut self.actions)?;
         self.stays(link, now);
         Ok(answer)
     }

@@ -9,8 +9,7 @@ use super::protocol::{Answer, Request};
 use super::{JoinConfig, RendezvousError, Token};
 use mpmd_proto::wire::ProcessId;
 
-/// A connection to a job's [`Server`](super::Server) that is not a process of the job and cannot
-/// change it.
+/// A connection to a job's [`Server`](super::Server) that is not a process of the job.
 ///
 /// It asks all processes for their status. A process answers by the function of
 /// [`Rendezvous::on_look`](super::Rendezvous::on_look).
@@ -39,7 +38,8 @@ impl Observer {
         Ok(Self { link: open(&config)?.0 })
     }
 
-    /// Returns the status of each process in its own encoding, or the reason why there is none: the
+    /// Passes `words` on to each process, empty or in the encoding of its function. Returns the
+    /// status of each process in its own encoding, or the reason why there is none: the
     /// process has not joined, is starting, has ended, or has not answered within a second. Blocks
     /// until all have answered, at most `timeout` plus two seconds.
     ///
@@ -47,13 +47,15 @@ impl Observer {
     ///
     /// [`ServerGone`](RendezvousError::ServerGone) if the job has ended or no answer comes. The
     /// error of a job that can never be complete. [`OutOfTurn`](RendezvousError::OutOfTurn) if
-    /// another thread looks through this observer.
+    /// another thread looks through this observer. [`TooLong`](RendezvousError::TooLong) if the
+    /// words do not fit a message.
     pub fn look(
         &self,
+        words: &[u8],
         timeout: Duration,
     ) -> Result<BTreeMap<ProcessId, Result<Vec<u8>, String>>, RendezvousError> {
         self.link.state.lock().statuses.clear();
-        match self.link.ask(timeout, |ask| Request::Look { ask })?.1 {
+        match self.link.ask(timeout, |ask| Request::Look { ask, words: words.into() })?.1 {
             Answer::Done => Ok(std::mem::take(&mut self.link.state.lock().statuses)),
             other => Err(self.link.senseless(&other)),
         }

@@ -14,7 +14,7 @@ use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -88,6 +88,8 @@ pub(super) enum Request {
     /// Asks for the status of every process. The client need not have joined.
     Look {
         ask: u64,
+        /// The client's words to the processes; empty if it only looks.
+        words: Vec<u8>,
     },
     /// The answer of a process to [`Reply::Look`].
     Status {
@@ -126,6 +128,8 @@ pub(super) enum Reply {
     /// Asks this process for its status. Its answer repeats the number `look`.
     Look {
         look: u64,
+        /// The words of [`Request::Look`].
+        words: Vec<u8>,
     },
     /// The status of one process, for the client's request [`Request::Look`]. One comes for each
     /// process, and then [`Answer::Done`].
@@ -345,7 +349,7 @@ mod tests {
             Request::Clock { ask: 70_000 },
             Request::Leave { ask: 6, returns: true },
             Request::Pong,
-            Request::Look { ask: 7 },
+            Request::Look { ask: 7, words: vec![5; 9] },
             Request::Status { look: 8, status: Ok(vec![3; 25]) },
             Request::Status { look: 9, status: Err("it starts".into()) },
         ];
@@ -368,7 +372,7 @@ mod tests {
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
             Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
-            Reply::Look { look: 8 },
+            Reply::Look { look: 8, words: vec![5; 9] },
             Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
             Reply::Status { ask: 7, process, status: Err(why.clone()) },
             Reply::Dropped { why },

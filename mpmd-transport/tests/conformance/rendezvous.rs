@@ -717,17 +717,17 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     let wrong = Observer::connect(&address, Token::new([1; 32]), LONG);
     assert!(matches!(wrong, Err(RendezvousError::Token { .. })), "{wrong:?}");
     let observer = Observer::connect(&address, token(), LONG).unwrap();
-    processes[0].on_look(Box::new(|| b"fine".to_vec()));
-    let seen = observer.look(LONG).unwrap();
-    assert_eq!(seen[&ProcessId(0)], Ok(b"fine".to_vec()));
+    processes[0].on_look(|words| [b"fine: ", words].concat());
+    let seen = observer.look(b"how?", LONG).unwrap();
+    assert_eq!(seen[&ProcessId(0)], Ok(b"fine: how?".to_vec()));
     assert_eq!(seen[&ProcessId(1)], Err("it is starting".to_owned()));
     drop(processes.pop());
     let gone = downs(&processes[0]).recv_timeout(LONG).unwrap();
     let Down::Process(ProcessId(1), why) = gone else { panic!("{gone:?}") };
-    assert_eq!(observer.look(LONG).unwrap()[&ProcessId(1)], Err(why));
+    assert_eq!(observer.look(&[], LONG).unwrap()[&ProcessId(1)], Err(why));
     processes[0].leave().unwrap();
     drop(server);
-    let ended = observer.look(LONG);
+    let ended = observer.look(&[], LONG);
     assert!(matches!(ended, Err(RendezvousError::ServerGone { .. })), "{ended:?}");
 }
 

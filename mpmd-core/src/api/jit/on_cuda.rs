@@ -53,6 +53,7 @@ impl<K: Kernel> DeviceCall<K> {
             }
         };
         runtime.status.device_starts(local_index, op, call.seat.what.clone());
+        let issuing = runtime.trace.now();
         let span = runtime.enter_kernel(op, place.device, "issued");
         let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
         drop(span);
@@ -90,6 +91,9 @@ impl<K: Kernel> DeviceCall<K> {
             if let Some(times) = times {
                 let times = [times.before.max(since), times.begin, times.end];
                 runtime.trace_ran(local_index, op, times, last);
+            } else if result.is_ok() {
+                // The device keeps time only if it is traced from its start on.
+                runtime.trace_seen(local_index, op, issuing, last);
             }
             runtime.status.device_ends(local_index, op);
             let result = result.map_err(|error| call.failure(&error));

@@ -358,14 +358,15 @@ impl Builder {
             true => topology.ordinals(me, cuda::found()?.gpus.len() as u32),
             false => Vec::new(),
         };
-        let trace = self.begin_trace(me, &topology, transport.as_deref())?;
+        let about = about(me, &topology, transport.as_deref());
+        let trace = self.begin_trace(about.clone())?;
         if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
         let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
             .map_err(no_threads)?;
         if let Some(membership) = membership {
-            membership.watch(&runtime);
+            membership.watch(&runtime, about);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
         let cuda = &runtime.config.cuda;
@@ -454,33 +455,22 @@ impl Builder {
         }
     }
 
-    fn begin_trace(
-        &self,
-        me: ProcessId,
-        topology: &Topology,
-        transport: Option<&dyn Transport>,
-    ) -> Result<Trace> {
-        let Some(folder) = &self.trace else { return Ok(Trace::default()) };
+    /// Returns the trace of this process, which has begun if the builder has a folder for it.
+    fn begin_trace(&self, about: About) -> Result<Trace> {
+        let trace = Trace::default();
+        let Some(folder) = &self.trace else { return Ok(trace) };
         let folder = match self.epoch {
             1 => folder.clone(),
             epoch => folder.join(format!("epoch-{epoch}")),
         };
-        let program = std::env::current_exe().unwrap_or_default();
-        let about = About {
-            process: me.0,
-            processes: topology.processes() as u32,
-            devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
-            transport: transport.map_or("none", |transport| transport.name()).to_owned(),
-            pid: std::process::id(),
-            program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            ..About::default()
-        };
-        Trace::begin(&folder, about).map_err(|error| {
+        let process = about.process;
+        trace.begin(&folder, about).map_err(|error| {
             let file = folder.display();
             Error::Environment(format!(
-                "the trace of process {me} cannot be written in {file}: {error}"
+                "the trace of process {process} cannot be written in {file}: {error}"
             ))
-        })
+        })?;
+        Ok(trace)
     }
 
     fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
@@ -501,6 +491,20 @@ impl Builder {
             cuda,
             trace,
         }
+    }
+}
+
+/// Describes a process for its trace.
+fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> About {
+    let program = std::env::current_exe().unwrap_or_default();
+    About {
+        process: me.0,
+        processes: topology.processes() as u32,
+        devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
+        transport: transport.map_or("none", |transport| transport.name()).to_owned(),
+        pid: std::process::id(),
+        program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        ..About::default()
     }
 }
 

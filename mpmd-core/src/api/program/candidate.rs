@@ -86,6 +86,7 @@ impl Candidate {
         let Self { rendezvous, server, waits, opened, token, links, .. } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         let identity = Identity { run: Some(run), ..identity };
+        let rendezvous = Arc::new(rendezvous);
         let membership = Membership { rendezvous, server, identity, neighbours, peer_timeout };
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {

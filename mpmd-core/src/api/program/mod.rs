@@ -19,6 +19,7 @@ mod locality;
 mod membership;
 mod metrics;
 mod neighbours;
+mod profile;
 mod put_plan_cache;
 mod simulate;
 pub mod transports;
@@ -316,6 +317,20 @@ impl Program {
         self.end_dry_step()?;
         self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
+    }
+
+    /// Runs `f`, and records it as a range with this name: in the [trace](Builder::trace) on
+    /// the program's row, and as a span `annotation` in the log. Returns what `f` returns. Ranges
+    /// may be in each other.
+    ///
+    /// The range is the time in which the program runs `f`, which only issues operations: they may
+    /// end later. With [`Program::sync`] at the end of `f` their time is in the range. A range is
+    /// also recorded if `f` returns early or panics. Does nothing else, and without a trace and a
+    /// log it takes no time that could be measured.
+    #[track_caller]
+    pub fn annotate<T>(&mut self, name: &str, f: impl FnOnce(&mut Self) -> T) -> T {
+        let _range = self.runtime.trace.annotate(name, Location::caller());
+        f(self)
     }
 
     /// Blocks until this process's operations have ended and every other process has finished too.

@@ -201,7 +201,8 @@ fn open_devices(
                 Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator()))
             }
         };
-        Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), spin)? })
+        let queue = Worker::start(format!("mpmd-{id}"), spin)?;
+        Ok(LocalDevice { id: *id, pool, gpu, seen_end: AtomicU64::new(0), queue })
     };
     let devices =
         topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;

@@ -64,7 +64,7 @@ fn fuzz_rendezvous_replies() {
                 1 => Reply::Dropped { why },
                 6 => Reply::Busy { epoch: ask, processes: vec![process], waited: Duration::ZERO },
                 2..5 => Reply::Down { process, why },
-                8 => Reply::Look { look: ask },
+                8 => Reply::Look { look: ask, words: why.into_bytes() },
                 9 => Reply::Status { ask, process, status: Ok(why.into_bytes()) },
                 5..8 => {
                     let (sender, answer) = mpsc::channel();

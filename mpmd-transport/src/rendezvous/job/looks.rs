@@ -33,11 +33,13 @@ struct Look {
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
 impl Looks {
-    /// Asks each process for its status, by its link, for the client of `link`. For those without a
-    /// link, passes on the reason. Returns the answer if there is nothing to wait for.
+    /// Asks each process for its status, by its link and with these words, for the client of
+    /// `link`. For those without a link, passes on the reason. Returns the answer if there is
+    /// nothing to wait for. Fails if the words do not fit a message.
     pub(super) fn begin(
         &mut self,
         (link, ask): (Link, u64),
+        words: &[u8],
         processes: impl Iterator<Item = (ProcessId, Result<Link, String>)>,
         now: Instant,
         actions: &mut Actions,
@@ -46,13 +48,17 @@ impl Looks {
             let (what, when) = ("looking at the job".into(), "once at a time".into());
             return Err(RendezvousError::OutOfTurn { what, when });
         }
+        if words.len() > MAX_VALUE_BYTES {
+            let (what, bytes) = ("the words of a look".into(), words.len());
+            return Err(RendezvousError::TooLong { what, bytes, limit: MAX_VALUE_BYTES });
+        }
         self.count += 1;
         let mut missing = BTreeSet::new();
         for (process, reached) in processes {
             match reached {
                 Ok(asked) => {
                     missing.insert(process);
-                    actions.say(asked, Reply::Look { look: self.count });
+                    actions.say(asked, Reply::Look { look: self.count, words: words.into() });
                 }
                 Err(why) => actions.say(link, Reply::Status { ask, process, status: Err(why) }),
             }
@@ -162,14 +168,16 @@ mod tests {
         let mut table = Table::running(4);
         let observer = 77;
         table.job.opened(observer, table.now);
-        table.job.said(observer, Request::Look { ask: 3 }, table.now);
+        table.job.said(observer, Request::Look { ask: 3, words: b"words".into() }, table.now);
         let look = table.said();
         let asked: Vec<_> = look.iter().map(|(link, _)| *link).collect();
         assert_eq!(asked, [10, 11, 12, 13]);
-        let Reply::Look { look } = look[0].1 else { panic!("{look:?}") };
+        let Reply::Look { look, words } = &look[0].1 else { panic!("{look:?}") };
+        assert_eq!(words, b"words");
+        let look = *look;
         // A second look has to wait for the first. A stranger's status, one for another look and a
         // second one are ignored.
-        table.job.said(observer, Request::Look { ask: 4 }, table.now);
+        table.job.said(observer, Request::Look { ask: 4, words: Vec::new() }, table.now);
         assert!(matches!(errors(table.said())[..], [(77, RendezvousError::OutOfTurn { .. })]));
         let status = |look, byte| Request::Status { look, status: Ok(vec![byte]) };
         table.job.said(observer, status(look, 9), table.now);
@@ -194,7 +202,7 @@ mod tests {
         assert_eq!(statuses, [(0, Err("no answer within 1s".into()))]);
         assert_eq!(end, Some(Ok(Answer::Done)));
         // The ended process is known at the next look.
-        table.job.said(observer, Request::Look { ask: 3 }, table.now);
+        table.job.said(observer, Request::Look { ask: 3, words: b"words".into() }, table.now);
         let (statuses, _) = seen(&table.said(), observer);
         assert_eq!(statuses, [(3, Err("it was killed".into()))]);
         // An observer that goes leaves nothing behind.
@@ -207,7 +215,7 @@ mod tests {
         let mut table = Table::running(1);
         table.job.opened(77, table.now);
         table.job.opened(78, table.now);
-        table.job.said(77, Request::Look { ask: 3 }, table.now);
+        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
         table.pass(TIME_LIMIT * 10, &[10, 77, 78]);
         let dropped: Vec<_> = table
             .said()
@@ -228,7 +236,7 @@ mod tests {
         let mut table = Table::new(2);
         table.join(1, "");
         table.job.opened(77, table.now);
-        table.job.said(77, Request::Look { ask: 3 }, table.now);
+        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
         let (statuses, end) = seen(&table.said(), 77);
         let [missing, waits] =
             ["it has not joined yet", "it waits for others to join"].map(|why| Err(why.to_owned()));
@@ -236,7 +244,7 @@ mod tests {
         assert_eq!(end, Some(Ok(Answer::Done)));
         table.pass(TIME_LIMIT, &[11, 77]);
         table.said();
-        table.job.said(77, Request::Look { ask: 3 }, table.now);
+        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
         let (_, end) = seen(&table.said(), 77);
         assert!(matches!(end, Some(Err(RendezvousError::Missing { .. }))), "{end:?}");
     }

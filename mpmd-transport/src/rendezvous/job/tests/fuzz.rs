@@ -99,7 +99,7 @@ fn ask_of(request: &Request) -> Option<u64> {
         | Request::Get { ask, .. }
         | Request::Barrier { ask, .. }
         | Request::Report { ask, .. }
-        | Request::Look { ask }
+        | Request::Look { ask, .. }
         | Request::Leave { ask, .. } => Some(*ask),
         Request::Clock { .. } | Request::Status { .. } | Request::Pong => None,
     }
@@ -149,7 +149,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));
             Request::Report { ask, report: Report { failure, hash: rng.bool().then_some(5) } }
         }
-        8 | 9 => Request::Look { ask },
+        8 | 9 => Request::Look { ask, words: vec![3; rng.usize(..40)] },
         10 if rng.bool() => {
             Request::Status { look: rng.u64(..9), status: Ok(vec![3; rng.usize(..40)]) }
         }
