@@ -268,7 +268,8 @@ pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize
 fn role(kind: ActionKind) -> Role {
     match kind {
         ActionKind::Forward => Role::Forward,
-        ActionKind::BackwardInput | ActionKind::Backward => Role::BackwardInput,
+        ActionKind::BackwardInput => Role::BackwardInput,
+        ActionKind::Backward => Role::Backward,
         ActionKind::BackwardWeight => Role::BackwardWeight,
     }
 }
@@ -533,7 +534,7 @@ impl<'a> RunningStep<'a> {
     fn input_pass(&mut self, key: (usize, usize), fused: bool) -> Result<()> {
         let residual = self.residual(key)?;
         let dy = self.output_gradient(key)?;
-        self.label(key, Role::BackwardInput);
+        self.label(key, if fused { Role::Backward } else { Role::BackwardInput });
         let of = self.held(key).of.clone();
         // Without parameters there is no gradient to add to.
         let so_far = || self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());

@@ -71,6 +71,10 @@ impl Run {
                     .or_else(|| whole().map(|(start, middle, _)| (start, middle))),
                 Kind::BackwardWeight => of(Kind::BackwardWeight)
                     .or_else(|| whole().map(|(_, middle, end)| (middle, end))),
+                Kind::Backward => of(Kind::Backward).or_else(|| {
+                    let (start, _) = of(Kind::BackwardInput)?;
+                    Some((start, of(Kind::BackwardWeight)?.1))
+                }),
                 _ => None,
             }
         };
@@ -199,6 +203,7 @@ fn kind(label: Option<Label>) -> Kind {
         Some(Role::Forward) => Kind::Forward,
         Some(Role::BackwardInput) => Kind::BackwardInput,
         Some(Role::BackwardWeight) => Kind::BackwardWeight,
+        Some(Role::Backward) => Kind::Backward,
         _ => Kind::Other,
     }
 }
@@ -215,6 +220,7 @@ pub(super) fn name(operation: Option<&Operation>, op: u64) -> String {
         Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
         Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),
         Role::BackwardWeight => format!("{stage}W{microbatch}"),
+        Role::Backward => format!("{stage}B{microbatch}"),
         _ => description.to_owned(),
     }
 }

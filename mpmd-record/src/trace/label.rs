@@ -47,10 +47,12 @@ pub enum Role {
     Recompute,
     /// Makes or updates a stage's working form of its parameters.
     Prepare,
+    /// Computes both gradients of a stage in one pass.
+    Backward,
 }
 
 impl Role {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Forward,
         Self::BackwardInput,
         Self::BackwardWeight,
@@ -63,6 +65,7 @@ impl Role {
         Self::Update,
         Self::Recompute,
         Self::Prepare,
+        Self::Backward,
     ];
 
     /// Returns the role in words for messages, such as `input gradient`.
@@ -80,6 +83,7 @@ impl Role {
             Self::Update => "update",
             Self::Recompute => "forward again",
             Self::Prepare => "parameters prepared",
+            Self::Backward => "backward",
         }
     }
 }

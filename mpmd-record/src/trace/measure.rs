@@ -58,8 +58,12 @@ impl Run {
             else {
                 continue;
             };
-            // A repeated forward pass counts with the gradient that needs it.
-            let role = if label.role == Role::Recompute { Role::BackwardInput } else { label.role };
+            // A repeated forward pass counts with the gradient that needs it. A pass with both
+            // gradients is divided below.
+            let role = match label.role {
+                Role::Recompute | Role::Backward => Role::BackwardInput,
+                role => role,
+            };
             let label = Label { role, ..label };
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
             *longest = longest.max(kernel.end - kernel.start);
