@@ -241,6 +241,7 @@ impl Page {
 
     /// Draws the traffic over each class of links, and between each pair of processes.
     fn links(&mut self, found: &ReshardAnswer) {
+        // One scale for both lists: no pair has more than its class.
         let most =
             found.by_class().iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
         self.bottom += 20.0;
@@ -250,7 +251,6 @@ impl Page {
         }
         let pairs: Vec<_> =
             found.by_processes().into_iter().filter(|((from, to), _)| from != to).collect();
-        let most = pairs.iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
         self.bottom += 10.0;
         for ((from, to), traffic) in pairs.iter().take(MOST_ROWS) {
             let [from_number, to_number] = [from, to].map(|place| found.job.processes()[*place].0);

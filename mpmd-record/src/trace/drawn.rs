@@ -102,7 +102,7 @@ impl Run {
         let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
         let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
         let mut row = Row {
-            name: format!("process {process}, cpu {device}"),
+            name: format!("process {process}, {}", self.device_name(process, device)),
             process: Some(process),
             bars: kernels.iter().map(|kernel| self.bar(kernel)).collect(),
             ..Row::default()

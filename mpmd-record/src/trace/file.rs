@@ -29,6 +29,9 @@ pub struct About {
     /// The job's numbers of the devices that the process owns, indexed by their number in the
     /// process.
     pub devices: Vec<u32>,
+    /// The kind of each of these devices, such as `cuda`. Empty in older files, for CPU devices.
+    #[serde(default)]
+    pub kinds: Vec<String>,
     /// The name of the process's transport.
     pub transport: String,
     /// The process id in the operating system.

@@ -51,6 +51,8 @@ pub struct Process {
     pub process: u32,
     /// The job's numbers of the devices that the process owns.
     pub devices: Vec<u32>,
+    /// The kind of each of these devices. Empty in older files, for CPU devices.
+    pub kinds: Vec<String>,
     /// Time of the last event of the process, in seconds.
     pub last: f64,
 }
@@ -183,6 +185,13 @@ impl Piece {
 }
 
 impl Run {
+    /// Returns the name of a device within its process, such as `cpu 0`.
+    pub(super) fn device_name(&self, process: u32, device: u32) -> String {
+        let owner = self.processes.iter().find(|known| known.process == process);
+        let kind = owner.and_then(|owner| owner.kinds.get(device as usize));
+        format!("{} {device}", kind.map_or("cpu", String::as_str))
+    }
+
     /// Merges the traces of a job's processes on one common clock. `problems` are the messages from
     /// reading the traces.
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
@@ -339,7 +348,8 @@ impl Merging {
             }
         }
         let last = trace.events.last().map_or(0.0, |event| time(event.at));
-        run.processes.push(Process { process, devices: trace.about.devices.clone(), last });
+        let (devices, kinds) = (trace.about.devices.clone(), trace.about.kinds.clone());
+        run.processes.push(Process { process, devices, kinds, last });
         let texts: Vec<Arc<str>> =
             trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
         let text =

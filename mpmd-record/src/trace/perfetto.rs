@@ -36,7 +36,7 @@ impl Run {
                     &mut events,
                     number,
                     DEVICES + u64::from(device),
-                    &format!("cpu {device}"),
+                    &self.device_name(number, device),
                 );
             }
         }
@@ -81,7 +81,8 @@ impl Run {
             }));
             for (at, memory) in [(kernel.start, kernel.memory.0), (kernel.end, kernel.memory.1)] {
                 events.push(json!({
-                    "name": format!("memory of cpu {}", kernel.device), "ph": "C",
+                    "name": format!("memory of {}", self.device_name(kernel.process, kernel.device)),
+                    "ph": "C",
                     "pid": kernel.process, "ts": micros(at), "args": {"bytes": memory},
                 }));
             }

@@ -37,7 +37,7 @@ impl Run {
         let issued =
             self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
         if issued <= idle {
-            return why_thread(kernel, idle);
+            return why_thread(kernel, &self.device_name(kernel.process, kernel.device), idle);
         }
         let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
         // Waits of one process do not overlap, so they are also sorted by their ends.
@@ -69,12 +69,12 @@ impl Run {
 
 /// Describes the work of a device's thread between `idle` and the start of `kernel`, which did not
 /// wait for inputs. A trace cannot tell that work from a wait for a processor core.
-fn why_thread(kernel: &Kernel, idle: f64) -> String {
+fn why_thread(kernel: &Kernel, device: &str, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
         true => "handed over earlier outputs",
         false => "collected the inputs",
     };
-    format!("the thread of cpu {}, which {did} or had no core", kernel.device)
+    format!("the thread of {device}, which {did} or had no core")
 }
 
 /// Returns the label of the pass that made the values of a move with this label. Other labels stay

@@ -497,10 +497,14 @@ impl Builder {
 /// Describes a process for its trace.
 fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> About {
     let program = std::env::current_exe().unwrap_or_default();
+    let kind = |device: &DeviceId| {
+        topology.kind_of(*device).map_or_else(String::new, |kind| kind.to_string())
+    };
     About {
         process: me.0,
         processes: topology.processes() as u32,
         devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
+        kinds: topology.devices_of(me).iter().map(kind).collect(),
         transport: transport.map_or("none", |transport| transport.name()).to_owned(),
         pid: std::process::id(),
         program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
