@@ -21,6 +21,9 @@ pub enum CostsError {
     /// No operation of the run is labelled as a pass.
     #[error("the run has no passes of a pipeline's stages")]
     NoPasses,
+    /// The run was traced in part, and has no whole step.
+    #[error("no step lies within the trace as a whole: trace for longer")]
+    NoWholeStep,
     /// A pass of one stage is missing.
     #[error("the run has no {} of stage {stage}", .role.name())]
     Missing {
@@ -43,8 +46,12 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If the run has no passes, or a stage has no forward pass or no gradient.
+    /// If the run has no passes, or a stage has no forward pass or no gradient. If a part of a run
+    /// has no whole step.
     pub fn costs(&self) -> Result<Costs, CostsError> {
+        if self.is_part && self.steps.is_empty() {
+            return Err(CostsError::NoWholeStep);
+        }
         let after = match self.steps.as_slice() {
             [first, _, ..] => first.ops.1,
             _ => 0,

@@ -222,8 +222,8 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// Keeps only the kernels, pieces, waits and annotations of the steps with these numbers. Shifts
-    /// all times so that the first of these steps begins at 0. Keeps all operations.
+    /// Keeps only the kernels, pieces, waits and annotations of the steps with these numbers.
+    /// Shifts all times so that the first of these steps begins at 0. Keeps all operations.
     ///
     /// # Errors
     ///

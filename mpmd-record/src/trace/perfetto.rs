@@ -16,8 +16,8 @@ const GETS: u32 = 2000;
 
 impl Run {
     /// Returns the run as Trace Event JSON. Each process has its program's annotations with the
-    /// waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory. Arrows
-    /// connect both ends of a piece. Times are in microseconds.
+    /// waits in them, its devices' kernels, its outgoing and incoming pieces, and its memory.
+    /// Arrows connect both ends of a piece. Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
         for process in &self.processes {
