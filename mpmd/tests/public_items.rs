@@ -32,7 +32,7 @@ const WHOLE: [&str; 2] = ["candle", "train"];
 const OPAQUE: [&str; 1] = ["SharedBuffer"];
 
 /// The names of the standard prelude that signatures use.
-const PRELUDE: [&str; 26] = [
+const PRELUDE: [&str; 27] = [
     "AsRef",
     "Box",
     "Clone",
@@ -58,6 +58,7 @@ const PRELUDE: [&str; 26] = [
     "String",
     "Sync",
     "ToString",
+    "TryInto",
     "Vec",
 ];
 

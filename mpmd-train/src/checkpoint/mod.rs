@@ -182,9 +182,13 @@ impl Checkpoints {
         Ok(found.filter(|found| found.metric == best.metric).map(|found| found.value))
     }
 
-    /// Names a complete checkpoint as the best. Every process must call it.
+    /// Names a complete checkpoint as the best, and removes the one that was the best if it is not
+    /// to be kept. Every process must call it.
     pub(crate) fn mark_best(&self, p: &mut Program, best: &BestEntry) -> Result<()> {
-        on_first(p, (), || best::write(&self.folder, best))
+        on_first(p, (), || {
+            best::write(&self.folder, best)?;
+            self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
+        })
     }
 
     /// True if checkpoints leave out the parameters that are not trained.
