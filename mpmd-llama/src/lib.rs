@@ -49,7 +49,7 @@ pub use folder::Folder;
 pub use lora::{Lora, merged};
 pub use model::Part;
 pub use rope::{Angles, Rope, Scaling};
-pub use save::save;
+pub use save::{save, save_adapter};
 pub use stages::Llama;
 pub use tokens::{Tokens, tokenizer};
 

@@ -18,7 +18,7 @@ use crate::exec::dry_run::{DryRunBuilder, Order};
 use crate::exec::{Dump, Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
-use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
+use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
 use mpmd_record::trace::About;
 
 /// Settings of a [`Program`], with defaults that suit most.
