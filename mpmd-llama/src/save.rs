@@ -43,9 +43,9 @@ pub fn save(
 /// Start of the names in a file of adapters: `peft` wraps the model twice.
 const WRAPPED: &str = "base_model.model.";
 
-/// Saves the matrices of LoRA in a folder, as the library `peft` has them: `adapter_config.json` and
-/// `adapter_model.safetensors`. Blocks until the folder is complete. Every process must call it, and
-/// see the same folder.
+/// Saves the matrices of LoRA in a folder, as the library `peft` has them: `adapter_config.json`
+/// and `adapter_model.safetensors`. Blocks until the folder is complete. Every process must call
+/// it, and see the same folder.
 ///
 /// # Errors
 ///

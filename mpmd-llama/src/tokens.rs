@@ -176,7 +176,8 @@ impl Tokens {
     ///
     /// # Errors
     ///
-    /// If the tokenizer is invalid or fails. If the text has a token without a row in the embedding.
+    /// If the tokenizer is invalid or fails. If the text has a token without a row in the
+    /// embedding.
     pub fn of(text: &Text, folder: &Folder) -> Result<Self> {
         Self::start_of(text, folder, usize::MAX)
     }

@@ -210,10 +210,10 @@ pub mod sharding {
 pub mod reshard {
     //! Plans of the copies that bring an array from one sharding to another.
     //!
-    //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use
-    //! [`plan()`] to see the pieces and bytes of a move without moving them: a [`Plan`] has each
-    //! [`Piece`] and their [`Summary`]. [`cheapest_intermediate`] finds the [`Intermediate`] that
-    //! [`Program::reshard_with_intermediate_sharding`](crate::Program::reshard_with_intermediate_sharding)
+    //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use [`plan()`] to see
+    //! the pieces and bytes of a move without moving them: a [`Plan`] has each [`Piece`] and their
+    //! [`Summary`]. [`cheapest_intermediate`] finds the [`Intermediate`] that
+    //! `Program::reshard_with_intermediate_sharding`
     //! moves through. [`find_intermediate_sharding`] finds one by the rule of pathways-utils, which
     //! knows no shape.
 

@@ -140,9 +140,9 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Computes the gradients of the weights apart from those of the inputs, where the schedule has
     /// them as two actions. Schedules without bubbles need that.
     ///
-    /// Layers that can defer their weight gradients do so: see the table of [`nn`](crate::nn). Those
-    /// of other layers are computed with that of the inputs; the probe logs a warning with their
-    /// names.
+    /// Layers that can defer their weight gradients do so: see the table of [`nn`](crate::nn).
+    /// Those of other layers are computed with that of the inputs; the probe logs a warning with
+    /// their names.
     #[must_use]
     pub fn split_gradients(mut self) -> Self {
         self.passes = Passes::Both;

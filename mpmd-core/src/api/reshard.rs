@@ -136,10 +136,10 @@ impl Program {
     /// The array is first put to the intermediate sharding on its own devices. One replica of it,
     /// on some of these devices, then moves to the target. The two sides so exchange few and large
     /// pieces. In return, every source device temporarily holds an array that is gathered along the
-    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. It never
-    /// moves fewer bytes than `reshard`, and more over the network if the source spans hosts. With
-    /// [`MoveOptions::donate`] the source is freed as soon as it has been gathered. Uncommitted
-    /// leaves and leaves without an intermediate move as in [`Program::reshard`].
+    /// cut axes: whole, or in as many parts as the target has, whichever moves fewer bytes. It
+    /// never moves fewer bytes than `reshard`, and more over the network if the source spans hosts.
+    /// With [`MoveOptions::donate`] the source is freed as soon as it has been gathered.
+    /// Uncommitted leaves and leaves without an intermediate move as in [`Program::reshard`].
     ///
     /// Like `to`, `from` is one sharding or a prefix tree of them. It may spell a leaf's sharding
     /// in another way, as `P(x, None)` for `P(x)`, if every device holds the same region by it and

@@ -124,8 +124,8 @@ impl BoundStage {
         Ok(stage)
     }
 
-    /// Returns this stage, or `stage` in its place, on the same mesh with the same parameters. It has
-    /// no kernels yet.
+    /// Returns this stage, or `stage` in its place, on the same mesh with the same parameters. It
+    /// has no kernels yet.
     pub(super) fn again(&self, stage: Option<Arc<dyn ErasedStage>>) -> Result<Self> {
         let stage = stage.unwrap_or_else(|| self.stage.clone());
         let place = |place: &ParamPlace| ParamPlace {

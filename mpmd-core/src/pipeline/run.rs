@@ -472,8 +472,8 @@ impl<'a> RunningStep<'a> {
         Ok(())
     }
 
-    /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight and
-    /// its metrics.
+    /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight
+    /// and its metrics.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
         let seed = |array: &MpmdArray, value: f64| match array.dtype() {

@@ -19,9 +19,10 @@ const LINKS: [LinkClass; 3] = [LinkClass::Network, LinkClass::SameHost, LinkClas
 /// In the other, one replica has as many parts as the target: 8 parts on the way to 4 become 2
 /// replicas of 4 parts.
 ///
-/// For each, the bytes to the intermediate and from its first replica to the target are counted. The
-/// intermediate with fewer bytes over the slowest class of links wins, then over the next class, and
-/// last the one of `find_intermediate_sharding`. Takes time linear in the number of devices.
+/// For each, the bytes to the intermediate and from its first replica to the target are counted.
+/// The intermediate with fewer bytes over the slowest class of links wins, then over the next
+/// class, and last the one of `find_intermediate_sharding`. Takes time linear in the number of
+/// devices.
 ///
 /// # Errors
 ///

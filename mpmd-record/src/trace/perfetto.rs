@@ -79,9 +79,11 @@ impl Run {
                 "ph": "X", "pid": kernel.process, "tid": DEVICES + u64::from(kernel.device),
                 "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
             }));
+            let memory_name =
+                format!("memory of {}", self.device_name(kernel.process, kernel.device));
             for (at, memory) in [(kernel.start, kernel.memory.0), (kernel.end, kernel.memory.1)] {
                 events.push(json!({
-                    "name": format!("memory of {}", self.device_name(kernel.process, kernel.device)),
+                    "name": memory_name,
                     "ph": "C",
                     "pid": kernel.process, "ts": micros(at), "args": {"bytes": memory},
                 }));

@@ -113,9 +113,9 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps only the newest `n` checkpoints, at least one, and the [best](Self::best) one. Each save
-    /// then removes the others, and the rests of broken saves before it. If they cannot be removed,
-    /// the save fails.
+    /// Keeps only the newest `n` checkpoints, at least one, and the [best](Self::best) one. Each
+    /// save then removes the others, and the rests of broken saves before it. If they cannot be
+    /// removed, the save fails.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
@@ -130,8 +130,8 @@ impl Checkpoints {
     }
 
     /// Leaves out the parameters that are not trained. Then a checkpoint of a training of adapters
-    /// has them and the state of their optimiser alone, and restoring it needs a trainer that has the
-    /// same other parameters: name their source by [`setting`](Self::setting).
+    /// has them and the state of their optimiser alone, and restoring it needs a trainer that has
+    /// the same other parameters: name their source by [`setting`](Self::setting).
     #[must_use]
     pub fn trained_only(mut self) -> Self {
         self.trained_only = true;
@@ -146,9 +146,9 @@ impl Checkpoints {
         self
     }
 
-    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the best checkpoint, in place of the
-    /// newest one: the one that [`Run::keep_best`](crate::Run::keep_best) has kept. Without one,
-    /// there is nothing to restore.
+    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the best checkpoint, in place of
+    /// the newest one: the one that [`Run::keep_best`](crate::Run::keep_best) has kept. Without
+    /// one, there is nothing to restore.
     #[must_use]
     pub fn best(mut self) -> Self {
         self.at = At::Best;
@@ -175,8 +175,8 @@ impl Checkpoints {
         folder::steps(&self.folder)
     }
 
-    /// Returns the best value so far of the metric of `best` in this folder. Every process must call
-    /// it.
+    /// Returns the best value so far of the metric of `best` in this folder. Every process must
+    /// call it.
     pub(crate) fn best_value(&self, p: &mut Program, best: &Best) -> Result<Option<f64>> {
         let found = on_first(p, None, || best::read(&self.folder))?;
         Ok(found.filter(|found| found.metric == best.metric).map(|found| found.value))

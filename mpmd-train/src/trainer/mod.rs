@@ -230,10 +230,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         Ok(EvaluationHandle { step: self.steps(), names, figures })
     }
 
-    /// Issues forward passes of all held-out microbatches of `data` with `last` in place of the last
-    /// stage, and returns its outputs, on the last stage's mesh. `last` takes the same parameters:
-    /// for instance a stage with the same model that returns scores in place of the loss. Returns
-    /// without waiting, except for [probes](Pipeline::probe).
+    /// Issues forward passes of all held-out microbatches of `data` with `last` in place of the
+    /// last stage, and returns its outputs, on the last stage's mesh. `last` takes the same
+    /// parameters: for instance a stage with the same model that returns scores in place of the
+    /// loss. Returns without waiting, except for [probes](Pipeline::probe).
     ///
     /// # Errors
     ///

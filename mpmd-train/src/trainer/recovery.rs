@@ -82,8 +82,8 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         state.chain(self.recent.iter().map(|_| "figures of a step".to_owned())).collect()
     }
 
-    /// Returns the step, the seed, and the number and rate of each of the last steps, then the names
-    /// of their metrics.
+    /// Returns the step, the seed, and the number and rate of each of the last steps, then the
+    /// names of their metrics.
     fn values(&self) -> Vec<u8> {
         let recent = self.recent.iter().flat_map(|recent| [recent.step, recent.rate.to_bits()]);
         let words = [self.steps(), self.seed].into_iter().chain(recent);

@@ -104,10 +104,11 @@ impl<'a> Run<'a> {
     /// the file if the model is new, and appends to it otherwise. After [`Trainer::resume`] removes
     /// the lines of steps that are repeated.
     ///
-    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file,
-    /// and `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both
-    /// have `metrics` if the loss has some. A later epoch of the job begins with a line with `recovery`, the number of the epoch, the
-    /// `step` from which it goes on, and the fields of a [`Recovery`](mpmd_core::Recovery).
+    /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file, and
+    /// `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both have
+    /// `metrics` if the loss has some. A later epoch of the job begins with a line with `recovery`,
+    /// the number of the epoch, the `step` from which it goes on, and the fields of a
+    /// [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
         self
@@ -134,17 +135,17 @@ impl<'a> Run<'a> {
     /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
     /// After [`Trainer::resume`] the reports of the last steps before it come again.
     ///
-    /// `f` returns nothing, or [`Next`]. If it returns [`Next::Stop`], the training ends after up to
-    /// two further steps, which are issued already. Reports are the same on every process; `f` must
-    /// decide by them alone, so that all processes end alike.
+    /// `f` returns nothing, or [`Next`]. If it returns [`Next::Stop`], the training ends after up
+    /// to two further steps, which are issued already. Reports are the same on every process; `f`
+    /// must decide by them alone, so that all processes end alike.
     pub fn on_step<N: Into<Next>>(mut self, mut f: impl FnMut(&StepReport) -> N + 'a) -> Self {
         self.on_step = Box::new(move |report| f(report).into());
         self
     }
 
     /// Calls `f` with the report of each evaluation of all held-out data, as [`Run::on_step`] does
-    /// with that of a step. If it returns [`Next::Stop`], no step follows: the model is the one that
-    /// was evaluated.
+    /// with that of a step. If it returns [`Next::Stop`], no step follows: the model is the one
+    /// that was evaluated.
     ///
     /// ```
     /// use mpmd_train::{Next, Run};

@@ -99,8 +99,8 @@ impl Saves {
         Ok(Self { to, every, best, mark: None, current: None })
     }
 
-    /// Returns true if an evaluation is the best so far by the metric that counts: then its model is
-    /// to be saved. Fails if the loss does not have the metric.
+    /// Returns true if an evaluation is the best so far by the metric that counts: then its model
+    /// is to be saved. Fails if the loss does not have the metric.
     pub(super) fn is_best(&mut self, report: &EvaluationReport) -> Result<bool> {
         let Some(best) = &mut self.best else { return Ok(false) };
         let value = match best.metric.as_str() {

@@ -1,5 +1,5 @@
-//! What users are told at once: the message of each mistake, its exit code, and that nothing is left
-//! behind.
+//! What users are told at once: the message of each mistake, its exit code, and that nothing is
+//! left behind.
 
 use std::fs;
 use std::os::unix::fs::symlink;
