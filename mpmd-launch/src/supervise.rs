@@ -276,7 +276,7 @@ impl Processes {
                     let meaning = replacing.judge(number, how, &job);
                     let goes_on = match meaning {
                         Meaning::Failed(_) => false,
-                        // What ends a spare may end the others too before they have joined.
+                        // The others may end by the same cause before they have joined.
                         Meaning::NotNeeded => server.is_complete(),
                         _ => true,
                     };

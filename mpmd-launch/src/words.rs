@@ -245,7 +245,7 @@ mod tests {
             |errors: &[Error]| errors.iter().map(|it| it.processes.clone()).collect::<Vec<_>>();
         let all = merged(&words(&[2, 1, 2]));
         assert_eq!(processes(&all), [vec![0, 1, 2], vec![0, 2]]);
-        // What one has printed before the others is theirs too.
+        // Words that one has printed before are those of the others too.
         let unseen = without(all, &merged(&words(&[1])));
         assert_eq!(processes(&unseen), [[0, 2]]);
     }

@@ -439,7 +439,7 @@ struct Facade {
     known: Known,
 }
 
-/// What the crates define.
+/// The definitions of the crates.
 struct Known {
     /// By crate.
     items: BTreeMap<&'static str, Items>,

@@ -28,7 +28,7 @@ const PENDING: usize = 2;
 /// Number of steps in a dry run: enough to see that all steps are equal.
 const DRY_RUN_STEPS: u64 = 8;
 
-/// What a function that sees a report wants: `()` stands for [`Next::Continue`].
+/// The answer of a function that has seen a report: `()` stands for [`Next::Continue`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Next {
     /// The training goes on.
@@ -501,7 +501,7 @@ struct Observer<'a> {
     progress: Option<Progress>,
     on_step: OnReport<'a, StepReport>,
     on_evaluation: OnReport<'a, EvaluationReport>,
-    /// What the functions that see reports want.
+    /// [`Next::Stop`] as soon as a function that has seen a report has answered so.
     next: Next,
     last: Option<StepReport>,
     stopped: Option<i32>,

@@ -1,5 +1,4 @@
-//! What users are told at once: the message of each mistake, its exit code, and that nothing is
-//! left behind.
+//! The messages of mistakes, each with its exit code.
 
 use std::fs;
 use std::os::unix::fs::symlink;
