@@ -72,6 +72,8 @@ pub struct Folder {
     /// The names of the companions that it has.
     companions: Vec<&'static str>,
     tensors: BTreeMap<String, Stored>,
+    /// The names of further tensors, which the model does not use.
+    unused: Vec<String>,
     /// The size of the largest file of weights, in bytes. `None` if there is one file.
     split: Option<u64>,
     read: Arc<AtomicU64>,
@@ -123,10 +125,6 @@ impl Folder {
         for (name, file) in files {
             unused.extend(add(&mut tensors, name, &file, &needed)?);
         }
-        if !unused.is_empty() {
-            let folder = path.display();
-            tracing::warn!(%folder, "the model does not use the tensors {}", unused.join(", "));
-        }
         for (name, aval) in &needed {
             let expected = format!("{DTYPES} {:?}", aval.shape());
             let Some(stored) = tensors.get(name) else {
@@ -142,7 +140,7 @@ impl Folder {
             config.tie_word_embeddings = true;
             tensors.remove(OUTPUT);
         }
-        Ok(Self { path, config, companions, tensors, split, read: Arc::default() })
+        Ok(Self { path, config, companions, tensors, unused, split, read: Arc::default() })
     }
 
     /// Returns the names of the files that a saved model gets beside its weights.
@@ -168,6 +166,11 @@ impl Folder {
     /// Returns the names of the model's tensors, with their shapes and the dtypes of the files.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the names of further tensors in the files, which the model does not use.
+    pub(crate) fn unused(&self) -> &[String] {
+        &self.unused
     }
 
     /// Returns the size of the largest file of weights, in bytes. `None` if there is only one file.

@@ -188,6 +188,11 @@ impl Tokens {
     ///
     /// As for [`Tokens::of`].
     pub(crate) fn start_of(text: &Text, folder: &Folder, count: usize) -> Result<Self> {
+        if !folder.unused().is_empty() {
+            // Here, since one process makes the tokens.
+            let (path, unused) = (folder.path().display(), folder.unused().join(", "));
+            tracing::warn!("{path}: the model does not use the tensors {unused}");
+        }
         let (tokenizer, mut ids) = (tokenizer(folder)?, Vec::new());
         // The last file ends with a separator, too.
         for file in text.bytes().split(|byte| *byte == SEPARATOR) {
