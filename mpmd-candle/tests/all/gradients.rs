@@ -187,7 +187,7 @@ fn of_mixed_layers(split: bool) -> Values {
         Ok((nn::linear(6, 4, vb.pp("up"))?, norm, table, nn::linear(4, 2, vb.pp("down"))?))
     };
     let forward = |(up, norm, table, down): &Layers, x: Tensor, _: &mut Cx<'_>| {
-        let x = norm.forward(&up.forward(&x)?)?.broadcast_add(table)?;
+        let x = norm.forward(&up.forward(&x)?.unsqueeze(2)?)?.squeeze(2)?.broadcast_add(table)?;
         let sum = down.forward(&x)?.sqr()?.sum_all()?;
         Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
     };

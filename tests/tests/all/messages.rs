@@ -42,8 +42,8 @@ const MISTAKES: [Mistake; 16] = [
     Mistake {
         program: MPMD,
         arguments: &["run", "-n", "2", "--", "/bin/true"],
-        code: 1,
-        said: &["none of the 2 processes", "joined"],
+        code: 0,
+        said: &["no process has joined the job", "has ended before `Program::run`"],
     },
     Mistake {
         program: MPMD,
@@ -111,7 +111,7 @@ const MISTAKES: [Mistake; 16] = [
         program: PIPELINE,
         arguments: &["--device", "gpu"],
         code: 2,
-        said: &["gpu", "cpu", "cuda"],
+        said: &["invalid value 'gpu'", "it must be cpu or cuda"],
     },
 ];
 
