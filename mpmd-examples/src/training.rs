@@ -27,7 +27,7 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Number of stages
-    #[arg(long, default_value_t = 4, value_parser = at_least(2))]
+    #[arg(long, default_value_t = 4, value_parser = at_least(1))]
     pub stages: usize,
     /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1, or a
     /// file in torch's text format

@@ -84,7 +84,7 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
         let new = move |vb| Part::new(&vb, layers.clone(), width, hidden);
         Ok::<_, mpmd::Error>(stage(new, |part, x, _| part.forward(x))?.split_gradients())
     };
-    let (first, top) = (body(0)?, share(last));
+    let top = share(last);
     let head = stage(
         move |vb| {
             let head = nn::linear(hidden, 256, vb.pp("head"))?;
@@ -96,15 +96,21 @@ fn train(p: &mut Program, args: &Args, schedule: Schedule, text: &Text) -> anyho
             Ok(Loss::new(sum, weight))
         },
     )?;
-    let (head, params) = (head.split_gradients(), first.init(p, mesh(0), seed)?);
-    let mut pipeline = Pipeline::first(first, mesh(0), params)?;
-    for i in 1..last {
-        let part = body(i)?;
-        let params = part.init(p, mesh(i), seed)?;
-        pipeline = pipeline.then(part, mesh(i), params)?;
-    }
-    let params = head.init(p, mesh(last), seed)?;
-    let pipeline = pipeline.then(head, mesh(last), params)?;
+    let head = head.split_gradients();
+    let head_params = head.init(p, mesh(last), seed)?;
+    let pipeline = if last == 0 {
+        Pipeline::first(head, mesh(0), head_params)?
+    } else {
+        let part = body(0)?;
+        let params = part.init(p, mesh(0), seed)?;
+        let mut pipeline = Pipeline::first(part, mesh(0), params)?;
+        for i in 1..last {
+            let part = body(i)?;
+            let params = part.init(p, mesh(i), seed)?;
+            pipeline = pipeline.then(part, mesh(i), params)?;
+        }
+        pipeline.then(head, mesh(last), head_params)?
+    };
 
     let mut trainer =
         Trainer::new(p, pipeline, schedule, AdamW::default())?.rate(training.rate()).seed(seed);
