@@ -323,7 +323,7 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
 }
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
-    p.array_from_fn(f32s([]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
+    p.array_from_fn(f32s([]), mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
 }
 
 /// Returns the mean time to clone these handles and drop the clones in each of `repeats` batches.

@@ -190,9 +190,12 @@ fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     }
     // Each process sends its part when it issues this, after it has waited for its earlier
     // operations.
-    let here = p.array_from_fn(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| {
-        Ok(view.fill(0.0f32)?)
-    })?;
+    let here =
+        p.array_from_fn(
+            f32s([4]),
+            mesh.sharding(spec!["x"]),
+            |_, mut view| Ok(view.fill(0.0f32)?),
+        )?;
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 

@@ -64,7 +64,7 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
             .map(|number| {
                 let mut make = || {
                     let fill = |_: &Region, mut view: ViewMut<'_>| Ok(view.fill(0.5f32)?);
-                    p.array_from_fn(f32s([ROWS, WIDTH]), &mesh.replicated(), fill).unwrap()
+                    p.array_from_fn(f32s([ROWS, WIDTH]), mesh.replicated(), fill).unwrap()
                 };
                 let (x, targets) = (make(), make());
                 kept.extend([x.clone(), targets.clone()]);

@@ -16,7 +16,7 @@ use mpmd::topology::Mesh;
 pub fn weights(p: &mut Program, width: usize, mesh: &Mesh, key: u64) -> Result<MpmdArray> {
     let scale = 1.0 / (width as f64).sqrt();
     let weight = move |i| (scale * normal_f64(Key(key), i)) as f32;
-    p.array_from_fn(f32s([width, width]), &mesh.replicated(), fill(weight))
+    p.array_from_fn(f32s([width, width]), mesh.replicated(), fill(weight))
 }
 
 /// Returns uniformly distributed random inputs of `shape`, on every device of the mesh.
@@ -25,7 +25,7 @@ pub fn weights(p: &mut Program, width: usize, mesh: &Mesh, key: u64) -> Result<M
 ///
 /// If the mesh has devices outside the job.
 pub fn inputs(p: &mut Program, shape: [usize; 2], mesh: &Mesh) -> Result<MpmdArray> {
-    p.array_from_fn(f32s(shape), &mesh.replicated(), fill(|i| uniform_f32(Key(100), i)))
+    p.array_from_fn(f32s(shape), mesh.replicated(), fill(|i| uniform_f32(Key(100), i)))
 }
 
 /// Returns a function that fills a region of a matrix. `value` gets an element's row-major index in

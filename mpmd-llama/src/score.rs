@@ -127,7 +127,7 @@ fn microbatch(
     let mut array = |mesh: &Mesh, start: usize| {
         let tokens = tokens.clone();
         let aval = ShapedArray::try_new(&[1, time], DType::U32)?;
-        p.array_from_fn(aval, &mesh.replicated(), move |region, mut view| {
+        p.array_from_fn(aval, mesh.replicated(), move |region, mut view| {
             tokens.read(start + region.range(1).start, view.as_mut_slice()?)
         })
     };

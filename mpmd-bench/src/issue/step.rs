@@ -96,7 +96,7 @@ impl Steps {
     /// Creates the arguments of the first step; all are zeros.
     pub(super) fn given(&self, p: &mut Program) -> Result<Given> {
         let mut zeros = |mesh: &Mesh| {
-            p.array_from_fn(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| {
+            p.array_from_fn(f32s([ELEMENTS]), mesh.replicated(), |_, mut view| {
                 Ok(view.fill(0.0f32)?)
             })
         };

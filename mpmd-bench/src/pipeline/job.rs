@@ -182,7 +182,7 @@ impl Job {
         let meshes = p.mesh(&[("stage", shape.stages)])?.split("stage")?;
         let (dim, per_stage, last) = (shape.dim, shape.layers_of_stage(), shape.stages - 1);
         let make = |p: &mut Program, stage: usize, aval: ShapedArray, values: Values| {
-            p.array_from_fn(aval, &meshes[stage].replicated(), move |_, mut view| {
+            p.array_from_fn(aval, meshes[stage].replicated(), move |_, mut view| {
                 values.fill(dim, view.as_mut_slice()?);
                 Ok(())
             })

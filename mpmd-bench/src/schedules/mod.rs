@@ -191,7 +191,7 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     let last = schedule.stages() - 1;
     ensure!(last > 0, "a pipeline of one stage has no schedule to measure");
     let param = |p: &mut Program, stage: usize| {
-        p.array_from_fn(f32s([1]), &mesh(stage).replicated(), |_, mut w| Ok(w.fill(0.0f32)?))
+        p.array_from_fn(f32s([1]), mesh(stage).replicated(), |_, mut w| Ok(w.fill(0.0f32)?))
     };
     let w = param(p, 0)?;
     let mut pipeline = Pipeline::first(Waits(passes(0)), mesh(0), w)?;

@@ -214,7 +214,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         for (path, (aval, initial)) in &self.params {
             let (key, initial, shape) = (params::key_of(seed, path), *initial, aval.clone());
             let array =
-                p.array_from_fn(aval.clone(), &sharding(path, aval), move |region, view| {
+                p.array_from_fn(aval.clone(), sharding(path, aval), move |region, view| {
                     initial.fill(key, &shape, region, view)
                 })?;
             arrays.insert(path.clone(), array);

@@ -50,7 +50,7 @@ fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
     let is_dry_run = p.is_dry_run();
     let mut x =
-        p.array_from_fn(f32s([8]), &stages[0].sharding(spec!["x"]), move |_, mut view| {
+        p.array_from_fn(f32s([8]), stages[0].sharding(spec!["x"]), move |_, mut view| {
             assert!(!is_dry_run, "nothing is made in a dry run");
             Ok(view.fill(1.0f32)?)
         })?;

@@ -60,13 +60,13 @@ fn shardings_that_do_not_fit_are_refused() {
             refused!(p, p.device_put(&x, mesh.sharding(spec![None, "x"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec!["z"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec![("x", "x")]))),
-            refused!(p, p.array_from_fn(f32s([4, 2]), &mesh.sharding(spec!["x", "x"]), fill)),
-            refused!(p, p.array_from_fn(f32s([3]), &mesh.sharding(spec!["x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([4, 2]), mesh.sharding(spec!["x", "x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([3]), mesh.sharding(spec!["x"]), fill)),
             refused!(p, p.device_put(&MpmdArray::scalar(1u8), mesh.sharding(spec!["x"]))),
             refused!(p, same.call(p, vec![x.clone()])),
             refused!(p, p.device_put(&x, Sharding::single_device(DeviceId(2)))),
             refused!(p, p.device_put(&x, foreign.replicated())),
-            refused!(p, p.array_from_fn(f32s([4]), &foreign.sharding(spec!["x"]), fill)),
+            refused!(p, p.array_from_fn(f32s([4]), foreign.sharding(spec!["x"]), fill)),
         ])
     });
     let expected = [

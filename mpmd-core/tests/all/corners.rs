@@ -20,7 +20,7 @@ fn maximal_peer_timeout_does_not_panic() {
     let simulation =
         Simulation::new(2, 2).settings(|b| b.peer_timeout(Duration::MAX).run_ahead(1, 1 << 30));
     let results = simulation.run(|p| {
-        let x = p.array_from_fn(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let x = p.array_from_fn(f32s([4096]), on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
         let y = p.device_put(&x, on(1))?;
         y.wait_timeout(Duration::MAX)?;
         y.block_until_ready()?;
@@ -39,7 +39,7 @@ fn small_pieces_beyond_the_credit_arrive_unchanged() {
         }
         let mut moved = Vec::new();
         for i in 0..100u8 {
-            let x = p.array_from_fn(f32s([4096]), &on(0), move |_, mut view| {
+            let x = p.array_from_fn(f32s([4096]), on(0), move |_, mut view| {
                 Ok(view.fill(f32::from(i))?)
             })?;
             moved.push(p.device_put(&x, on(1))?);
@@ -88,7 +88,7 @@ fn donated_host_values_are_not_overwritten_by_shards() {
     let same = fun("same", infer, |_, _, _| Ok(()));
     let same = p.jit(same).on(&mesh).outputs(&rows).donate("0").build().unwrap();
     for _ in 0..20 {
-        let x = p.array_from_fn(f32s([64]), &on(0), |_, mut view| {
+        let x = p.array_from_fn(f32s([64]), on(0), |_, mut view| {
             (0..).zip(view.as_mut_slice::<f32>()?).for_each(|(i, value)| *value = i as f32);
             Ok(())
         });
@@ -104,30 +104,31 @@ fn donated_host_values_are_not_overwritten_by_shards() {
 #[test]
 fn kernels_failed_on_both_sides_do_not_block_finish() {
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 2).run(|p| {
-        let mesh = p.mesh(&[("model", 2)])?;
-        let x = p.array_from_fn(f32s([32768]), &mesh.replicated(), |_, mut view| {
-            Ok(view.fill(1.0f32)?)
-        })?;
-        for broken in 0..2 {
-            let reduce = |x: &[ShapedArray]| {
-                Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
-            };
-            let kernel = fun("breaks", reduce, move |cx, _, mut y| {
-                if cx.device() == DeviceId(broken) {
-                    return Err(Error::kernel("broken"));
-                }
-                cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
-            });
-            let _ = p
-                .jit(kernel)
-                .on(&mesh)
-                .outputs(mesh.replicated())
-                .build()?
-                .call(p, vec![x.clone()])?;
-        }
-        Ok(())
-    });
+    let results =
+        Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("model", 2)])?;
+            let x = p.array_from_fn(f32s([32768]), mesh.replicated(), |_, mut view| {
+                Ok(view.fill(1.0f32)?)
+            })?;
+            for broken in 0..2 {
+                let reduce = |x: &[ShapedArray]| {
+                    Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
+                };
+                let kernel = fun("breaks", reduce, move |cx, _, mut y| {
+                    if cx.device() == DeviceId(broken) {
+                        return Err(Error::kernel("broken"));
+                    }
+                    cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
+                });
+                let _ = p
+                    .jit(kernel)
+                    .on(&mesh)
+                    .outputs(mesh.replicated())
+                    .build()?
+                    .call(p, vec![x.clone()])?;
+            }
+            Ok(())
+        });
     for result in results {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("broken"), "{error}");
@@ -175,7 +176,7 @@ fn collective_with_different_lengths_fails_on_each_device() {
                 cx.all_reduce("model", &mut y[0].as_mut_slice::<f32>()?[..length])
             });
             let sum = p.jit(sum).on(&mesh).outputs(mesh.replicated()).build()?;
-            let x = p.array_from_fn(f32s([30_000]), &mesh.replicated(), |_, mut view| {
+            let x = p.array_from_fn(f32s([30_000]), mesh.replicated(), |_, mut view| {
                 Ok(view.fill(1.0f32)?)
             })?;
             sum.call(p, vec![x])?[0].to_host()

@@ -66,7 +66,7 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
     let scale = MpmdArray::scalar(2.0f32);
     let scale = p.device_put(&scale, on(0))?;
-    let mut state = p.array_from_fn(f32s([WIDTH]), &on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let mut state = p.array_from_fn(f32s([WIDTH]), on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
     let around = |p: &mut Program, mut state: MpmdArray| -> Result<MpmdArray> {
         let _also = p.device_put(&scale, on(devices - 1))?;
         for device in (1..devices).chain([0]) {

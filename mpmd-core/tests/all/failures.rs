@@ -127,23 +127,21 @@ fn extra_transfer_that_meets_another_message_is_detected() {
         // Small transfers are sent at once, large ones are requested.
         for elements in [4, 100_000] {
             let seen = Mutex::new(Vec::new());
-            let results =
-                simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
-                    let x = ones(p, elements, &on(0))?;
-                    let y = p.array_from_fn(f32s([elements]), &on(0), |_, mut view| {
-                        Ok(view.fill(2.0f32)?)
-                    })?;
-                    if p.process() == ProcessId(1) {
-                        let extra = p.device_put(&x, on(1))?;
-                        let extra = extra.to_host();
-                        seen.lock().unwrap().push(extra.is_ok());
-                    }
-                    let moved = p.device_put(&y, on(1))?;
-                    if p.process() == ProcessId(1) {
-                        seen.lock().unwrap().push(moved.to_host().is_ok());
-                    }
-                    Ok(())
-                });
+            let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
+                let x = ones(p, elements, &on(0))?;
+                let y =
+                    p.array_from_fn(f32s([elements]), on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
+                if p.process() == ProcessId(1) {
+                    let extra = p.device_put(&x, on(1))?;
+                    let extra = extra.to_host();
+                    seen.lock().unwrap().push(extra.is_ok());
+                }
+                let moved = p.device_put(&y, on(1))?;
+                if p.process() == ProcessId(1) {
+                    seen.lock().unwrap().push(moved.to_host().is_ok());
+                }
+                Ok(())
+            });
             assert_eq!(seen.into_inner().unwrap(), [false, false], "nothing is delivered");
             let text = diverged_alike(results);
             let says = |part: &str| assert!(text.contains(part), "{text}\n  lacks {part}");

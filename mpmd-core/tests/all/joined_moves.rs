@@ -77,8 +77,7 @@ fn failed_leaf_fails_alone() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mut x = small(p)?;
-        x[9] =
-            p.array_from_fn(u8s([1024]), &on(0), |_, _| Err(Error::kernel("no values today")))?;
+        x[9] = p.array_from_fn(u8s([1024]), on(0), |_, _| Err(Error::kernel("no values today")))?;
         let before = p.operations();
         let y = p.device_put(&x, on(1))?;
         assert_eq!(p.operations(), before + 1);
@@ -108,7 +107,7 @@ fn leaf_that_is_late_holds_back_no_other() {
     let results = Simulation::new(2, 2).run(|p| {
         let mut x = small(p)?;
         let late = gate.clone();
-        x[9] = p.array_from_fn(u8s([1024]), &on(0), move |_, mut view| {
+        x[9] = p.array_from_fn(u8s([1024]), on(0), move |_, mut view| {
             late.pass();
             Ok(view.fill(1u8)?)
         })?;

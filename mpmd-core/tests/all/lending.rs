@@ -23,7 +23,7 @@ fn sharing(processes: usize) -> Simulation {
 
 /// Creates an array of 1 MiB of `f32` on a device; each element is its index.
 fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
-    p.array_from_fn(f32s([MIB as usize / 4]), &on(device), |_, mut view| {
+    p.array_from_fn(f32s([MIB as usize / 4]), on(device), |_, mut view| {
         let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
         values.for_each(|(i, value)| *value = i as f32);
         Ok(())
@@ -123,7 +123,7 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
         let bools = ShapedArray::new(&[1 << 20], DType::Bool);
-        let x = p.array_from_fn(bools, &on(0), |_, mut view| {
+        let x = p.array_from_fn(bools, on(0), |_, mut view| {
             view.as_mut_slice::<bool>()?.fill(true);
             Ok(())
         })?;
@@ -233,7 +233,7 @@ fn aligned_reads_use_lent_memory_and_others_copy() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
         // Rows of 20 bytes: only the first and every sixteenth row start at an aligned address.
-        let x = p.array_from_fn(f32s([32, 5]), &on(0), |_, mut view| {
+        let x = p.array_from_fn(f32s([32, 5]), on(0), |_, mut view| {
             let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
             values.for_each(|(i, value)| *value = i as f32);
             Ok(())
@@ -267,14 +267,15 @@ fn kept_arrays_block_neither_lender_nor_finish() {
     let _limit = watchdog(60);
     let simulation = sharing(2).settings(|b| b.run_ahead(8, 1 << 30));
     let results = simulation.run(|p| {
-        let kept: Vec<MpmdArray> = (0..100)
-            .map(|i| {
-                let x = p.array_from_fn(f32s([64]), &on(0), move |_, mut view| {
-                    Ok(view.fill(i as f32)?)
-                })?;
-                p.device_put(&x, on(1))
-            })
-            .collect::<Result<_>>()?;
+        let kept: Vec<MpmdArray> =
+            (0..100)
+                .map(|i| {
+                    let x = p.array_from_fn(f32s([64]), on(0), move |_, mut view| {
+                        Ok(view.fill(i as f32)?)
+                    })?;
+                    p.device_put(&x, on(1))
+                })
+                .collect::<Result<_>>()?;
         // Many more than may be in flight at a time. They outlive the program.
         Ok(kept)
     });

@@ -13,7 +13,7 @@ const LEAVES: usize = 12;
 
 fn group(p: &mut Program, mesh: &Mesh) -> Result<Vec<MpmdArray>> {
     let one = |value| {
-        p.array_from_fn(f32s([4]), &mesh.replicated(), move |_, mut view| {
+        p.array_from_fn(f32s([4]), mesh.replicated(), move |_, mut view| {
             Ok(view.fill(value as f32)?)
         })
     };

@@ -173,7 +173,7 @@ fn full_device_lists_what_that_device_holds() {
     // 6 MiB on each device, then 4 MiB on the second device alone. A put there shares the memory.
     let half =
         p.array_from_fn(f32s([3 * MIB]), &rows, |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
-    let other = p.array_from_fn(f32s([MIB]), &on(1), |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
+    let other = p.array_from_fn(f32s([MIB]), on(1), |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
     let same = p.device_put(&half, &rows).unwrap();
     for array in [&half, &other, &same] {
         array.block_until_ready().unwrap();

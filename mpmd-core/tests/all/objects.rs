@@ -123,7 +123,7 @@ fn failed_input_fails_later_calls() {
         let alive = Arc::new(AtomicUsize::new(0));
         let cache = p.object(&mesh, move |_| Ok(Cache::new(&alive)))?;
         let append = bind(p, append(), &mesh);
-        let bad = p.array_from_fn(f32s([]), &mesh.replicated(), |_, _| {
+        let bad = p.array_from_fn(f32s([]), mesh.replicated(), |_, _| {
             Err(Error::kernel("no value to be had"))
         })?;
         let skipped = append.call(p, &cache, bad)?;

@@ -140,7 +140,7 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
     let meshes = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
     let made = |p: &mut Program, stage: usize| {
-        p.array_from_fn(unit(), &mesh(stage).replicated(), |_, mut view| write(&mut view))
+        p.array_from_fn(unit(), mesh(stage).replicated(), |_, mut view| write(&mut view))
     };
     let mut front = Pipeline::first(gated(&gate, 0), mesh(0), made(p, 0)?)?;
     for stage in 1..last {

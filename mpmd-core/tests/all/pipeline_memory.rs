@@ -73,14 +73,14 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     let params = meshes
         .iter()
         .map(|mesh| {
-            p.array_from_fn(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view))
+            p.array_from_fn(f32s([PARAMS]), mesh.replicated(), |_, mut view| write(&mut view))
         })
         .collect::<Result<Vec<_>>>()?;
     // Arrays that an optimiser would hold.
     let beside = meshes
         .iter()
         .map(|mesh| {
-            p.array_from_fn(f32s([PARAMS / 2]), &mesh.replicated(), |_, mut view| write(&mut view))
+            p.array_from_fn(f32s([PARAMS / 2]), mesh.replicated(), |_, mut view| write(&mut view))
         })
         .collect::<Result<Vec<_>>>()?;
     let (last, mut params) = (count - 1, params.into_iter());
@@ -115,7 +115,7 @@ fn train(p: &mut Program, schedule: &Schedule, how: Options) -> Result<MeasuredP
     };
     for step in 0..3 + STEPS {
         let mut made = |mesh: &mpmd_core::topology::Mesh| {
-            p.array_from_fn(f32s([ACTIVATION]), &mesh.replicated(), |_, mut view| write(&mut view))
+            p.array_from_fn(f32s([ACTIVATION]), mesh.replicated(), |_, mut view| write(&mut view))
         };
         let batch = (0..schedule.microbatches())
             .map(|_| Ok(Microbatch::new(made(&meshes[0])?).side(last, made(&meshes[last])?)))

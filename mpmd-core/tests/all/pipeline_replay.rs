@@ -128,12 +128,9 @@ fn refused_input_of_a_known_form_names_its_pass() {
                 train(p, &mut pipeline, &schedule, 2, None)?;
             }
             let mut given = batch(p, &pipeline, (COUNT, 2), None)?;
-            let mut ones =
-                |mesh: &Mesh| {
-                    p.array_from_fn(f32s([2, WIDTH]), &mesh.replicated(), |_, mut x| {
-                        Ok(x.fill(1.0f32)?)
-                    })
-                };
+            let mut ones = |mesh: &Mesh| {
+                p.array_from_fn(f32s([2, WIDTH]), mesh.replicated(), |_, mut x| Ok(x.fill(1.0f32)?))
+            };
             let (x, labels) = (ones(pipeline.mesh(0))?, ones(pipeline.mesh(1))?);
             let options = MoveOptions::default().donate(true);
             drop(p.device_put_with(&x, pipeline.mesh(0).replicated(), options)?);
@@ -156,7 +153,7 @@ fn forward_pass_within_a_capture_is_captured_with_it() {
         let meshes = [pipeline.mesh(0).clone(), pipeline.mesh(1).clone()];
         let given = |p: &mut Program, value: f32| {
             let mut filled = |mesh: &Mesh| {
-                p.array_from_fn(f32s([2, WIDTH]), &mesh.replicated(), move |_, mut x| {
+                p.array_from_fn(f32s([2, WIDTH]), mesh.replicated(), move |_, mut x| {
                     Ok(x.fill(value)?)
                 })
             };

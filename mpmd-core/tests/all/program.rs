@@ -78,8 +78,8 @@ fn init(key: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> {
 fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
     let stages = p.mesh(&[("stage", 2), ("model", 2)])?.split("stage")?;
     let (front, back) = (&stages[0], &stages[1]);
-    let w0 = p.array_from_fn(f32s([16, 64]), &front.sharding(spec![None, "model"]), init(0))?;
-    let w1 = p.array_from_fn(f32s([64, 8]), &back.sharding(spec!["model", None]), init(1))?;
+    let w0 = p.array_from_fn(f32s([16, 64]), front.sharding(spec![None, "model"]), init(0))?;
+    let w1 = p.array_from_fn(f32s([64, 8]), back.sharding(spec!["model", None]), init(1))?;
     let first = p.jit(Up).on(front).outputs(front.sharding(spec![None, "model"])).build()?;
     let second = p.jit(Down).on(back).outputs(back.replicated()).build()?;
 
@@ -188,7 +188,7 @@ fn processes_may_have_unequal_numbers_of_devices() {
         }
     }
     let refused = |builder: fn(Builder) -> Builder| {
-        builder(Program::builder()).alone().err().expect("it is refused").to_string()
+        builder(Program::builder()).alone().expect_err("it is refused").to_string()
     };
     for (builder, count) in [
         ((|b: Builder| b.devices_by_process(&[1, 2])) as fn(Builder) -> Builder, "[1, 2]"),

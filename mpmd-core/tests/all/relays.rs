@@ -173,7 +173,7 @@ fn chain() -> (Simulation, [u32; 3]) {
 
 fn eight_mib(p: &mut Program, device: u32) -> Result<MpmdArray> {
     let fill = numbered(MIB / 4);
-    p.array_from_fn(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(device)), fill)
+    p.array_from_fn(f32s([8, MIB / 4]), Sharding::single_device(DeviceId(device)), fill)
 }
 
 #[test]
@@ -182,8 +182,7 @@ fn source_failure_reaches_all_through_the_relays() {
     let (simulation, _) = chain();
     let results = simulation.delays(3, Duration::from_millis(2)).run(|p| {
         let fails = |_: &Region, _: ViewMut<'_>| Err(Error::kernel("no values today"));
-        let x =
-            p.array_from_fn(f32s([8, MIB / 4]), &Sharding::single_device(DeviceId(0)), fails)?;
+        let x = p.array_from_fn(f32s([8, MIB / 4]), Sharding::single_device(DeviceId(0)), fails)?;
         let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
         let mine = if p.process() == ProcessId(0) { x } else { y };
         let error = mine.block_until_ready().unwrap_err();
@@ -277,7 +276,7 @@ fn devices_of_a_process_share_one_arrival() {
         let results = simulation.run(|p| {
             let x = p.array_from_fn(
                 f32s([rows, 1024]),
-                &Sharding::single_device(DeviceId(0)),
+                Sharding::single_device(DeviceId(0)),
                 numbered(1024),
             )?;
             let y = p.device_put(&x, mesh(p, &[("x", 6)], 3..9)?.replicated())?;

@@ -112,7 +112,7 @@ impl Model {
 
     fn sums(&self, p: &mut Program) -> Result<Vec<MpmdArray>> {
         let zeros = |mesh: &Mesh| {
-            p.array_from_fn(f32s([WIDTH]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+            p.array_from_fn(f32s([WIDTH]), mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
         };
         self.meshes.iter().map(zeros).collect()
     }
@@ -494,7 +494,7 @@ fn step_failing_at_issue_captures_nothing_and_program_goes_on() {
             drop(p.device_put(&x, on(1))?);
             Err(Error::kernel("not today"))
         });
-        let y = p.array_from_fn(f32s([]), &on(1), |_, mut view| Ok(view.fill(2.0f32)?))?;
+        let y = p.array_from_fn(f32s([]), on(1), |_, mut view| Ok(view.fill(2.0f32)?))?;
         drop(y.to_host()?);
         Ok(vec![text(failed)])
     });

@@ -26,7 +26,7 @@ pub(super) fn large(
     value: f32,
     delay: Duration,
 ) -> Result<MpmdArray> {
-    p.array_from_fn(f32s([2 * MIB]), &on(device), move |_, mut view| {
+    p.array_from_fn(f32s([2 * MIB]), on(device), move |_, mut view| {
         std::thread::sleep(delay);
         Ok(view.fill(value)?)
     })
@@ -326,7 +326,7 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             );
             let fast = p.jit(fast).on(&stages[0]).outputs(stages[0].replicated()).build()?;
             let slow = p.jit(slow).on(&stages[1]).outputs(stages[1].replicated()).build()?;
-            let x = p.array_from_fn(f32s([MIB / 4]), &stages[0].replicated(), |_, mut v| {
+            let x = p.array_from_fn(f32s([MIB / 4]), stages[0].replicated(), |_, mut v| {
                 Ok(v.fill(0.0f32)?)
             })?;
             let mut last = None;

@@ -150,11 +150,10 @@ fn same_place_takes_no_memory_unless_a_copy_is_requested() {
     const BYTES: u64 = 4 << 20;
     let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
-        let x = p.array_from_fn(
-            f32s([1 << 10, 1 << 10]),
-            &mesh.sharding(spec!["x"]),
-            |_, mut view| Ok(view.fill(p_value(view.region()))?),
-        )?;
+        let x =
+            p.array_from_fn(f32s([1 << 10, 1 << 10]), mesh.sharding(spec!["x"]), |_, mut view| {
+                Ok(view.fill(p_value(view.region()))?)
+            })?;
         let before = x.block_until_ready().map(|_| p.memory().live)?;
         assert!(before >= BYTES, "two devices hold half of it each");
 
@@ -203,7 +202,7 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
     let _limit = watchdog(60);
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
-        let x = p.array_from_fn(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| {
+        let x = p.array_from_fn(f32s([1 << 18]), mesh.sharding(spec!["x"]), |_, mut v| {
             Ok(v.fill(1.0f32)?)
         })?;
         let other = x.clone();
@@ -368,7 +367,7 @@ fn handles_show_shape_sharding_devices_and_state() {
         assert_eq!(format!("{host:?}"), "MpmdArray(f32[4,8], uncommitted)");
         let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(2), DeviceId(3)])?;
         let waits = gate.clone();
-        let x = p.array_from_fn(f32s([4, 8]), &mesh.sharding(spec!["x"]), move |_, mut view| {
+        let x = p.array_from_fn(f32s([4, 8]), mesh.sharding(spec!["x"]), move |_, mut view| {
             waits.pass();
             view.zero();
             Ok(())

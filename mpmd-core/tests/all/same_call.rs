@@ -52,7 +52,7 @@ fn nothing_arrives_after(
 ) -> String {
     let (arrived, behind) = (Mutex::new(None), Barrier::new(2));
     let results = simulation.run(|p| {
-        let x = p.array_from_fn(f32s([elements]), &on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
+        let x = p.array_from_fn(f32s([elements]), on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
         // The first process's messages arrive before the other process issues anything more.
         if p.process() != first {
             behind.wait();
@@ -258,7 +258,7 @@ fn puts_that_differ_in_donation_or_aliasing_diverge() {
     let options = MoveOptions::default();
     for other in [options.donate(true), options.may_alias(false)] {
         let texts = in_all_ways(|p| {
-            let x = p.array_from_fn(f32s([2]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let x = p.array_from_fn(f32s([2]), on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
             let options = if p.process() == ProcessId(1) { other } else { options };
             p.device_put_with(&x, on(0), options).map(drop)
         });

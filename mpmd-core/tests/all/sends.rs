@@ -124,7 +124,7 @@ fn send_of_a_shard_that_comes_later_is_awaited() {
     let (gate, source) = (Gate::default(), std::sync::Arc::new(Gate::default()));
     let results = simulation(2, 2).run(|p| {
         let filled = source.clone();
-        let x = p.array_from_fn(u8s([GRANTED]), &on(0), move |_, mut view| {
+        let x = p.array_from_fn(u8s([GRANTED]), on(0), move |_, mut view| {
             filled.pass();
             Ok(view.fill(7u8)?)
         })?;
@@ -238,7 +238,7 @@ fn failed_source_fails_the_handle_of_its_sender() {
     for bytes in [EAGER, GRANTED] {
         let results = simulation(3, 3).run(|p| {
             let fails = |_: &Region, _: ViewMut<'_>| Err(Error::kernel("no values today"));
-            let x = p.array_from_fn(u8s([bytes]), &on(0), fails)?;
+            let x = p.array_from_fn(u8s([bytes]), on(0), fails)?;
             let y = p.device_put(&x, on(1))?;
             match p.process() {
                 // It has no part of it, so it hears nothing.

@@ -89,7 +89,7 @@ fn awaited_failure_names_its_cause() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let fails = |_: &Region, _: ViewMut<'_>| Err(Error::kernel("no values today"));
-        let x = p.array_from_fn(u8s([100_000]), &on(0), fails)?;
+        let x = p.array_from_fn(u8s([100_000]), on(0), fails)?;
         let y = p.device_put(&x, on(1))?;
         let ended = current_thread().block_on(async { timeout(LONG, all_ready(vec![y])).await });
         let error = ended.expect("it ends").unwrap_err();

@@ -235,7 +235,7 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
             let mesh = grid(p)?;
             let shape = [64, 256];
             let x =
-                p.array_from_fn(f32s(shape), &mesh.sharding(spec!["x", "y"]), |_, mut view| {
+                p.array_from_fn(f32s(shape), mesh.sharding(spec!["x", "y"]), |_, mut view| {
                     Ok(view.fill(2.0f32)?)
                 })?;
             let clone = x.clone();

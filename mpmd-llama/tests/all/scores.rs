@@ -24,7 +24,7 @@ fn logits_equal_those_of_transformers() {
                 let model = Llama::new(&folder, stages, ids.len())?;
                 let mut pipeline = model.logits(p, meshes)?;
                 let (aval, ids) = (ShapedArray::new(&[1, ids.len()], DType::U32), ids.clone());
-                let x = p.array_from_fn(aval, &meshes[0].replicated(), move |_, mut view| {
+                let x = p.array_from_fn(aval, meshes[0].replicated(), move |_, mut view| {
                     view.as_mut_slice::<u32>()?.copy_from_slice(&ids);
                     Ok(())
                 })?;

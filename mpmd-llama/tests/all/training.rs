@@ -38,7 +38,7 @@ impl Given {
         let aval = ShapedArray::new(&[rows.len(), time], DType::U32);
         let tokens: Vec<u32> =
             rows.iter().flat_map(|row| &row[skip..skip + time]).copied().collect();
-        p.array_from_fn(aval, &mesh.replicated(), move |_, mut view| {
+        p.array_from_fn(aval, mesh.replicated(), move |_, mut view| {
             view.as_mut_slice::<u32>()?.copy_from_slice(&tokens);
             Ok(())
         })

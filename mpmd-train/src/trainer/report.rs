@@ -291,7 +291,7 @@ impl Reporter {
     /// Returns the place of a step's figures on every process.
     pub(super) fn no_figures(&self, p: &mut Program) -> Result<MpmdArray> {
         let zeros = |_: &Region, mut values: ViewMut<'_>| Ok(values.fill(0.0f64)?);
-        p.array_from_fn(f64s([STEP_FIGURES]), &self.everywhere.replicated(), zeros)
+        p.array_from_fn(f64s([STEP_FIGURES]), self.everywhere.replicated(), zeros)
     }
 
     /// Issues the sum of the losses of an evaluation, in order. Returns the sums of losses, weights

@@ -187,7 +187,7 @@ fn layers(
             values.for_each(|(v, i)| *v = 0.5 + uniform_f32(Key(layer as u64), i as u64));
             Ok(())
         };
-        params.insert(name(layer), p.array_from_fn(f32s([WIDTH]), &mesh.replicated(), values)?);
+        params.insert(name(layer), p.array_from_fn(f32s([WIDTH]), mesh.replicated(), values)?);
     }
     Ok(params)
 }

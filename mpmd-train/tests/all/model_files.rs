@@ -19,12 +19,11 @@ fn value(element: u64) -> f32 {
 /// and an uncommitted scalar `step`.
 fn save_sample(p: &mut Program, folder: &Path, file_bytes: u64) -> Result<()> {
     let mesh = p.mesh(&[("a", 2), ("b", 2)])?;
-    let w =
-        p.array_from_fn(f32s([8, 6]), &mesh.sharding(spec!["b", "a"]), |region, mut view| {
-            let values = view.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&[8, 6]));
-            values.for_each(|(v, element)| *v = value(element));
-            Ok(())
-        })?;
+    let w = p.array_from_fn(f32s([8, 6]), mesh.sharding(spec!["b", "a"]), |region, mut view| {
+        let values = view.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&[8, 6]));
+        values.for_each(|(v, element)| *v = value(element));
+        Ok(())
+    })?;
     let half = p.device_put(&w, mesh.sharding(spec!["a"]))?;
     let arrays = [
         ("w".to_owned(), w, DType::F32),

@@ -68,7 +68,7 @@ fn main() -> Result<(), AnyError> {
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
     let slow = p.jit(Slow { fails }).on(&mesh).outputs(mesh.replicated()).build()?;
-    let x = p.array_from_fn(f32s([1]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let x = p.array_from_fn(f32s([1]), mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
     let done = slow.call(p, x)?;
     if p.process() == who {
         done.then(|ended| {

@@ -46,7 +46,7 @@ pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result
             view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[process..process + BYTES]);
             Ok(())
         };
-        sources.push(p.array_from_fn(u8s([BYTES]), &on(process), fill)?);
+        sources.push(p.array_from_fn(u8s([BYTES]), on(process), fill)?);
     }
     let mut before: Vec<(usize, MpmdArray)> = Vec::new();
     for round in 0..ROUNDS {

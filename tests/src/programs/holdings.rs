@@ -22,8 +22,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(20);
 pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let me = p.process().index();
-    let first = p.array_from_fn(f32s([ELEMENTS]), &on(0), numbered(0))?;
-    let second = p.array_from_fn(f32s([ELEMENTS]), &on(1), numbered(1))?;
+    let first = p.array_from_fn(f32s([ELEMENTS]), on(0), numbered(0))?;
+    let second = p.array_from_fn(f32s([ELEMENTS]), on(1), numbered(1))?;
     let there = vec![
         p.device_put(&first, on(1))?,
         p.device_put(&first, on(2))?,

@@ -88,7 +88,7 @@ fn every_kind_to_every_other(p: &mut Program, say: &mut Say<'_>) -> Result<()> {
 /// Splits an array along a mesh axis, sends the parts around, and joins them in another order.
 fn parts_of_a_mesh(p: &mut Program, say: &mut Say<'_>) -> Result<()> {
     let grid = p.mesh(&[("x", 4), ("y", 2)])?;
-    let x = p.array_from_fn(f32s([8, 6]), &grid.sharding(spec!["x", "y"]), numbered(3))?;
+    let x = p.array_from_fn(f32s([8, 6]), grid.sharding(spec!["x", "y"]), numbered(3))?;
     let parts = p.split_by_mesh_axis(&x, "x", Sections::Each, SplitOptions::default())?;
     let places: Vec<Sharding> = parts.iter().filter_map(|part| part.sharding().cloned()).collect();
     let mut turned = Vec::new();

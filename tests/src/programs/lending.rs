@@ -330,7 +330,7 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
     let pattern = Arc::new(random::bytes(8, MOST_BYTES));
     let fill = pattern.clone();
     let x =
-        p.array_from_fn(u8s([MOST_BYTES]), &on(0), move |_: &Region, mut view: ViewMut<'_>| {
+        p.array_from_fn(u8s([MOST_BYTES]), on(0), move |_: &Region, mut view: ViewMut<'_>| {
             view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
             Ok(())
         })?;

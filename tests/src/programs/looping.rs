@@ -40,7 +40,7 @@ pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let mut batch = Vec::new();
     let large = args.contains(&"large");
     for shape in if large { [LARGE; MICROBATCHES] } else { [WIDE, NARROW, WIDE] } {
-        batch.push(p.array_from_fn(f32s(shape), &stages[0].replicated(), |_, mut view| {
+        batch.push(p.array_from_fn(f32s(shape), stages[0].replicated(), |_, mut view| {
             Ok(view.fill(0.0f32)?)
         })?);
     }

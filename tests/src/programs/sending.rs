@@ -21,7 +21,7 @@ pub const STOPPED: &str = "stopped";
 /// limit, and says `taken` or the error.
 pub(super) fn send(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device: u32| Sharding::single_device(DeviceId(device));
-    let x = p.array_from_fn(u8s([BYTES]), &on(0), |_, mut view| Ok(view.fill(7u8)?))?;
+    let x = p.array_from_fn(u8s([BYTES]), on(0), |_, mut view| Ok(view.fill(7u8)?))?;
     x.block_until_ready()?;
     say("ready".to_owned());
     while !Path::new(STOPPED).exists() {

@@ -150,7 +150,7 @@ impl Soak {
             view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[place..place + bytes]);
             Ok(())
         };
-        let source = p.array_from_fn(u8s([bytes]), &on(from), fill)?;
+        let source = p.array_from_fn(u8s([bytes]), on(from), fill)?;
         let mut x = p.device_put(&source, on(to))?;
         if self.random.usize(..4) == 0 {
             // Moved on, perhaps before it has arrived; the handle in between is dropped.

@@ -48,7 +48,7 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let mut outputs = Vec::new();
     for microbatch in 0..MICROBATCHES {
         label(p, 0, microbatch, Role::Load);
-        let mut x = p.array_from_fn(f32s([64]), &stages[0].replicated(), |_, mut view| {
+        let mut x = p.array_from_fn(f32s([64]), stages[0].replicated(), |_, mut view| {
             Ok(view.fill(0.0f32)?)
         })?;
         for (stage, pass) in passes.iter().enumerate() {

@@ -60,8 +60,8 @@ pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;
     let sum = p.jit(sum()).on(&mesh).outputs(on(1)).build()?;
-    let late = p.array_from_fn(f32s([ELEMENTS]), &on(0), slowly(1))?;
-    let ready = p.array_from_fn(f32s([ELEMENTS]), &on(2), numbered(2))?;
+    let late = p.array_from_fn(f32s([ELEMENTS]), on(0), slowly(1))?;
+    let ready = p.array_from_fn(f32s([ELEMENTS]), on(2), numbered(2))?;
     let mut sums = Vec::new();
     for x in [late, ready] {
         let x = p.device_put(&x, on(1))?;

@@ -29,7 +29,7 @@ pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
     let again = again.build()?;
     let mut say = |op: u64, whose: &str| say(format!("operation {op} {whose}"));
     for shape in SHAPES {
-        let mut x = p.array_from_fn(f32s(shape), &front.sharding(spec!["x"]), numbered(3))?;
+        let mut x = p.array_from_fn(f32s(shape), front.sharding(spec!["x"]), numbered(3))?;
         say(p.operations(), "front");
         let step = |p: &mut Program, mut x: MpmdArray, say: &mut dyn FnMut(u64, &str)| {
             for microbatch in 0..MICROBATCHES {

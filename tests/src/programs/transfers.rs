@@ -82,7 +82,7 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
         say_shards(name, x, say)?;
     }
 
-    let start = p.array_from_fn(f32s([16, 24]), &all.sharding(by_rows), numbered(99))?;
+    let start = p.array_from_fn(f32s([16, 24]), all.sharding(by_rows), numbered(99))?;
     let mut x = start.clone();
     for to in [back.sharding(by_columns), first.replicated(), grid.sharding(spec!["b", "a"])] {
         x = p.device_put(&x, to)?;
@@ -130,7 +130,7 @@ pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Res
 /// Moves 64 MiB from the rows of one half to the columns of the other, and prints the shards.
 pub(super) fn large(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = (chosen(p, &[0, 1, 2, 3])?, chosen(p, &[4, 5, 6, 7])?);
-    let x = p.array_from_fn(f32s([4096, 4096]), &front.sharding(spec!["d"]), numbered(5))?;
+    let x = p.array_from_fn(f32s([4096, 4096]), front.sharding(spec!["d"]), numbered(5))?;
     let x = p.device_put(&x, back.sharding(spec![None, "d"]))?;
     say_shards("large", &x, say)
 }

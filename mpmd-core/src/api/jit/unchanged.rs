@@ -148,7 +148,7 @@ mod tests {
     /// Creates arrays of `elements` elements that are all `first`, `first + 1` and so on.
     fn group(p: &mut Program, mesh: &Mesh, first: usize, elements: usize) -> Vec<MpmdArray> {
         let array = |value: usize| {
-            p.array_from_fn(f32s([elements]), &mesh.replicated(), move |_, mut view| {
+            p.array_from_fn(f32s([elements]), mesh.replicated(), move |_, mut view| {
                 Ok(view.fill(value as f32)?)
             })
         };

@@ -155,7 +155,7 @@ fn bring_home(
         let aval = ShapedArray::new(&region.shape(), like.dtype());
         let bytes = here.get(region).cloned();
         let on = |device| Sharding::single_device(device).with_memory_kind(MemoryKind::Host);
-        let copied = p.array_from_fn(aval, &on(from), move |_, mut values| {
+        let copied = p.array_from_fn(aval, on(from), move |_, mut values| {
             let bytes = bytes.as_ref().ok_or_else(|| Error::kernel("the copy is gone"))?;
             values.as_bytes_mut().copy_from_slice(bytes);
             Ok(())

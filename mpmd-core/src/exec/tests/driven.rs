@@ -168,7 +168,7 @@ fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", 2)])?;
     let sides = mesh.split("x")?;
     let sum = p.jit(SumOfAll).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
-    let mut x = p.array_from_fn(f32s([2]), &mesh.sharding(spec!["x"]), |_, mut view| {
+    let mut x = p.array_from_fn(f32s([2]), mesh.sharding(spec!["x"]), |_, mut view| {
         Ok(view.fill(0.25f32)?)
     })?;
     let mut read = Vec::new();
@@ -180,7 +180,7 @@ fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
         x = p.device_put(&all, mesh.replicated())?;
         let value = x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?;
         read.push(value.map(|value| vec![value[0] % 64.0]));
-        x = p.array_from_fn(f32s([2]), &mesh.sharding(spec!["x"]), move |_, mut view| {
+        x = p.array_from_fn(f32s([2]), mesh.sharding(spec!["x"]), move |_, mut view| {
             Ok(view.fill(round as f32)?)
         })?;
     }

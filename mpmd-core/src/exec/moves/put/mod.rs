@@ -458,7 +458,7 @@ mod tests {
         let results = simulation.run(|p| {
             let x = p.array_from_fn(
                 f32s([64, 64]),
-                &Sharding::single_device(DeviceId(0)),
+                Sharding::single_device(DeviceId(0)),
                 |_, mut view| {
                     let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
                     values.for_each(|(i, value)| *value = i as f32);
