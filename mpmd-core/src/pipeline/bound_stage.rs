@@ -125,8 +125,12 @@ impl BoundStage {
     }
 
     /// Returns this stage, or `stage` in its place, on the same mesh with the same parameters. It
-    /// has no kernels yet.
+    /// has no kernels yet. `stage` is not trained.
     pub(super) fn again(&self, stage: Option<Arc<dyn ErasedStage>>) -> Result<Self> {
+        let paths = self.structure.paths();
+        if let Some(stage) = &stage {
+            paths.iter().for_each(|path| stage.freeze(path));
+        }
         let stage = stage.unwrap_or_else(|| self.stage.clone());
         let place = |place: &ParamPlace| ParamPlace {
             aval: place.aval.clone(),
@@ -136,11 +140,11 @@ impl BoundStage {
             mesh: self.mesh.clone(),
             input: self.mesh.sharding(stage.input_spec()),
             output: self.mesh.sharding(stage.output_spec()),
+            frozen: paths.iter().map(|path| stage.is_frozen(path)).collect(),
             stage,
             structure: self.structure.clone(),
             places: self.places.iter().map(place).collect(),
             params: self.params.clone(),
-            frozen: self.frozen.clone(),
             storage: self.storage.clone(),
             gathered: None,
             needs_dx: false,

@@ -99,7 +99,12 @@ impl StageGraph {
             identity: Arc::new(()),
             adders: (0..count).map(|_| None).collect(),
         };
+        // The other stages are shared with the trained pipeline, and stay as they are.
         graph.find_trained();
+        if let (Some(stage), Some(trains)) = (graph.stages.last_mut(), graph.trains.last_mut()) {
+            stage.set_needs_dx(false);
+            *trains = false;
+        }
         Ok(graph)
     }
 

@@ -112,7 +112,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Returns a pipeline of the same stages with their parameters as they are now, and `last` in
     /// place of the last stage: for instance a stage that returns scores where the trained one
     /// returns the loss. `last` takes the parameters, inputs and side inputs of the last stage, and
-    /// runs on its mesh.
+    /// runs on its mesh. It is frozen, so its outputs need no gradient. The pipeline runs forward
+    /// passes alone.
     ///
     /// An update of the parameters donates those that the pipeline has: use it before, or make
     /// another one behind.

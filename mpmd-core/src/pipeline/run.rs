@@ -476,6 +476,7 @@ impl<'a> RunningStep<'a> {
     /// and its metrics.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
+        loss.map_ref(&mut |array| array.aval().clone()).check()?;
         let seed = |array: &MpmdArray, value: f64| match array.dtype() {
             DType::F64 => MpmdArray::scalar(value),
             _ => MpmdArray::scalar(value as f32),

@@ -473,6 +473,28 @@ pub struct Loss<L> {
     pub metrics: BTreeMap<String, L>,
 }
 
+impl Loss<ShapedArray> {
+    /// Checks that all figures are scalars of f32 or f64.
+    ///
+    /// # Errors
+    ///
+    /// If one is not. The error names it.
+    pub fn check(&self) -> Result<()> {
+        let metrics = self.metrics.iter().map(|(name, aval)| (format!("metric {name:?}"), aval));
+        let own = [("sum".to_owned(), &self.sum), ("weight".to_owned(), &self.weight)];
+        let wrong = |(_, aval): &(String, &ShapedArray)| {
+            !aval.shape().is_empty() || !matches!(aval.dtype(), DType::F32 | DType::F64)
+        };
+        match own.into_iter().chain(metrics).find(wrong) {
+            None => Ok(()),
+            Some((name, aval)) => Err(Error::kernel(format!(
+                "the {name} of the loss is {aval}: it must be a scalar of f32 or f64, the sum over \
+                 all items"
+            ))),
+        }
+    }
+}
+
 impl<L> Loss<L> {
     /// Creates a loss without metrics: its sum over all items, and their number.
     pub fn new(sum: L, weight: L) -> Self {

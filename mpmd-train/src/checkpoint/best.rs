@@ -28,18 +28,20 @@ pub(crate) struct Best {
     pub(crate) metric: String,
     pub(crate) goal: Goal,
     pub(crate) value: Option<f64>,
+    /// The step of that value.
+    pub(crate) step: u64,
 }
 
 impl Best {
-    /// Returns true if `value` is finite and better than the best so far, and takes it.
-    pub(crate) fn take(&mut self, value: f64) -> bool {
+    /// Returns true if the value of a step is finite and better than the best so far, and takes it.
+    pub(crate) fn take(&mut self, step: u64, value: f64) -> bool {
         let is_better = self.value.is_none_or(|best| match self.goal {
             Goal::Lowest => value < best,
             Goal::Highest => value > best,
         });
         let is_taken = is_better && value.is_finite();
         if is_taken {
-            self.value = Some(value);
+            (self.step, self.value) = (step, Some(value));
         }
         is_taken
     }

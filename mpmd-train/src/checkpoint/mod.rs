@@ -175,11 +175,14 @@ impl Checkpoints {
         folder::steps(&self.folder)
     }
 
-    /// Returns the best value so far of the metric of `best` in this folder. Every process must
-    /// call it.
-    pub(crate) fn best_value(&self, p: &mut Program, best: &Best) -> Result<Option<f64>> {
+    /// Takes the best value so far of the metric of `best` in this folder. Every process must call
+    /// it.
+    pub(crate) fn take_best(&self, p: &mut Program, best: &mut Best) -> Result<()> {
         let found = on_first(p, None, || best::read(&self.folder))?;
-        Ok(found.filter(|found| found.metric == best.metric).map(|found| found.value))
+        if let Some(found) = found.filter(|found| found.metric == best.metric) {
+            (best.step, best.value) = (found.step, Some(found.value));
+        }
+        Ok(())
     }
 
     /// Names a complete checkpoint as the best, and removes the one that was the best if it is not

@@ -107,8 +107,9 @@ pub(crate) const MOST_METRICS: usize = 16;
 /// Number of figures of a step.
 pub(crate) const STEP_FIGURES: usize = FIGURES + MOST_METRICS;
 
-/// Returns an error if a loss has too many metrics.
+/// Returns an error if a loss has too many metrics, or figures that are no scalars of floats.
 pub(crate) fn check_metrics(loss: &Loss<ShapedArray>) -> Result<()> {
+    loss.check()?;
     let count = loss.metrics.len();
     if count > MOST_METRICS {
         return Err(Error::kernel(format!("a loss with {count} metrics: at most {MOST_METRICS}")));

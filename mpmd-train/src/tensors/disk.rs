@@ -18,8 +18,18 @@ use crate::agree::{agree, on_first};
 ///
 /// If a process cannot. Every process gets the same error.
 pub fn check_folder(p: &mut Program, folder: &Path) -> Result<()> {
-    on_first(p, (), || create_folder(folder))?;
-    let own = if p.is_dry_run() { Ok(()) } else { try_folder(folder) };
+    let first = on_first(p, folder.to_owned(), || {
+        create_folder(folder)?;
+        Ok(folder.to_owned())
+    })?;
+    let own = match first == folder {
+        _ if p.is_dry_run() => Ok(()),
+        true => try_folder(folder),
+        false => Err(failed(
+            folder,
+            &format!("process 0 names another folder, {}: name the same", first.display()),
+        )),
+    };
     agree(p, own)
 }
 

@@ -177,7 +177,7 @@ impl<'a> Run<'a> {
     /// `loss`, in this folder of [`Run::checkpoints`]. [`Checkpoints::keep`] keeps it beside the
     /// newest ones, and [`Checkpoints::best`] restores it.
     pub fn keep_best(mut self, metric: impl Into<String>, goal: Goal) -> Self {
-        self.keep_best = Some(Best { metric: metric.into(), goal, value: None });
+        self.keep_best = Some(Best { metric: metric.into(), goal, value: None, step: 0 });
         self
     }
 
@@ -222,6 +222,9 @@ pub struct Outcome {
     pub evaluation: Option<f64>,
     /// Mean of each metric in that evaluation, by name.
     pub metrics: BTreeMap<String, f64>,
+    /// With [`Run::keep_best`], the step and the value of the best evaluation in the folder. `None`
+    /// without one.
+    pub best: Option<(u64, f64)>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -314,6 +317,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         }
         let Observer { mut saves, progress: bar, last, stopped, evaluation, .. } = observer;
         saves.finish(p)?;
+        let best = saves.best();
         // Its end draws it once more.
         drop(bar);
         if let Some(signal) = stopped.filter(|_| first && progress) {
@@ -323,7 +327,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let (evaluation, metrics) =
             evaluation.map(|report| (report.loss(), report.metrics)).unzip();
         let metrics = metrics.unwrap_or_default();
-        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics })
+        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics, best })
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody

@@ -89,7 +89,7 @@ impl Saves {
         if let Some(to) = &to {
             to.claim(p, step)?;
             if let Some(best) = &mut best {
-                best.value = to.best_value(p, best)?;
+                to.take_best(p, best)?;
             }
         } else if every.is_some() || best.is_some() {
             let of = if every.is_some() { "save_every" } else { "keep_best" };
@@ -112,11 +112,17 @@ impl Saves {
                 ))
             })?,
         };
-        let is_best = best.take(value);
+        let is_best = best.take(report.step, value);
         if is_best {
             self.mark = Some(BestEntry { step: report.step, metric: best.metric.clone(), value });
         }
         Ok(is_best)
+    }
+
+    /// Returns the step and the value of the best evaluation.
+    pub(super) fn best(&self) -> Option<(u64, f64)> {
+        let best = self.best.as_ref()?;
+        Some((best.step, best.value?))
     }
 
     /// Names the checkpoint of `step`, which is complete, as the best if it is.

@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::{SideInput, SideShapes, Stage, StageContext, StageSignature};
+use mpmd_core::aval::DType;
+use mpmd_core::pipeline::{Loss, SideInput, SideShapes, Stage, StageContext, StageSignature};
 use mpmd_core::prelude::*;
 use mpmd_train::data::Data as _;
 use mpmd_train::optimizer::AdamW;
@@ -142,7 +143,10 @@ fn best_checkpoint_is_kept_and_restored() {
             trainer.restore(p, &to)?;
             let mut trainer = trainer.rate(Rate::Constant(0.02)).stop_on(&StopFlag::default());
             let run = Run::steps(steps).evaluate_every(1).progress(false);
-            trainer.run(p, run.checkpoints(to).keep_best("loss", goal), &windows())?;
+            let run = run.checkpoints(to).keep_best("loss", goal);
+            let outcome = trainer.run(p, run, &windows())?;
+            let best = if goal == Goal::Highest { 1 } else { steps };
+            assert_eq!(outcome.best.map(|(step, _)| step), Some(best));
             Ok(())
         };
         // The loss falls, so its highest is that of the first evaluation.
@@ -207,5 +211,31 @@ fn predictions_are_of_the_trained_parameters() {
         });
         let results: Vec<_> = results.into_iter().map(Result::unwrap).collect();
         assert_eq!(results[0].1, Some(results[0].0), "{processes} processes");
+    }
+}
+
+#[test]
+fn metric_that_is_no_float_scalar_is_refused_by_name() {
+    let loss = || Loss::new(f32s([]), f32s([])).metric("near", f32s([]));
+    loss().check().unwrap();
+    for (aval, found) in [(f32s([16]), "f32[16]"), (ShapedArray::new(&[], DType::U8), "u8[]")] {
+        let error = loss().metric("right", aval).check().unwrap_err().to_string();
+        assert!(error.contains("metric \"right\" of the loss is "), "{error}");
+        assert!(error.contains(&format!("{found}: it must be a scalar of f32 or f64")), "{error}");
+    }
+}
+
+#[test]
+fn folders_that_differ_by_process_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
+        let own = folder.path().join(p.process().to_string());
+        let run = Run::steps(1).progress(false).checkpoints(Checkpoints::new(own));
+        trainer.run(p, run, &windows())
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("process 0 names another folder"), "{error}");
     }
 }
