@@ -25,6 +25,8 @@ impl Program {
     ///
     /// ```
     /// use mpmd_core::prelude::*;
+    /// use mpmd_core::sharding::Sharding;
+    /// use mpmd_core::topology::DeviceId;
     ///
     /// let mut p = Program::builder().devices(2).alone()?;
     /// let rows = p.mesh(&[("x", 2)])?.sharding(spec!["x"]);
