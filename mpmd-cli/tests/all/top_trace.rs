@@ -123,6 +123,7 @@ fn running_job_is_traced_for_a_time() {
             let run = Run::merge(&traces, Vec::new());
             assert!(run.is_part && run.problems.is_empty(), "{:?}", run.problems);
             assert!(run.end < 60.0, "both processes are on one clock: {} s", run.end);
+            assert!(run.steps.len() > 1, "whole steps: {:?}", run.steps);
             for process in [0, 1] {
                 let kernels = run.kernels.iter().filter(|kernel| kernel.process == process);
                 assert!(kernels.filter(|kernel| kernel.ended).count() > 0, "process {process}");
@@ -209,7 +210,7 @@ fn traced_job_and_other_versions_refuse() {
     assert_ne!(told.status, Some(0));
     assert!(told.stderr.contains("process 1: it is traced from its start on"), "{told:?}");
     end(job);
-    // A process that answers each look with its activity, whatever the words say.
+    // A process that answers each look with its activity, as one of an older version does.
     let (token, peer_timeout) = (Token::new([3; 32]), LONG);
     let config = ServerConfig { processes: 1, token: token.clone(), peer_timeout };
     let server = Server::bind(([127, 0, 0, 1], 0).into(), config).unwrap();
