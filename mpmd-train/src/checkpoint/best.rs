@@ -1,15 +1,15 @@
-//! The best checkpoint of a folder, by a metric of its evaluation: `best.json` names it.
+//! The best checkpoint of a folder, by a metric of its evaluation: `step-best.json` names it.
 
 use std::path::Path;
 
 use mpmd_core::{Result, read_regular};
 use serde::{Deserialize, Serialize};
 
-use crate::tensors::disk::{beside, sync_folder, write_new};
+use crate::tensors::disk::replace;
 use crate::tensors::failed;
 
 /// Name of the file.
-const NAME: &str = "best.json";
+const NAME: &str = "step-best.json";
 /// Limit of the size of the file that is read, in bytes.
 const LARGEST: u64 = 1 << 16;
 
@@ -63,7 +63,8 @@ pub(crate) fn read(folder: &Path) -> Result<Option<BestEntry>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         bytes => {
             let bytes = bytes.map_err(|error| failed(&path, &error))?;
-            serde_json::from_slice(&bytes).map(Some).map_err(|error| failed(&path, &error))
+            let unknown = |error| failed(&path, &format!("{error}: remove it"));
+            serde_json::from_slice(&bytes).map(Some).map_err(unknown)
         }
     }
 }
@@ -72,8 +73,5 @@ pub(crate) fn read(folder: &Path) -> Result<Option<BestEntry>> {
 pub(crate) fn write(folder: &Path, best: &BestEntry) -> Result<()> {
     let path = folder.join(NAME);
     let text = serde_json::to_vec(best).map_err(|error| failed(&path, &error))?;
-    let new = beside(&path);
-    let placed = write_new(&new, &text).and_then(|()| std::fs::rename(&new, &path));
-    placed.map_err(|error| failed(&path, &error))?;
-    sync_folder(folder)
+    replace(&path, &text)
 }

@@ -117,7 +117,10 @@ impl Checkpoint {
         match self.arrays.iter().find(|(name, _)| !known.contains(name)) {
             Some((name, saved)) => {
                 let found = saved.file.aval(name)?;
-                let problem = format!("{name}: {found} found, which the training does not have");
+                let problem = format!(
+                    "{name}: {found} found, which is none of the arrays that are restored. If it \
+                     is not trained, leave `Checkpoints::trained_only` out"
+                );
                 Err(failed(saved.file.path(), &problem))
             }
             None => Ok(()),
@@ -177,7 +180,10 @@ pub(crate) fn load(
     from: &Checkpoints,
     contents: &Contents,
 ) -> Result<Option<Loaded>> {
-    let of_best = || best::read(&from.folder).map(|best| best.map(|best| best.step));
+    let of_best = || match from.at {
+        At::Best => best::read(&from.folder).map(|best| best.map(|best| best.step)),
+        _ => Ok(None),
+    };
     let (steps, best) = on_first(p, (Vec::new(), None), || Ok((from.steps()?, of_best()?)))?;
     if p.is_dry_run() {
         return Ok(None);

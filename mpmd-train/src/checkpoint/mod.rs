@@ -178,7 +178,11 @@ impl Checkpoints {
     /// Takes the best value so far of the metric of `best` in this folder. Every process must call
     /// it.
     pub(crate) fn take_best(&self, p: &mut Program, best: &mut Best) -> Result<()> {
-        let found = on_first(p, None, || best::read(&self.folder))?;
+        // One whose checkpoint was removed does not count.
+        let found = on_first(p, None, || {
+            let steps = self.steps()?;
+            Ok(best::read(&self.folder)?.filter(|found| steps.contains(&found.step)))
+        })?;
         if let Some(found) = found.filter(|found| found.metric == best.metric) {
             (best.step, best.value) = (found.step, Some(found.value));
         }

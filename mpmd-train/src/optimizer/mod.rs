@@ -111,9 +111,9 @@ impl Optimizer {
     /// padding alone, counts as 1: its gradients are 0. `rate` is the learning rate. If the norm of
     /// the gradients is not finite, parameters and state keep their values.
     ///
-    /// Returns the figures of the step, `f64`s of shape `[4]` on the last stage's mesh: the mean
-    /// loss before the update, the weight, the norm of the mean gradient before clipping, and the
-    /// number of the last stage with a gradient that is not finite, or -1.
+    /// Returns the figures of the step, `f64`s of shape `[20]` on the last stage's mesh: the mean
+    /// loss before the update, the weight, the norm of the mean gradient before clipping, the
+    /// number of the last stage with a gradient that is not finite, or -1, and the mean metrics.
     ///
     /// # Errors
     ///

@@ -17,7 +17,7 @@ use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, 
 use super::saves::Saves;
 #[cfg(feature = "tensorboard")]
 use super::tensorboard::Events;
-use crate::checkpoint::{Best, Checkpoints, Goal};
+use crate::checkpoint::{Best, BestEntry, Checkpoints, Goal};
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
 
@@ -251,6 +251,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, .. } = run;
         let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
+        if run.keep_best.is_some() && data.held_out_len() == 0 {
+            let problem = "`Run::keep_best` needs held-out data: there are none to evaluate";
+            return Err(Error::kernel(problem));
+        }
         let is_saved = run.checkpoints.is_some();
         let saves = Saves::new(p, run.checkpoints, (run.save_every, run.keep_best), self.steps())?;
         if p.is_dry_run() {
@@ -310,7 +314,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             }
         }
         self.train(p, (steps, evaluate_every), data, &mut observer)?;
-        self.begin_save_if_finite(p, &mut observer)?;
+        self.begin_save_if_finite(p, &mut observer, None)?;
         let is_evaluated = |report: &EvaluationReport| report.step == self.steps();
         if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
@@ -363,10 +367,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 Some(share) => self.rate.at_share(share),
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
+            // Before hours of training.
+            observer.saves.check_metric(&self.metrics)?;
             if observer.saves.is_due(self.steps()) {
                 // They show if the save before, which is complete then, has a model of use.
                 pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;
-                self.begin_save_if_finite(p, observer)?;
+                self.begin_save_if_finite(p, observer, None)?;
             }
             // Does nothing unless the program recovers.
             p.commit(self.steps(), self)?;
@@ -383,15 +389,20 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         pending.into_iter().try_for_each(|step| self.read(p, observer, step))
     }
 
-    /// Begins to save the last step, if there are checkpoints and that is not done. The reports of
-    /// all steps must be read. Fails if a trained parameter is not finite.
-    fn begin_save_if_finite(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
+    /// Begins to save the last step, if there are checkpoints and that is not done. Fails if a
+    /// trained parameter is not finite. With `mark`, the step has had the best evaluation so far.
+    fn begin_save_if_finite(
+        &mut self,
+        p: &mut Program,
+        observer: &mut Observer<'_>,
+        mark: Option<BestEntry>,
+    ) -> Result<()> {
         if let Some(parameter) = self.spoiled(p)? {
             let what = format!("the model after step {} cannot be used", self.steps());
             let figure = NotFinite { trained: Some(parameter), ..UNKNOWN };
             return self.fail(p, observer, &what, figure);
         }
-        observer.saves.begin(p, self)
+        observer.saves.begin(p, self, mark)
     }
 
     /// Ends the saves, and returns the error of a figure that is not finite. `what` names the
@@ -403,7 +414,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         what: &str,
         figure: NotFinite,
     ) -> Result<()> {
-        observer.saves.end(p, self, observer.last.as_ref().map_or(0, |last| last.step));
+        // A finite evaluation says of its model what the loss of the next step would.
+        let evaluated = observer.evaluation.as_ref().map_or(0, |report| report.step + 1);
+        let last = observer.last.as_ref().map_or(0, |last| last.step);
+        observer.saves.end(p, self, last.max(evaluated));
         Err(self.not_finite(p, what, figure)?)
     }
 
@@ -452,10 +466,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
-        if observer.saves.is_best(&report)? {
-            self.begin_save_if_finite(p, observer)?;
+        let mark = observer.saves.take_if_best(&report);
+        observer.evaluated(report)?;
+        if mark.is_some() {
+            self.begin_save_if_finite(p, observer, mark)?;
         }
-        observer.evaluated(report)
+        Ok(())
     }
 
     /// Reads a step's report, and passes it to the observer and to the save under way.

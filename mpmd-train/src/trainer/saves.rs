@@ -99,24 +99,28 @@ impl Saves {
         Ok(Self { to, every, best, mark: None, current: None })
     }
 
-    /// Returns true if an evaluation is the best so far by the metric that counts: then its model
-    /// is to be saved. Fails if the loss does not have the metric.
-    pub(super) fn is_best(&mut self, report: &EvaluationReport) -> Result<bool> {
-        let Some(best) = &mut self.best else { return Ok(false) };
+    /// Fails if the loss, which has these metrics, does not have the one that counts.
+    pub(super) fn check_metric(&self, known: &[String]) -> Result<()> {
+        match &self.best {
+            Some(Best { metric, .. }) if metric != "loss" && !known.contains(metric) => {
+                Err(Error::kernel(format!(
+                    "`Run::keep_best` by {metric:?}: the loss has no such metric, but {known:?}"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the entry of an evaluation if it is the best so far by the metric that counts: then
+    /// its model is to be saved.
+    pub(super) fn take_if_best(&mut self, report: &EvaluationReport) -> Option<BestEntry> {
+        let best = self.best.as_mut()?;
         let value = match best.metric.as_str() {
             "loss" => report.loss(),
-            metric => *report.metrics.get(metric).ok_or_else(|| {
-                let known: Vec<&String> = report.metrics.keys().collect();
-                Error::kernel(format!(
-                    "`Run::keep_best` by {metric:?}: the loss has no such metric, but {known:?}"
-                ))
-            })?,
+            metric => *report.metrics.get(metric)?,
         };
-        let is_best = best.take(report.step, value);
-        if is_best {
-            self.mark = Some(BestEntry { step: report.step, metric: best.metric.clone(), value });
-        }
-        Ok(is_best)
+        let (step, metric) = (report.step, best.metric.clone());
+        best.take(step, value).then_some(BestEntry { step, metric, value })
     }
 
     /// Returns the step and the value of the best evaluation.
@@ -151,19 +155,23 @@ impl Saves {
     }
 
     /// Begins to save the last step, unless that is done. Blocks until the save before is complete.
+    /// `mark` names it as the best, once it is complete.
     pub(super) fn begin<In: Tree<Leaf = MpmdArray>>(
         &mut self,
         p: &mut Program,
         trainer: &mut Trainer<In>,
+        mark: Option<BestEntry>,
     ) -> Result<()> {
         let Some(to) = self.to.clone() else { return Ok(()) };
         if trainer.is_saved(&to) {
+            self.mark = mark.or(self.mark.take());
             return match self.current {
                 None => self.completed(p, trainer.steps()),
                 Some(_) => Ok(()),
             };
         }
         self.finish(p)?;
+        self.mark = mark;
         self.current = Some(trainer.begin_save(p, &to)?);
         Ok(())
     }

@@ -7,7 +7,7 @@ use mpmd_core::Simulation;
 use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, SideInput, SideShapes, Stage, StageContext, StageSignature};
 use mpmd_core::prelude::*;
-use mpmd_train::data::Data as _;
+use mpmd_train::data::{At, Data as _};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Checkpoints, Goal, Next, Outcome, Rate, Run};
@@ -201,6 +201,12 @@ fn predictions_are_of_the_trained_parameters() {
             let outcome = trainer.run(p, Run::steps(5).progress(false), &data)?;
             let errors = trainer.predict(p, Errors, &data)?;
             assert_eq!(errors.len(), data.held_out_len());
+            let (meshes, schedule) = (trainer.meshes(), trainer.schedule().clone());
+            let batch = (0..4).map(|m| data.training(p, &meshes, At::new(0, 1, m)));
+            let batch = batch.collect::<Result<Vec<_>>>()?;
+            let mut other = trainer.pipeline().with_last(Head)?;
+            let error = other.train_step(p, &schedule, batch).unwrap_err().to_string();
+            assert!(error.contains("made by `with_last` is not trained"), "{error}");
             let mut all = Vec::new();
             for errors in &errors {
                 all.extend(read(p, errors)?.unwrap_or_default());
@@ -238,4 +244,22 @@ fn folders_that_differ_by_process_are_refused() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("process 0 names another folder"), "{error}");
     }
+}
+
+#[test]
+fn seconds_of_a_metrics_file_never_fall() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("metrics.jsonl");
+    let results = Simulation::new(1, 4).run(|p| {
+        let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
+        for steps in [20, 24] {
+            trainer.run(p, Run::steps(steps).progress(false).metrics(&file), &windows())?;
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
+    let seconds: Vec<f64> =
+        lines(&file).iter().map(|line| line["seconds"].as_f64().unwrap()).collect();
+    assert_eq!(seconds.len(), 26);
+    assert!(seconds.is_sorted(), "{seconds:?}");
 }
