@@ -123,9 +123,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
         let mut taken = |tensor: &Tensor| store.as_mut().and_then(|store| store.remove(tensor));
-        let weights = graph.weights.iter().enumerate();
+        // candle computes gradients of constants too.
+        let trained = graph.weights.iter().enumerate().filter(|(_, (_, one))| one.is_variable());
         let computed =
-            weights.filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?))).collect();
+            trained.filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?))).collect();
         later.put_object(Postponed { weights: graph.weights.clone(), work, computed })?;
         write_dx(&graph, &store, dx)
     }

@@ -245,8 +245,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let at_once = |(path, tensor): (&String, &Tensor)| {
             Some((path.clone(), bridge::memory_of(gradient(tensor)?).1))
         };
-        let at_once =
-            if splits { graph.weights.iter().filter_map(at_once).collect() } else { Vec::new() };
+        let trained = graph.weights.iter().filter(|(_, tensor)| splits && tensor.is_variable());
+        let at_once = trained.filter_map(at_once).collect();
         let has = |tensor: &Tensor| {
             gradient(tensor).is_some()
                 || deferred.iter().any(|deferred| deferred.weight == tensor.id())

@@ -226,11 +226,11 @@ impl Program {
         let from = from.map(|from| from.broadcast(structure)).transpose();
         let from = from.map_err(IssueProblem::Tree)?;
         let to = to.broadcast(structure).map_err(IssueProblem::Tree)?;
-        let mut routes = Vec::with_capacity(leaves.len());
+        let (mut routes, mut last) = (Vec::with_capacity(leaves.len()), None);
         for (place, ((path, array), to)) in leaves.iter().zip(&to).enumerate() {
             array.check_usable(path)?;
             let from = from.as_ref().map(|from| &from[place]);
-            routes.push(self.route(path, array, from, to, options.cache_plans)?);
+            routes.push(self.route(path, array, from, to, options.cache_plans, &mut last)?);
         }
         if options.donate {
             refuse_twice(leaves)?;
@@ -239,7 +239,8 @@ impl Program {
         Ok((routes, to))
     }
 
-    /// Returns the route of one leaf: the direct route without `from`.
+    /// Returns the route of one leaf: the direct route without `from`. `last` has the intermediate
+    /// that was found last.
     fn route(
         &mut self,
         path: &str,
@@ -247,6 +248,7 @@ impl Program {
         from: Option<&Sharding>,
         to: &Sharding,
         cache: bool,
+        last: &mut Option<(PutKey, Option<Intermediate>)>,
     ) -> std::result::Result<Route, IssueProblem> {
         // The direct plan is made in any case: it reports the mistakes of every route.
         let direct = self.put_steps(path, array, to, cache)?;
@@ -271,13 +273,19 @@ impl Program {
                 None
             }
         };
-        let found_between = if cache {
-            let key = PutKey { aval: aval.clone(), from: Some(from.clone()), to: to.clone() };
-            self.put_plans.intermediate(key, find)
-        } else {
-            find()
+        let key = PutKey { aval: aval.clone(), from: Some(from.clone()), to: to.clone() };
+        // Without the cache, leaves that are alike still share the search.
+        let between = match last {
+            Some((known, between)) if *known == key => between.clone(),
+            _ => {
+                let found = match cache {
+                    true => self.put_plans.intermediate(key.clone(), find),
+                    false => find(),
+                };
+                last.insert((key, found)).1.clone()
+            }
         };
-        let Some(between) = found_between else { return Ok(Route::Direct(direct)) };
+        let Some(between) = between else { return Ok(Route::Direct(direct)) };
         let replica = first_replica(path, aval, &between)?;
         let gather = self.put_plan_between(path, aval, Some(found), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;

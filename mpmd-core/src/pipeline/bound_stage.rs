@@ -128,6 +128,7 @@ impl BoundStage {
     /// has no kernels yet. `stage` is not trained.
     pub(super) fn again(&self, stage: Option<Arc<dyn ErasedStage>>) -> Result<Self> {
         let paths = self.structure.paths();
+        let is_same = stage.is_none();
         if let Some(stage) = &stage {
             paths.iter().for_each(|path| stage.freeze(path));
         }
@@ -153,6 +154,9 @@ impl BoundStage {
             kernels: Vec::new(),
         };
         again.forget_shapes()?;
+        if is_same {
+            again.prepared = self.prepared.shared();
+        }
         Ok(again)
     }
 

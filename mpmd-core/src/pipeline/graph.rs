@@ -32,6 +32,9 @@ pub(super) struct StageGraph {
     /// For each stage, true if it runs backward passes: it has trained parameters, or reads a stage
     /// that runs them.
     pub(super) trains: Vec<bool>,
+    /// The first stage that is not trained, whatever its parameters are; `None` if all may be. Such
+    /// a pipeline runs forward passes alone.
+    pub(super) untrained_from: Option<usize>,
     /// The identity of this pipeline, which its `Output`s share.
     pub(super) identity: Arc<()>,
     /// For each stage, the kernel that adds up gradients of its outputs; built at first use.
@@ -72,6 +75,7 @@ impl StageGraph {
             recomputes: vec![false],
             ascending: false,
             trains: Vec::new(),
+            untrained_from: None,
             identity: Arc::new(()),
             adders: vec![None],
         };
@@ -96,15 +100,12 @@ impl StageGraph {
             recomputes: vec![false; count],
             ascending: false,
             trains: Vec::new(),
+            untrained_from: Some(count - 1),
             identity: Arc::new(()),
             adders: (0..count).map(|_| None).collect(),
         };
-        // The other stages are shared with the trained pipeline, and stay as they are.
+        // The stages before it are shared with the trained pipeline, and stay as they are.
         graph.find_trained();
-        if let (Some(stage), Some(trains)) = (graph.stages.last_mut(), graph.trains.last_mut()) {
-            stage.set_needs_dx(false);
-            *trains = false;
-        }
         Ok(graph)
     }
 
@@ -125,10 +126,21 @@ impl StageGraph {
     /// Finds the stages that run backward passes.
     fn find_trained(&mut self) {
         self.trains.clear();
-        for (stage, feed) in self.stages.iter_mut().zip(&self.feeds) {
-            let needs_dx = feed.parts.iter().any(|part| self.trains[part.stage]);
+        for (index, (stage, feed)) in self.stages.iter_mut().zip(&self.feeds).enumerate() {
+            let may_train = self.untrained_from.is_none_or(|from| index < from);
+            let needs_dx = may_train && feed.parts.iter().any(|part| self.trains[part.stage]);
             stage.set_needs_dx(needs_dx);
-            self.trains.push(needs_dx || stage.frozen().contains(&false));
+            self.trains.push(needs_dx || may_train && stage.frozen().contains(&false));
+        }
+    }
+
+    /// Returns an error if the pipeline runs forward passes alone.
+    pub(super) fn check_trains(&self) -> Result<()> {
+        match self.untrained_from {
+            None => Ok(()),
+            Some(_) => Err(Error::kernel(
+                "a pipeline made by `with_last` is not trained: call `forward` or `forward_all`",
+            )),
         }
     }
 

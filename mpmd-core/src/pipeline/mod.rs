@@ -501,6 +501,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         beside: &[MpmdArray],
         counts: &mut dyn FnMut(u64) -> u64,
     ) -> Result<StepMemory> {
+        self.graph.check_trains()?;
         let schedule = run::effective(&self.graph, schedule)?;
         let stages =
             shapes::stage_bytes(&self.graph, program, &schedule, microbatches, beside, counts)?;

@@ -109,6 +109,11 @@ impl Prepared {
         Self { bytes, jit: None, object: None, stale: true }
     }
 
+    /// Returns the state of the same stage in another pipeline, which shares the working form.
+    pub(super) fn shared(&self) -> Self {
+        Self { bytes: self.bytes, jit: None, object: self.object.clone(), stale: self.stale }
+    }
+
     pub(super) fn bytes(&self) -> Option<u64> {
         self.bytes
     }

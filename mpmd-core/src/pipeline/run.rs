@@ -239,6 +239,7 @@ pub(super) fn forward(
 }
 
 fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
+    graph.check_trains()?;
     check(graph, schedule, microbatches)?;
     if !schedule.has_backward() {
         let problem = format!(
@@ -504,8 +505,8 @@ impl<'a> RunningStep<'a> {
     }
 
     /// Returns the gradient of a stage's outputs: the sum of the readers' gradients, in the order
-    /// of the readers.
-    fn output_gradient(&mut self, key: (usize, usize)) -> Result<Bundle> {
+    /// of the readers. `role` is that of the pass that needs it.
+    fn output_gradient(&mut self, key: (usize, usize), role: Role) -> Result<Bundle> {
         let held = self.held(key);
         let mut all = std::mem::take(&mut held.gradients);
         let structure = there(held.outputs.take(), key, "output")?;
@@ -521,7 +522,7 @@ impl<'a> RunningStep<'a> {
                 leaf.push(gradient);
             }
         }
-        self.label(key, Role::BackwardInput);
+        self.label(key, role);
         let sum = |arrays: Vec<MpmdArray>| {
             let arrays = (!arrays.is_empty()).then_some(arrays);
             self.graph.add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
@@ -534,8 +535,9 @@ impl<'a> RunningStep<'a> {
     /// kernel computes the weight gradient.
     fn input_pass(&mut self, key: (usize, usize), fused: bool) -> Result<()> {
         let residual = self.residual(key)?;
-        let dy = self.output_gradient(key)?;
-        self.label(key, if fused { Role::Backward } else { Role::BackwardInput });
+        let role = if fused { Role::Backward } else { Role::BackwardInput };
+        let dy = self.output_gradient(key, role)?;
+        self.label(key, role);
         let of = self.held(key).of.clone();
         // Without parameters there is no gradient to add to.
         let so_far = || self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());

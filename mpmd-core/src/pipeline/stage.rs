@@ -474,12 +474,21 @@ pub struct Loss<L> {
 }
 
 impl Loss<ShapedArray> {
-    /// Checks that all figures are scalars of f32 or f64.
+    /// Checks that all figures are scalars of f32 or f64, and that the metrics have names in one
+    /// line, none of which is `loss`.
     ///
     /// # Errors
     ///
     /// If one is not. The error names it.
     pub fn check(&self) -> Result<()> {
+        let is_bad = |name: &&String| {
+            name.is_empty() || name.as_str() == "loss" || name.contains(char::is_control)
+        };
+        if let Some(name) = self.metrics.keys().find(is_bad) {
+            return Err(Error::kernel(format!(
+                "a metric of the loss has the name {name:?}: take another, in one line"
+            )));
+        }
         let metrics = self.metrics.iter().map(|(name, aval)| (format!("metric {name:?}"), aval));
         let own = [("sum".to_owned(), &self.sum), ("weight".to_owned(), &self.weight)];
         let wrong = |(_, aval): &(String, &ShapedArray)| {

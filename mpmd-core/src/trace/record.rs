@@ -117,6 +117,11 @@ impl Trace {
     /// or was closed.
     pub(crate) fn begin(&self, folder: &Path, about: About) -> io::Result<()> {
         let recorder = &self.0;
+        if !self.is_on() {
+            // One whose file could not be written has ended, and left its thread. It has logged
+            // that.
+            let _ = self.end();
+        }
         let mut writer = recorder.writer.lock();
         if writer.is_closed {
             return Err(io::Error::other("the program has ended"));

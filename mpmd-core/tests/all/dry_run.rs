@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::kernels::{fun, like_first};
+use crate::common::kernels::{add_one, fun, like_first};
 use crate::common::watchdog;
+use mpmd_core::Simulation;
 use mpmd_core::dry_run::{DryRun, End, Kind};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Jit, Simulation};
 use mpmd_transport::Pool;
 
 const WIDTH: usize = 1 << 10;
@@ -39,24 +39,6 @@ fn bytes_between(dry_run: &DryRun) -> Vec<Vec<u64>> {
         bytes[from as usize][to as usize] = link.bytes;
     }
     bytes
-}
-
-/// Builds a kernel that adds one to each value of its input, in place, on one device. It donates
-/// the input.
-fn add_one(
-    p: &Program,
-    device: u32,
-) -> Result<Jit<impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> + use<>>> {
-    let kernel = fun(
-        "add one",
-        |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
-        |_, _, mut y| {
-            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
-            Ok(())
-        },
-    );
-    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(device)])?;
-    p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
 
 /// Runs `steps` steps. Each moves an array around all devices, adds one on each, and checks the

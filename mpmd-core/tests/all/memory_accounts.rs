@@ -1,16 +1,16 @@
-//! What counts against a device's memory limit: host values that are put, updates of them, and the
-//! list of arrays in the error of a full device.
+//! Memory of a device: host values that are put count against its limit, updates of them take their
+//! room, and the error of a full device lists its arrays.
 
 use std::time::Duration;
 
 use super::resources::{MIB, is_all, large, memory_falls_to, on};
 use super::simulations::simulation;
-use crate::common::kernels::fun;
+use crate::common::kernels::add_one;
 use crate::common::watchdog;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Builder, HostArray, Jit};
+use mpmd_core::{Builder, HostArray};
 use mpmd_transport::Pool;
 
 /// The bytes of the arrays of [`large`], and of [`zeros`].
@@ -22,23 +22,6 @@ fn zeros() -> Result<MpmdArray> {
     let mut bytes = Pool::new("the test's own", None).allocate(8 * MIB).unwrap();
     bytes.fill(0);
     Ok(MpmdArray::from_host(HostArray::from_bytes(f32s([2 * MIB]), bytes.freeze())?))
-}
-
-/// Builds a kernel that adds 1 to its input in place, on one device. It donates the input.
-fn add_one(
-    p: &Program,
-    device: u32,
-) -> Result<Jit<impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> + use<>>> {
-    let kernel = fun(
-        "add one",
-        |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
-        |_, _, mut y| {
-            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
-            Ok(())
-        },
-    );
-    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(device)])?;
-    p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
 
 /// Runs a program on one process with 12 MiB on each of two devices.

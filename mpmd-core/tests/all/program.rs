@@ -193,7 +193,7 @@ fn processes_may_have_unequal_numbers_of_devices() {
     for (builder, count) in [
         ((|b: Builder| b.devices_by_process(&[1, 2])) as fn(Builder) -> Builder, "[1, 2]"),
         (|b: Builder| b.devices_by_process(&[0]), "[0]"),
-        (|b: Builder| b.devices_by_process(&[2]).devices(3), "[2]"),
+        (|b: Builder| b.devices_by_process(&[2]).devices(3), "`Builder::devices` says 3"),
     ] {
         let said = refused(builder);
         assert!(said.contains(count) && said.contains("give a number for each process"), "{said}");

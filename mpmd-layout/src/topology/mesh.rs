@@ -30,7 +30,7 @@ struct Inner {
 impl Mesh {
     /// Creates a mesh from the (name, size) of each axis, major to minor. `devices` are in
     /// row-major order: the last axis varies fastest. One size may be -1: the number of devices
-    /// that the other axes leave.
+    /// that the other axes leave. Beside it, sizes are signed (`tp as isize`).
     ///
     /// ```
     /// use mpmd_layout::topology::{DeviceId, Mesh};

@@ -331,6 +331,11 @@ impl Topology {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }
 
+    /// True if every process owns as many devices.
+    pub fn is_even(&self) -> bool {
+        self.inner.owned.windows(2).all(|pair| pair[0].len() == pair[1].len())
+    }
+
     /// Returns the number of a process's host. Hosts are numbered in the order of their first
     /// processes. 0 for an unknown process.
     pub fn host_of(&self, process: ProcessId) -> u32 {

@@ -388,13 +388,15 @@ impl Builder {
             let contradicted = self.devices.is_some_and(|devices| devices != all as usize)
                 || per_process.is_some_and(|each| counts.iter().any(|count| *count != each));
             if counts.len() != processes || all == 0 || contradicted {
-                let given = per_process.map_or(String::new(), |each| {
-                    format!(" with --devices-per-process (or {each}) from the launcher")
-                });
+                let devices = self.devices.map(|all| format!(", `Builder::devices` says {all}"));
+                let launched =
+                    per_process.map(|each| format!(", --devices-per-process says {each}"));
                 return Err(Error::Environment(format!(
-                    "the program says that its processes have {counts:?} devices, and the job has \
-                     {processes} processes{given}: give a number for each process, in total at \
-                     least 1, and no other number of devices"
+                    "`Builder::devices_by_process` says {counts:?}, and the job has {processes} \
+                     processes{}{}: give a number for each process, in total at least 1, and no \
+                     other number of devices",
+                    devices.unwrap_or_default(),
+                    launched.unwrap_or_default()
                 )));
             }
             return self.topology_of(counts);

@@ -48,7 +48,9 @@ impl Profile {
             Ok(TraceRequest { folder, action: TraceAction::Begin(time) }) => {
                 self.begin(folder, time)
             }
-            Ok(TraceRequest { folder, action }) => self.look(&folder, action == TraceAction::End),
+            Ok(TraceRequest { folder, action }) => {
+                Ok(self.look(&folder, action == TraceAction::End))
+            }
             Err(error) => Err(format!(
                 "it runs another version of mpmd: the request cannot be read ({error})"
             )),
@@ -56,16 +58,18 @@ impl Profile {
         serde_json::to_vec(&answer).unwrap_or_default()
     }
 
-    /// Returns the state of the trace in a folder. With `ends`, ends it soon.
-    fn look(&self, folder: &Path, ends: bool) -> Result<TraceState, String> {
+    /// Returns the state of the trace in a folder. With `ends`, ends it soon. Without such a trace
+    /// the program has begun anew since, in another epoch, and the trace has ended.
+    fn look(&self, folder: &Path, ends: bool) -> TraceState {
         let mut last = self.last.lock();
-        let last = last.as_mut().filter(|last| last.folder == folder);
-        let last = last.ok_or("it has no such trace: its program began anew, or refused it")?;
+        let Some(last) = last.as_mut().filter(|last| last.folder == folder) else {
+            return TraceState::Ended;
+        };
         if ends {
             last.until = now();
             self.changed.notify_all();
         }
-        Ok(last.state.clone())
+        last.state.clone()
     }
 
     /// Begins a trace on a thread of its own, since files and clocks may block.

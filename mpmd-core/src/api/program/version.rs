@@ -7,6 +7,7 @@ use std::path::Path;
 
 use super::transports::listed;
 use crate::exec::Rolling;
+use mpmd_base::ProcessId;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 
 /// The running executable, also if its file was replaced since.
@@ -54,9 +55,15 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
     )
 }
 
-/// Describes the devices: their number, their kinds, and the path of CUDA collectives.
+/// Describes the devices: their number, their kinds, and the path of CUDA collectives. If
+/// processes have unequal numbers, also these.
 fn devices(topology: &Topology) -> String {
-    let devices = kinds(topology);
+    let mut devices = kinds(topology);
+    if !topology.is_even() {
+        let processes = (0..topology.processes() as u32).map(ProcessId);
+        let counts: Vec<_> = processes.map(|process| topology.devices_of(process).len()).collect();
+        devices += &format!(", by process {counts:?}");
+    }
     match topology.cuda_collectives() {
         CudaCollectives::Host => devices,
         CudaCollectives::Nccl => format!("{devices}, collectives by nccl"),
@@ -114,7 +121,9 @@ mod tests {
     #[test]
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
+        let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
         let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
+        assert_ne!(fingerprint(&one, checks), fingerprint(&other, checks), "other owners");
         let fingerprint = |topology| fingerprint(topology, checks);
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");

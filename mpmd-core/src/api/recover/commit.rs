@@ -83,9 +83,9 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If an array has partial sums, was donated, or belongs to an earlier epoch. If an earlier
-    /// commit has failed for which this call waits, such as by the loss of a process. Processes may
-    /// see this last error at different steps.
+    /// If processes have unequal numbers of devices. If an array has partial sums, was donated, or
+    /// belongs to an earlier epoch. If an earlier commit has failed for which this call waits, such
+    /// as by the loss of a process. Processes may see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
@@ -93,6 +93,13 @@ impl Program {
             return Ok(());
         };
         self.refuse_in_capture(at, "commit")?;
+        if !self.topology().is_even() {
+            return Err(Error::Environment(
+                "a job that recovers needs as many devices on each process: leave \
+                 `Builder::devices_by_process` out"
+                    .to_owned(),
+            ));
+        }
         if !kept.lock().reach(step) {
             return Ok(());
         }

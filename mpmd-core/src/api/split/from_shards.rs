@@ -20,8 +20,9 @@ impl Program {
     ///
     /// Each shard is an array on one device of `sharding`, with the shape of that device's region,
     /// and in the memory kind of `sharding`. There is one for each device, in any order. Shards of
-    /// one region must have equal values: the caller ensures that. The shards are sources as those
-    /// of [`Program::concatenate_by_mesh_axis`]: the array shares their memory.
+    /// one region must have equal values: the caller ensures that. With unreduced axes they are the
+    /// terms of a sum. The shards are sources as those of [`Program::concatenate_by_mesh_axis`]:
+    /// the array shares their memory.
     ///
     /// ```
     /// use mpmd_core::prelude::*;

@@ -1,6 +1,8 @@
-//! Kernels made of two closures.
+//! Kernels made of two closures, and one that several topics use.
 
+use mpmd_core::Jit;
 use mpmd_core::prelude::*;
+use mpmd_core::topology::DeviceId;
 
 /// A kernel over lists of arrays that calls `infer` for its signature and `run` for its work.
 pub(crate) struct Fun<I, R> {
@@ -43,4 +45,22 @@ where
     fn name(&self) -> &str {
         self.name
     }
+}
+
+/// Builds a kernel that adds one to each value of its input, in place, on one device. It donates
+/// the input.
+pub(crate) fn add_one(
+    p: &Program,
+    device: u32,
+) -> Result<Jit<impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdArray>> + use<>>> {
+    let kernel = fun(
+        "add one",
+        |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
+        |_, _, mut y| {
+            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+            Ok(())
+        },
+    );
+    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(device)])?;
+    p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
