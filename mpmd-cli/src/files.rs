@@ -42,9 +42,13 @@ pub(crate) fn say(text: &str) -> Result<()> {
 
 /// Writes an error to standard error, with control characters escaped.
 pub(crate) fn complain(error: &dyn std::fmt::Display) {
-    let line = format!("mpmd: {}\n", printable(&format!("{error:#}")));
-    // `eprintln!` would panic if nobody reads the errors.
-    let _ = io::stderr().write_all(line.as_bytes());
+    note(&format!("mpmd: {error:#}"));
+}
+
+/// Writes a line to standard error, with control characters escaped. Does nothing if nobody reads
+/// it: `eprintln!` would panic.
+pub(crate) fn note(line: &str) {
+    let _ = io::stderr().write_all(format!("{}\n", printable(line)).as_bytes());
 }
 
 /// Writes to standard output: `commands` for a terminal as they are, and a text with control

@@ -196,7 +196,7 @@ pub fn run<E: Into<anyhow::Error>>(
         let process = env.process.index();
         return Ok(report(process, Program::builder().devices(devices).run(program)));
     }
-    if let Some(code) = args.refused(processes, devices) {
+    if let Some(code) = args.refused(processes, devices)? {
         return Ok(code);
     }
     if args.transport != Some(JobTransport::Inproc) && processes == 1 {
@@ -249,10 +249,14 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
     if args.transport == Some(JobTransport::Inproc) || processes == 1 {
-        say("error: a job that recovers has several processes, not one");
+        let counts = process_counts(devices);
+        say(&format!(
+            "error: a job that recovers has several processes, not one: --processes may be \
+             {counts}, but for 1"
+        ));
         return Ok(ExitCode::from(2));
     }
-    match args.refused(processes, devices) {
+    match args.refused(processes, devices)? {
         Some(code) => Ok(code),
         None => start(args.launch(processes)?.spares(1).restarts(MOST_RESTARTS)),
     }
@@ -270,9 +274,9 @@ impl JobArgs {
     }
 
     /// Prints an error and returns the exit code if there can be no such job.
-    fn refused(&self, processes: usize, devices: usize) -> Option<ExitCode> {
+    fn refused(&self, processes: usize, devices: usize) -> anyhow::Result<Option<ExitCode>> {
         // One message instead of one from each process.
-        let kinds = self.device.as_ref().map_or(0, |Devices(kinds)| kinds.len());
+        let kinds = self.device_kinds()?.map_or(0, |kinds| kinds.len());
         if processes == 0 || !devices.is_multiple_of(processes) {
             say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
@@ -280,11 +284,18 @@ impl JobArgs {
                 process_counts(devices)
             ));
         } else if kinds > processes {
-            say(&format!("error: {kinds} kinds of devices for {processes} processes"));
+            let counts = process_counts(devices);
+            let problem = format!("{kinds} kinds of devices for {processes} processes");
+            anyhow::ensure!(
+                self.device.is_some(),
+                "{} has {problem}; --processes may be {counts}",
+                variables::DEVICE
+            );
+            say(&format!("error: {problem}; --processes may be {counts}"));
         } else {
-            return None;
+            return Ok(None);
         }
-        Some(ExitCode::from(2))
+        Ok(Some(ExitCode::from(2)))
     }
 
     /// Returns the launch of this program as several processes.

@@ -275,7 +275,7 @@ impl Processes {
                     let job = Standing::of(server, launch.processes);
                     let meaning = replacing.judge(number, how, &job);
                     let goes_on = match meaning {
-                        Meaning::Failed(_) => false,
+                        Meaning::Failed(_) | Meaning::FailedAtExit(_) => false,
                         // The others may end by the same cause before they have joined.
                         Meaning::NotNeeded => server.is_complete(),
                         _ => true,

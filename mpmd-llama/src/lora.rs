@@ -13,7 +13,7 @@ use mpmd::{MpmdArray, Program, Result};
 
 /// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
 /// `[outputs, rank]`.
-const MATRICES: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+pub(crate) const MATRICES: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 /// End of the name of a weight.
 const WEIGHT: &str = "weight";
 

@@ -12,7 +12,7 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use serde_json::{Map, Value, json};
 
 use crate::folder::{CONFIG, Folder};
-use crate::lora::{Lora, is_adapter};
+use crate::lora::{Lora, MATRICES, is_adapter};
 use crate::unexpected;
 
 /// Saves parameters by name in a folder of the same form as `source`: with its config and
@@ -42,6 +42,8 @@ pub fn save(
 
 /// Start of the names in a file of adapters: `peft` wraps the model twice.
 const WRAPPED: &str = "base_model.model.";
+/// The settings of an adapter.
+const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// Saves the matrices of LoRA in a folder, as the library `peft` has them: `adapter_config.json`
 /// and `adapter_model.safetensors`. Blocks until the folder is complete. Every process must call
@@ -49,7 +51,7 @@ const WRAPPED: &str = "base_model.model.";
 ///
 /// # Errors
 ///
-/// As for [`save`].
+/// As for [`save`], and if the pipeline has no matrices of this rank.
 pub fn save_adapter<In, Out>(
     p: &mut Program,
     source: &Folder,
@@ -66,19 +68,30 @@ where
         .filter(|(name, _)| is_adapter(name))
         .map(|(name, array)| (format!("{WRAPPED}{name}"), array.clone(), array.dtype()))
         .collect();
+    let ranks = |(name, array, _): &(String, MpmdArray, DType)| {
+        name.ends_with(MATRICES[0]) && array.shape().first() != Some(&lora.rank)
+    };
+    if arrays.is_empty() || arrays.iter().any(ranks) {
+        let rank = lora.rank;
+        return Err(unexpected(to, "", format!("matrices of LoRA of rank {rank}"), "others"));
+    }
     arrays.sort_by(|a, b| a.0.cmp(&b.0));
     // `peft` names the layers by the ends of their names: `q_proj`.
     let layer = |(name, ..): &(String, MpmdArray, DType)| Some(name.rsplit('.').nth(2)?.to_owned());
     let layers: BTreeSet<String> = arrays.iter().filter_map(layer).collect();
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    // It becomes part of the folder at once and whole.
+    // They become part of the folder at once and whole. A save that was broken off may have left
+    // it.
     let new = to.join("adapter.partial");
+    p.broadcast_value(ProcessId(0), (), || Ok(_ = fs::remove_dir_all(&new)))?;
     tensors::save(p, &new, &arrays, u64::MAX, &metadata)?;
     p.broadcast_value(ProcessId(0), (), || {
-        let cannot = |why| unexpected(to, "", "a folder for an adapter", why);
+        let settings = to.join(ADAPTER_CONFIG);
+        // Without it, matrices of one save cannot be read with the settings of another.
+        _ = fs::remove_file(&settings);
         fs::rename(new.join("model.safetensors"), to.join("adapter_model.safetensors"))
-            .and_then(|()| fs::remove_dir(&new))
-            .map_err(cannot)?;
+            .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
+        _ = fs::remove_dir_all(&new);
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -91,7 +104,7 @@ where
             "inference_mode": true,
             "target_modules": layers,
         });
-        tensors::replace(&to.join("adapter_config.json"), format!("{config:#}\n").as_bytes())
+        tensors::replace(&settings, format!("{config:#}\n").as_bytes())
     })
 }
 

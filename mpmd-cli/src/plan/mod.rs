@@ -47,7 +47,8 @@ pub(crate) struct PlanArgs {
 enum What {
     /// The region of an array that each device holds: {sharding, shape}
     Layout(Drawn),
-    /// The sharding between a source and a smaller target: {src, dst, shape?, dtype?}
+    /// The sharding between a source and a smaller target: {src, dst}, for one array with the other
+    /// fields of reshard
     Intermediate(Input),
     /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements, names?}
     Chunk(Drawn),

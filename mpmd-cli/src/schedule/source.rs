@@ -9,7 +9,7 @@ use mpmd_schedule::{
 };
 
 use super::{Asked, ScheduleArgs};
-use crate::files::read;
+use crate::files::{note, read};
 
 /// A schedule with the text and costs from which it is shown.
 pub(super) struct Source {
@@ -63,11 +63,11 @@ impl Source {
         ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
         let unit = printable(costs.map_or("units", |costs| &costs.unit));
-        eprintln!("{}: {:.6} {unit}", found.schedule.name(), found.makespan);
+        note(&format!("{}: {:.6} {unit}", found.schedule.name(), found.makespan));
         for (name, makespan) in &found.fixed {
             match makespan {
-                Some(makespan) => eprintln!("{name}: {makespan:.6} {unit}"),
-                None => eprintln!("{name}: beyond the budget"),
+                Some(makespan) => note(&format!("{name}: {makespan:.6} {unit}")),
+                None => note(&format!("{name}: beyond the budget")),
             }
         }
         Ok(Self { schedule: found.schedule, text: None, costs: None })

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result, bail};
 use mpmd_base::ProcessId;
@@ -53,25 +53,37 @@ pub(super) fn record(
             return Ok(states);
         }
         if states.values().any(Result::is_ok) {
-            ask(TraceAction::End)?;
+            // The reason above is more to the point than an error of this.
+            let _ = ask(TraceAction::End);
         }
         bail!("the job is not traced:{refused}")
     });
-    let states = begun.inspect_err(|_| {
-        if is_new {
-            // One that has files stays.
-            let _ = fs::remove_dir(&folder);
-        }
-    })?;
+    let ended = begun.and_then(|states| wait(ask, states, time, &stop, &folder));
+    if ended.is_err() && is_new {
+        // One that has files stays.
+        let _ = fs::remove_dir(&folder);
+    }
+    ended
+}
+
+/// Waits for the end of a trace that has begun, and says where it is.
+fn wait(
+    ask: impl Fn(TraceAction) -> Result<States>,
+    states: States,
+    time: Duration,
+    stop: &AtomicBool,
+    folder: &Path,
+) -> Result<ExitCode> {
     let count = states.len();
     say(&format!("traces {count} processes for {time:?}, or until Ctrl-C\n"))?;
-    let ends = after(Instant::now(), time);
+    let (begin, ends) = (SystemTime::now(), after(Instant::now(), time));
     let (mut end_is_asked, mut last, mut over) = (false, states, ends);
     let how = loop {
         std::thread::sleep(ASK_EVERY.min(time));
         if stop.load(Ordering::Relaxed) && !end_is_asked {
             (end_is_asked, over) = (true, Instant::now());
-            ask(TraceAction::End)?;
+            // The next look tells of the end of the job.
+            let _ = ask(TraceAction::End);
         }
         match ask(TraceAction::Look) {
             Err(error) if has_ended(&error) => break ", up to the end of the job",
@@ -82,7 +94,7 @@ pub(super) fn record(
             _ => None,
         });
         if !failed.is_empty() {
-            ask(TraceAction::End)?;
+            let _ = ask(TraceAction::End);
             bail!("the job cannot be traced:{failed}");
         }
         let runs = last.values().any(|state| *state == Ok(TraceState::Runs));
@@ -96,7 +108,12 @@ pub(super) fn record(
     };
     let refused = refusals(&last);
     let mut text = format!("the trace{how} is in {}\n", folder.display());
-    let is_here = |process: &&ProcessId| folder.join(file::name(process.0)).is_file();
+    // An older file is a copy of another trace. Clocks of file systems may be a little behind.
+    let is_new = |time: SystemTime| time + Duration::from_secs(2) >= begin;
+    let is_here = |process: &&ProcessId| {
+        let found = fs::metadata(folder.join(file::name(process.0)));
+        found.and_then(|found| found.modified()).is_ok_and(is_new)
+    };
     let here = last.keys().filter(is_here).count();
     if here < count {
         text += &format!(

@@ -17,7 +17,7 @@ use super::event::{EVENT_BYTES, Event};
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 
 /// Version of the file format. Readers refuse other versions.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The description of a process at the beginning of its file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -297,7 +297,8 @@ impl ProcessTrace {
             return Err("it begins otherwise".to_owned());
         }
         let version = rest.number().ok_or("it is empty")?;
-        if version != VERSION {
+        // Version 1 lacks some kinds of events and roles.
+        if !(1..=VERSION).contains(&version) {
             return Err(format!("it is of version {version}, and this program reads {VERSION}"));
         }
         let length = rest.number().ok_or("it breaks off in its beginning")?;
@@ -498,7 +499,7 @@ mod tests {
         let mut bytes = whole();
         bytes[8] = 7;
         let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
-        assert_eq!(why, "it is of version 7, and this program reads 1");
+        assert_eq!(why, "it is of version 7, and this program reads 2");
         let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(matches!(nowhere, TraceError::Unreadable { .. }), "{nowhere}");
     }

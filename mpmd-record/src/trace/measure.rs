@@ -22,7 +22,10 @@ pub enum CostsError {
     #[error("the run has no passes of a pipeline's stages")]
     NoPasses,
     /// The run was traced in part, and has no whole step.
-    #[error("no step lies within the trace as a whole: trace for longer")]
+    #[error(
+        "no step lies within the trace as a whole: trace for longer, or, if the program ends no \
+         steps, from its start on"
+    )]
     NoWholeStep,
     /// A pass of one stage is missing.
     #[error("the run has no {} of stage {stage}", .role.name())]

@@ -235,6 +235,7 @@ impl Run {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
             return Err(match all {
                 (Some(first), Some(last)) => format!("the run has steps {first} to {last} only"),
+                _ if self.is_part => "no step lies within the trace as a whole".to_owned(),
                 _ => "the program ended no step, so there are none to choose from".to_owned(),
             });
         };
