@@ -17,7 +17,7 @@ const TRAIN_GPT: Program = ("mpmd-examples", "train_gpt");
 const PIPELINE: Program = ("mpmd-examples", "pipeline");
 
 /// Files in the arguments lie in the folder that [`inputs`] fills.
-const MISTAKES: [Mistake; 14] = [
+const MISTAKES: [Mistake; 17] = [
     (
         MPMD,
         &["top", "4194303"],
@@ -37,6 +37,13 @@ const MISTAKES: [Mistake; 14] = [
         126,
         &["/etc/passwd is no program: it may not be executed"],
     ),
+    (
+        MPMD,
+        &["run", "-n", "2", "--", "/bin/true"],
+        0,
+        &["no process has joined the job", "has ended before `Program::run`"],
+    ),
+    (MPMD, &["trace", "."], 1, &["has no file process-<n>.trace"]),
     (
         MPMD,
         &["run", "-n", "2", "--peer-timeout", "0", "--", "/bin/true"],
@@ -80,6 +87,12 @@ const MISTAKES: [Mistake; 14] = [
         &["--schedule", "zpv"],
         1,
         &["\"zpv\" is neither built in", "nor a file that can be read"],
+    ),
+    (
+        PIPELINE,
+        &["--processes", "3"],
+        2,
+        &["8 devices cannot be spread evenly over 3 processes", "--processes may be 1, 2, 4, 8"],
     ),
     (PIPELINE, &["--device", "gpu"], 2, &["invalid value 'gpu'", "it must be cpu or cuda"]),
 ];
