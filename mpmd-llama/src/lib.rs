@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod examples;
 mod folder;
 mod lora;
 mod model;
@@ -36,6 +37,7 @@ mod rope;
 mod save;
 pub mod score;
 mod stages;
+mod template;
 mod tokens;
 pub mod train;
 
@@ -45,6 +47,7 @@ use std::path::Path;
 use mpmd::Error;
 
 pub use config::Config;
+pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use lora::{Lora, merged};
 pub use model::Part;

@@ -68,17 +68,19 @@ impl Part {
     }
 
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
-    /// outputs of the part before. Returns `[batch, time, hidden_size]`, from the last part too.
+    /// outputs of the part before. `starts` is the first token that each token sees, `[batch,
+    /// time]`, if it is not the sequence's first. Returns `[batch, time, hidden_size]`, from the
+    /// last part too.
     ///
     /// # Errors
     ///
     /// If a token has no row in the embedding, or shapes do not fit.
-    pub fn forward(&self, x: Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
         let x = match &self.embedding {
             Some(embedding) => embedding.forward(&x)?,
             None => x,
         };
-        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x))
+        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x, starts))
     }
 
     /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
@@ -106,7 +108,7 @@ pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedAr
     let (all, owned) = (0..config.num_hidden_layers, config.clone());
     let whole = stage(
         move |vb| Part::new(&owned, None, &angles, all.clone(), &vb),
-        |part, x: Tensor, _| part.forward(x),
+        |part, x: Tensor, _| part.forward(x, None),
     )?;
     let shapes = whole.shapes();
     debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));
@@ -137,8 +139,8 @@ impl Layer {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = (x + self.attention.forward(&self.attention_norm.forward(x)?)?)?;
+    fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+        let x = (x + self.attention.forward(&self.attention_norm.forward(x)?, starts)?)?;
         &x + self.mlp.forward(&self.mlp_norm.forward(&x)?)?
     }
 }
@@ -176,7 +178,7 @@ impl Attention {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
         // `[batch, time, heads, head_dim]`.
         let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
@@ -184,7 +186,8 @@ impl Attention {
         let k = self.angles.rotate(&heads(self.k.forward(x)?)?)?.transpose(1, 2)?;
         let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
         let scale = (self.head_dim as f64).sqrt().recip();
-        let out = nn::attention(&q, &k, &v, Mask::Causal, scale)?;
+        let mask = starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone()));
+        let out = nn::attention(&q, &k, &v, mask, scale)?;
         self.o.forward(&out.transpose(1, 2)?.reshape((batch, time, ()))?)
     }
 }
