@@ -18,7 +18,7 @@ use serde::Serialize;
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
-use crate::stages::Llama;
+use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
@@ -134,7 +134,7 @@ pub fn run(
         return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
     }
     let schedule = args.schedule(stages)?;
-    let model = Llama::new(source, stages, args.time)?.lora(args.lora(), args.seed);
+    let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
     check_inputs(source, &args.paths)?;
     let ranks = schedule.ranks();
     let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
@@ -214,10 +214,10 @@ pub fn run(
 ///
 /// # Errors
 ///
-/// As for [`Llama::training`] and [`Trainer::new`].
+/// As for [`Stages::training`] and [`Trainer::new`].
 pub fn trainer(
     p: &mut Program,
-    model: &Llama,
+    model: &Stages,
     meshes: &[Mesh],
     schedule: Schedule,
     args: &TrainArgs,

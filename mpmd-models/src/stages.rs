@@ -23,7 +23,7 @@ const LOGITS_AT_ONCE: usize = 512;
 
 /// A model that is divided over stages.
 #[derive(Clone, Debug)]
-pub struct Llama {
+pub struct Stages {
     folder: Folder,
     stages: usize,
     angles: Angles,
@@ -31,7 +31,7 @@ pub struct Llama {
     seed: u64,
 }
 
-impl Llama {
+impl Stages {
     /// Divides the layers of a model over `stages` stages. `positions` is the largest number of
     /// tokens in a sequence.
     ///
@@ -90,11 +90,11 @@ impl Llama {
         self.pipeline(p, meshes, true, loss(usize::MAX), loss_shapes)
     }
 
-    /// Creates a pipeline that computes losses as [`Llama::training`] does, without gradients.
+    /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
     ///
     /// # Errors
     ///
-    /// As for [`Llama::training`].
+    /// As for [`Stages::training`].
     ///
     /// # Panics
     ///
@@ -111,7 +111,7 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// As for [`Llama::training`].
+    /// As for [`Stages::training`].
     ///
     /// # Panics
     ///
