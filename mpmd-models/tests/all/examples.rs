@@ -8,8 +8,8 @@ use std::path::Path;
 use mpmd::pipeline::Schedule;
 use mpmd::train::data::{Packed, Sequence};
 use mpmd::train::{Rate, Run};
-use mpmd_llama::train::trainer;
-use mpmd_llama::{Folder, Llama, read_examples};
+use mpmd_models::train::trainer;
+use mpmd_models::{Folder, Stages, read_examples};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -131,7 +131,7 @@ fn packed_completions_train_as_torch_does() {
             // Each step has all rows.
             let data = Packed::new(examples.clone(), Some(examples[..3].to_vec()), time, 1)?;
             let schedule = Schedule::one_f_one_b(stages, rows)?;
-            let model = Llama::new(&open("plain"), stages, time)?.packed(true);
+            let model = Stages::new(&open("plain"), stages, time)?.packed(true);
             let trainer = trainer(p, &model, meshes, schedule, &args)?;
             let mut trainer = trainer.rate(Rate::Constant(expected.rate)).seed(7);
             let mut losses = Vec::new();

@@ -8,8 +8,8 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::pipeline::Microbatch;
 use mpmd::sharding::Sharding;
 use mpmd::train::data::Text;
-use mpmd_llama::score::nats_per_token;
-use mpmd_llama::{Folder, Llama, Tokens};
+use mpmd_models::score::nats_per_token;
+use mpmd_models::{Folder, Stages, Tokens};
 use serde_json::Value;
 
 use crate::folders::{ALL, change, copy, expected, open, path, simulate, tokens};
@@ -21,7 +21,7 @@ fn logits_equal_those_of_transformers() {
         for stages in 1..=3 {
             let ids = expected.tokens.clone();
             let logits = simulate(1, stages, |p, meshes| {
-                let model = Llama::new(&folder, stages, ids.len())?;
+                let model = Stages::new(&folder, stages, ids.len())?;
                 let mut pipeline = model.logits(p, meshes)?;
                 let (aval, ids) = (ShapedArray::new(&[1, ids.len()], DType::U32), ids.clone());
                 let x = p.array_from_fn(aval, meshes[0].replicated(), move |_, mut view| {
@@ -49,7 +49,7 @@ fn logits_equal_those_of_transformers() {
 fn score_of(folder: &Path) -> f64 {
     let folder = Folder::open(folder).unwrap();
     let tokens = tokens(&folder).first(50);
-    simulate(1, 1, |p, meshes| nats_per_token(p, &Llama::new(&folder, 1, 50)?, meshes, &tokens))
+    simulate(1, 1, |p, meshes| nats_per_token(p, &Stages::new(&folder, 1, 50)?, meshes, &tokens))
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn scores_equal_those_of_transformers() {
         for (count, nats) in &expected.nats_in_f32 {
             let score = |processes, stages| {
                 simulate(processes, stages, |p, meshes| {
-                    let model = Llama::new(&folder, stages, *count)?;
+                    let model = Stages::new(&folder, stages, *count)?;
                     nats_per_token(p, &model, meshes, &tokens.first(*count))
                 })
             };
@@ -117,7 +117,7 @@ fn scores_equal_those_of_transformers() {
 }
 
 /// Returns the bytes of the tensors of each stage, as they are in the files.
-fn shares(folder: &Folder, model: &Llama, stages: usize) -> Vec<u64> {
+fn shares(folder: &Folder, model: &Stages, stages: usize) -> Vec<u64> {
     let mut shares = vec![0; stages];
     for (name, aval) in folder.tensors() {
         let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
@@ -142,7 +142,7 @@ fn each_process_reads_only_its_share() {
                 // A folder of its own for each process, as in real ones.
                 let folder = open(name);
                 let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
-                let model = Llama::new(&folder, stages, 1)?;
+                let model = Stages::new(&folder, stages, 1)?;
                 let pipeline = model.training(p, &meshes)?;
                 // Waits until all is read.
                 let first = Sharding::single_device(p.topology().device_ids()[0]);
@@ -156,7 +156,7 @@ fn each_process_reads_only_its_share() {
             });
             let folders: Vec<Folder> = results.into_iter().map(|result| result.unwrap()).collect();
             let read: Vec<u64> = folders.iter().map(Folder::bytes_read).collect();
-            let model = Llama::new(&folders[0], stages, 1).unwrap();
+            let model = Stages::new(&folders[0], stages, 1).unwrap();
             assert_eq!(read, shares(&folders[0], &model, stages), "{name}, {stages} stages");
         }
     }

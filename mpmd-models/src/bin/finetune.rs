@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use mpmd_job::{JobArgs, at_least, say};
-use mpmd_llama::Folder;
-use mpmd_llama::score::{self, ScoreArgs};
-use mpmd_llama::train::{self, TrainArgs};
+use mpmd_models::Folder;
+use mpmd_models::score::{self, ScoreArgs};
+use mpmd_models::train::{self, TrainArgs};
 
 /// Train or score a Llama-type model from a folder of a model hub, as a pipeline
 #[derive(Parser)]

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use mpmd_llama::{Folder, Llama, merged, save, tokenizer};
+use mpmd_models::{Folder, Stages, merged, save, tokenizer};
 use tempfile::TempDir;
 
 use crate::folders::{change_config, copy, path, read_all, simulate};
@@ -132,7 +132,7 @@ fn cached(name: &str, inner: &str) -> (TempDir, PathBuf) {
 /// Saves the untrained model of a folder.
 fn save_to(folder: &Folder, to: &Path) {
     simulate(1, 1, |p, meshes| {
-        let pipeline = Llama::new(folder, 1, 1)?.training(p, meshes)?;
+        let pipeline = Stages::new(folder, 1, 1)?.training(p, meshes)?;
         let params = merged(p, &pipeline, None)?;
         save(p, folder, &params, to).map(Some)
     });

@@ -19,7 +19,7 @@ use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
-use crate::stages::Llama;
+use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
@@ -142,7 +142,7 @@ pub fn run(
         return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
     }
     let schedule = args.schedule(stages)?;
-    let model = Llama::new(source, stages, args.time)?.lora(args.lora(), args.seed);
+    let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
     let model = model.packed(args.data.is_some());
     check_inputs(source, args.paths.iter().chain(&args.data).chain(&args.held_out))?;
     let ranks = schedule.ranks();
@@ -251,10 +251,10 @@ fn data(p: &mut Program, source: &Folder, args: &TrainArgs) -> Result<Box<dyn Da
 ///
 /// # Errors
 ///
-/// As for [`Llama::training`] and [`Trainer::new`].
+/// As for [`Stages::training`] and [`Trainer::new`].
 pub fn trainer(
     p: &mut Program,
-    model: &Llama,
+    model: &Stages,
     meshes: &[Mesh],
     schedule: Schedule,
     args: &TrainArgs,

@@ -4,7 +4,7 @@
     python3 tests/make_folders.py --compare A B [TOL]   compares the weights of two folders
     python3 tests/make_folders.py --score DIR FILE N    nats per token of the first N tokens
 
-Run it in `mpmd-llama/`, with `torch`, `transformers`, `tokenizers` and `safetensors` installed. The
+Run it in `mpmd-models/`, with `torch`, `transformers`, `tokenizers` and `safetensors` installed. The
 results depend on the seeds below and on the versions, which `expected.json` names.
 """
 

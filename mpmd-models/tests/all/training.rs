@@ -8,8 +8,8 @@ use mpmd::topology::Mesh;
 use mpmd::train::data::{At, Data};
 use mpmd::train::{Rate, Run};
 use mpmd::{MpmdArray, Program, Result};
-use mpmd_llama::Llama;
-use mpmd_llama::train::{TrainArgs, trainer};
+use mpmd_models::Stages;
+use mpmd_models::train::{TrainArgs, trainer};
 
 use crate::folders::{ALL, Expected, expected, open, simulate};
 
@@ -83,7 +83,7 @@ fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora:
     let given = Given(expected.windows);
     simulate(processes, stages, |p, meshes| {
         let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
-        let model = Llama::new(&folder, stages, given.0[0][0][0].len())?.lora(args.lora(), 0);
+        let model = Stages::new(&folder, stages, given.0[0][0][0].len())?.lora(args.lora(), 0);
         let mut trainer =
             trainer(p, &model, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
         set_lora(p, trainer.pipeline_mut())?;
@@ -128,7 +128,7 @@ fn only_lora_matrices_are_trained() {
         let (args, given) = (args("--lora 2 --lr 1e-2"), Given(expected("grouped").windows));
         let (trained, losses) = simulate(1, stages, |p, meshes| {
             let schedule = Schedule::named("1f1b", stages, 2, None)?;
-            let model = Llama::new(&folder, stages, 16)?.lora(args.lora(), 3);
+            let model = Stages::new(&folder, stages, 16)?.lora(args.lora(), 3);
             let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
             let mut losses = Vec::new();
             let run = Run::steps(20).progress(false);

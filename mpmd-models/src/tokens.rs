@@ -431,7 +431,7 @@ mod tests {
                 }),
             ),
             (
-                "Llama 2",
+                "Stages 2",
                 with_prefix(|tokenizer| {
                     tokenizer["normalizer"] =
                         json!({ "type": "Sequence", "normalizers": [prepend, replace] });

@@ -14,7 +14,7 @@ use mpmd_job::{JobArgs, Rejected, at_least};
 use serde::Serialize;
 
 use crate::folder::Folder;
-use crate::stages::Llama;
+use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
@@ -55,7 +55,7 @@ pub fn run(
     stages: usize,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    let model = Llama::new(folder, stages, count)?;
+    let model = Stages::new(folder, stages, count)?;
     check_inputs(folder, [file])?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
@@ -94,10 +94,10 @@ pub fn run(
 ///
 /// # Errors
 ///
-/// Those of [`Llama::losses`]. If a file cannot be read, or an operation fails.
+/// Those of [`Stages::losses`]. If a file cannot be read, or an operation fails.
 pub fn nats_per_token(
     p: &mut Program,
-    model: &Llama,
+    model: &Stages,
     meshes: &[Mesh],
     tokens: &Tokens,
 ) -> Result<Option<f64>> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use mpmd::testing::{Processes, Simulation};
 use mpmd::train::data::Text;
 use mpmd::{Error, Program, Result};
-use mpmd_llama::{Folder, Tokens};
+use mpmd_models::{Folder, Tokens};
 use serde_json::{Value, json};
 
 use crate::folders::{copy, open, tokens};

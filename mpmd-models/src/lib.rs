@@ -1,14 +1,14 @@
 //! Llama-type models from the folders of model hubs, as stages of a pipeline.
 //!
 //! A [`Folder`] is a model on disk: config, tokenizer and weights. It is checked as a whole before
-//! anything is computed. [`Llama`] divides the layers over stages and loads the weights, so that
+//! anything is computed. [`Stages`] divides the layers over stages and loads the weights, so that
 //! each process reads only its own regions. [`train`] and [`score`] are the two jobs of the
 //! program `finetune`.
 //!
 //! ```no_run
 //! use mpmd::prelude::*;
 //! use mpmd::train::data::Text;
-//! use mpmd_llama::{Folder, Llama, Tokens, score, tokenizer};
+//! use mpmd_models::{Folder, Stages, Tokens, score, tokenizer};
 //!
 //! fn main() -> Result<()> {
 //!     let folder = Folder::open("model")?;
@@ -16,7 +16,7 @@
 //!         // Process 0 reads the text, and all get its tokens.
 //!         let read = || Tokens::of(&Text::of(&["README.md"])?, &folder);
 //!         let tokens = Tokens::spread(p, read)?;
-//!         let model = Llama::new(&folder, 2, tokens.ids().len())?;
+//!         let model = Stages::new(&folder, 2, tokens.ids().len())?;
 //!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
 //!         if let Some(nats) = score::nats_per_token(p, &model, &meshes, &tokens)? {
 //!             println!("{nats} nats per token");
@@ -53,7 +53,7 @@ pub use lora::{Lora, merged};
 pub use model::Part;
 pub use rope::{Angles, Rope, Scaling};
 pub use save::{save, save_adapter};
-pub use stages::Llama;
+pub use stages::Stages;
 pub use tokens::{Tokens, tokenizer};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or

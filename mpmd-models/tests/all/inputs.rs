@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use mpmd::aval::DType;
-use mpmd_llama::{Folder, Llama, tokenizer};
+use mpmd_models::{Folder, Stages, tokenizer};
 use serde_json::json;
 
 use crate::folders::{change, change_config, copy, open, path, zeros};
@@ -131,9 +131,9 @@ fn wrong_tokenizers_are_refused_by_name() {
 #[test]
 fn sequences_beyond_the_positions_are_refused() {
     let folder = open("plain");
-    Llama::new(&folder, 1, 1024).unwrap();
+    Stages::new(&folder, 1, 1024).unwrap();
     assert_eq!(
-        without(Llama::new(&folder, 1, 1025).unwrap_err(), &path("plain")),
+        without(Stages::new(&folder, 1, 1025).unwrap_err(), &path("plain")),
         "config.json: max_position_embeddings: expected at least 1025, the tokens of a sequence, \
          found 1024"
     );
@@ -143,9 +143,9 @@ fn sequences_beyond_the_positions_are_refused() {
         config["rope_parameters"] = json!({ "rope_type": "linear", "factor": 2.5 });
     });
     let folder = Folder::open(scaled.path()).unwrap();
-    Llama::new(&folder, 1, 2560).unwrap();
+    Stages::new(&folder, 1, 2560).unwrap();
     assert_eq!(
-        without(Llama::new(&folder, 1, 2561).unwrap_err(), scaled.path()),
+        without(Stages::new(&folder, 1, 2561).unwrap_err(), scaled.path()),
         "config.json: max_position_embeddings: expected at least 2561, the tokens of a sequence, \
          found 1024, scaled to 2560"
     );
@@ -153,7 +153,7 @@ fn sequences_beyond_the_positions_are_refused() {
 
 #[test]
 fn more_stages_than_layers_are_refused() {
-    let error = Llama::new(&open("plain"), 5, 1).unwrap_err();
+    let error = Stages::new(&open("plain"), 5, 1).unwrap_err();
     assert_eq!(
         without(error, &path("plain")),
         "config.json: num_hidden_layers: expected at least 5, the number of stages, found 4"

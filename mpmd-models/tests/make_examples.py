@@ -2,7 +2,7 @@
 
     python3 tests/make_examples.py
 
-Run it in `mpmd-llama/`, with `torch`, `transformers` and `jinja2` installed. The templates are made
+Run it in `mpmd-models/`, with `torch`, `transformers` and `jinja2` installed. The templates are made
 for this test: each has some of what those of model hubs have.
 """
 

@@ -4,9 +4,9 @@ use std::fs;
 
 use mpmd::pipeline::Schedule;
 use mpmd::train::Run;
-use mpmd_llama::score::nats_per_token;
-use mpmd_llama::train::trainer;
-use mpmd_llama::{Folder, Llama, merged, save};
+use mpmd_models::score::nats_per_token;
+use mpmd_models::train::trainer;
+use mpmd_models::{Folder, Stages, merged, save};
 
 use crate::folders::{ALL, change, copy, expected, open, path, read_all, simulate, tokens};
 use crate::training::{Given, args};
@@ -16,7 +16,7 @@ fn untrained_models_are_saved_with_equal_bits() {
     for name in ALL {
         let (folder, to) = (open(name), tempfile::tempdir().unwrap());
         simulate(2, 2, |p, meshes| {
-            let pipeline = Llama::new(&folder, 2, 1)?.training(p, meshes)?;
+            let pipeline = Stages::new(&folder, 2, 1)?.training(p, meshes)?;
             let params = merged(p, &pipeline, None)?;
             save(p, &folder, &params, to.path()).map(Some)
         });
@@ -39,14 +39,14 @@ fn other_output_of_a_tied_model_is_used_and_saved() {
     let (count, nats) = expected("plain").nats_in_f32.pop_first().unwrap();
     for stages in [1, 2] {
         let found = simulate(1, stages, |p, meshes| {
-            let model = Llama::new(&opened, stages, count)?;
+            let model = Stages::new(&opened, stages, count)?;
             nats_per_token(p, &model, meshes, &tokens(&opened).first(count))
         });
         assert!((found - nats).abs() < 1e-4, "{found}, not {nats}");
     }
     let to = tempfile::tempdir().unwrap();
     simulate(1, 2, |p, meshes| {
-        let pipeline = Llama::new(&opened, 2, 1)?.training(p, meshes)?;
+        let pipeline = Stages::new(&opened, 2, 1)?.training(p, meshes)?;
         let params = merged(p, &pipeline, None)?;
         save(p, &opened, &params, to.path()).map(Some)
     });
@@ -72,7 +72,7 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
     let (args, given) = (args(&format!("--lr 2e-2 {lora}")), Given(expected(name).windows));
     let trained = simulate(1, 2, |p, meshes| {
         let schedule = Schedule::named("1f1b", 2, 2, None)?;
-        let model = Llama::new(&folder, 2, 16)?.lora(args.lora(), 0);
+        let model = Stages::new(&folder, 2, 16)?.lora(args.lora(), 0);
         let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
         trainer.run(p, Run::steps(20).progress(false), &given)?;
         let at = mpmd::train::data::At::new(0, 20, 0, 1);
@@ -85,17 +85,17 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
     let saved = Folder::open(to.path()).unwrap();
     let reloaded = simulate(1, 1, |p, meshes| {
         let schedule = Schedule::named("1f1b", 1, 2, None)?;
-        let model = Llama::new(&saved, 1, 16)?;
+        let model = Stages::new(&saved, 1, 16)?;
         let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
         let at = mpmd::train::data::At::new(0, 20, 0, 1);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
         Ok(Some(trainer.evaluate(p, vec![microbatch])?.read()?.loss()))
     });
     let untrained = simulate(1, 1, |p, meshes| {
-        nats_per_token(p, &Llama::new(&folder, 1, 50)?, meshes, &tokens(&folder).first(50))
+        nats_per_token(p, &Stages::new(&folder, 1, 50)?, meshes, &tokens(&folder).first(50))
     });
     let scored = simulate(1, 1, |p, meshes| {
-        nats_per_token(p, &Llama::new(&saved, 1, 50)?, meshes, &tokens(&saved).first(50))
+        nats_per_token(p, &Stages::new(&saved, 1, 50)?, meshes, &tokens(&saved).first(50))
     });
     assert!(untrained - scored > 0.02, "{name} has learned: {untrained}, then {scored}");
     [trained, reloaded]

@@ -23,7 +23,7 @@ const LOGITS_AT_ONCE: usize = 512;
 
 /// A model that is divided over stages.
 #[derive(Clone, Debug)]
-pub struct Llama {
+pub struct Stages {
     folder: Folder,
     stages: usize,
     angles: Angles,
@@ -32,7 +32,7 @@ pub struct Llama {
     is_packed: bool,
 }
 
-impl Llama {
+impl Stages {
     /// Divides the layers of a model over `stages` stages. `positions` is the largest number of
     /// tokens in a sequence.
     ///
@@ -100,11 +100,11 @@ impl Llama {
         self.pipeline(p, meshes, true, loss(usize::MAX, self.is_packed), loss_shapes)
     }
 
-    /// Creates a pipeline that computes losses as [`Llama::training`] does, without gradients.
+    /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
     ///
     /// # Errors
     ///
-    /// As for [`Llama::training`].
+    /// As for [`Stages::training`].
     ///
     /// # Panics
     ///
@@ -121,7 +121,7 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// As for [`Llama::training`].
+    /// As for [`Stages::training`].
     ///
     /// # Panics
     ///

@@ -11,7 +11,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::data::Text;
 use mpmd::train::tensors::{TensorFile, header};
 use mpmd::{Program, Result};
-use mpmd_llama::{Folder, Tokens};
+use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
 pub(crate) const ALL: [&str; 4] = ["plain", "grouped", "llama3", "bf16"];
