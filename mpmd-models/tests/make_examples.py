@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 from make_folders import DECAY, HERE, RATE
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 STEPS = 10
 FOLDER = HERE / "plain"
@@ -178,6 +187,48 @@ def train(examples):
     return losses
 
 
+def sampling():
+    """Returns logits, settings, and the probabilities of the tokens that may be chosen."""
+    generator = torch.Generator().manual_seed(5)
+    prompt = [1, 4, 4, 30]
+    cases = []
+    for temperature, top_k, top_p, min_p, repetition_penalty in [
+        (1.0, 0, 1.0, 0.0, 1.0),
+        (0.5, 0, 1.0, 0.0, 1.0),
+        (2.0, 5, 1.0, 0.0, 1.0),
+        (1.0, 1, 1.0, 0.0, 1.0),
+        (1.0, 400, 1.0, 0.0, 1.0),
+        (1.0, 0, 0.9, 0.0, 1.0),
+        (0.7, 0, 0.3, 0.0, 1.0),
+        (1.0, 0, 0.01, 0.0, 1.0),
+        (1.0, 0, 1.0, 0.1, 1.0),
+        (1.0, 0, 1.0, 1.0, 1.0),
+        (0.8, 10, 0.8, 0.05, 1.0),
+        (1.0, 0, 1.0, 0.0, 1.5),
+        (1.3, 7, 0.95, 0.02, 0.8),
+    ]:
+        logits = 3 * torch.randn(1, 40, generator=generator)
+        steps = [RepetitionPenaltyLogitsProcessor(repetition_penalty)]
+        steps.append(TemperatureLogitsWarper(temperature))
+        steps += [TopKLogitsWarper(top_k)] if top_k > 0 else []
+        steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        steps += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+        kept = LogitsProcessorList(steps)(torch.tensor([prompt]), logits.clone())
+        cases.append(
+            dict(
+                logits=logits[0].tolist(),
+                prompt=prompt,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                probabilities=kept[0].double().softmax(0).tolist(),
+            )
+        )
+    return cases
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
@@ -205,6 +256,7 @@ def main():
         rate=RATE,
         decay=DECAY,
         losses=train(completions),
+        sampling=sampling(),
     )
     (HERE / "examples.json").write_text(json.dumps(result) + "\n")
     print(result["losses"], [len(example) for example in completions])
