@@ -7,13 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use minijinja::Value;
+use minijinja::value::ValueKind;
 use mpmd::train::data::Sequence;
 use mpmd::{Error, Program, Result};
-use serde::Deserialize;
 use tokenizers::Tokenizer;
 
-use crate::folder::Folder;
-use crate::template::{Marked, Template, special_tokens};
+use crate::folder::{Folder, TOKENIZER};
+use crate::template::{Marked, Templates, special_tokens};
 use crate::tokens::{check_rows, guarded, spread, tokenizer};
 use crate::unexpected;
 
@@ -21,17 +21,11 @@ use crate::unexpected;
 /// as many bytes.
 const LONGEST_LINE: u64 = 4 << 20;
 /// The forms of a line, for messages.
-const FORMS: &str =
-    "an object with `messages`, or with `prompt` and `completion`, both texts or both messages";
+const FORMS: &str = "an object with `messages`, or with `prompt` and `completion`, both texts or \
+                     both messages, each with `role` and `content`";
 
-/// A line. Other keys are ignored.
-#[derive(Deserialize)]
-struct Line {
-    prompt: Option<Value>,
-    completion: Option<Value>,
-    messages: Option<Value>,
-    tools: Option<Value>,
-}
+/// The examples of a line: several where its replies cannot be in one text.
+type Examples = Vec<Sequence>;
 
 /// Returns the examples that `make` returns on process 0, on every process. Every process must call
 /// it, and blocks until it has them.
@@ -41,38 +35,44 @@ struct Line {
 /// As for [`Tokens::spread`](crate::Tokens::spread).
 pub fn spread_examples(
     p: &mut Program,
-    make: impl Fn() -> Result<Vec<Sequence>>,
-) -> Result<Vec<Sequence>> {
-    // An example is its length, then twice each token, plus one if it has a loss.
+    make: impl Fn() -> Result<Vec<Examples>>,
+) -> Result<Vec<Examples>> {
+    // A line is the number of its examples. An example is its length, then twice each token, plus one if it has a loss.
     let words = |sequence: &Sequence| {
         let tokens = sequence.iter().map(|(token, has_loss)| token << 1 | u32::from(*has_loss));
         [sequence.len() as u32].into_iter().chain(tokens).collect::<Vec<u32>>()
     };
-    let words: Arc<[u32]> = spread(p, || Ok(make()?.iter().flat_map(words).collect()))?;
-    let (mut all, mut rest) = (Vec::new(), &words[..]);
-    while let Some((len, words)) = rest.split_first() {
-        let (words, others) = words.split_at(*len as usize);
-        all.push(words.iter().map(|word| (word >> 1, word & 1 == 1)).collect());
-        rest = others;
+    let line = |line: &Examples| {
+        [line.len() as u32].into_iter().chain(line.iter().flat_map(words)).collect::<Vec<u32>>()
+    };
+    let words: Arc<[u32]> = spread(p, || Ok(make()?.iter().flat_map(line).collect()))?;
+    let mut words = words.iter().copied();
+    let mut all = Vec::new();
+    while let Some(count) = words.next() {
+        let mut sequence = || -> Sequence {
+            let len = words.next().unwrap_or(0) as usize;
+            words.by_ref().take(len).map(|word| (word >> 1, word & 1 == 1)).collect()
+        };
+        all.push((0..count).map(|_| sequence()).collect());
     }
     Ok(all)
 }
 
-/// Reads the examples of a file. A token has a loss if it is of a completion or of a reply of the
+/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a reply of the
 /// assistant. So has the token of the end behind a completion.
 ///
 /// # Errors
 ///
 /// If the file cannot be read, or has no examples. If a line has another form, needs a chat
 /// template or a token that the folder lacks, or has more than `time + 1` tokens.
-pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Sequence>> {
+pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Examples>> {
     let failed = |why| unexpected(file, "", "lines of JSON", why);
     let mut lines = BufReader::new(File::open(file).map_err(failed)?);
     let mut reader = Reader {
         file,
         folder,
         tokenizer: tokenizer(folder)?,
-        template: None,
+        templates: None,
         end: None,
         number: 0,
     };
@@ -87,18 +87,25 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Se
         if len == 0 {
             break;
         }
+        // Some editors begin a file with a mark of its encoding.
+        let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&line);
         if !line.trim_ascii().is_empty() {
-            let line = serde_json::from_slice(&line).map_err(|why| reader.wrong(FORMS, why))?;
+            let no_json = |why: serde_json::Error| {
+                let (why, column) = (why.to_string(), why.column());
+                let why = why.split(" at line ").next().unwrap_or_default().to_owned();
+                reader.wrong(FORMS, format!("no JSON: {why} at column {column}"))
+            };
+            let line: Value = serde_json::from_slice(line).map_err(no_json)?;
             let examples = reader.examples(&line)?;
             let lengths = examples.iter().map(|example| (example.len(), reader.number));
             long.extend(lengths.filter(|(tokens, _)| *tokens > time + 1));
-            all.extend(examples);
+            all.push(examples);
         }
     }
     if let Some((tokens, number)) = long.iter().max() {
         reader.number = *number;
         let expected = format!("at most {} tokens, for --time {time}", time + 1);
-        let (count, all) = (long.len(), all.len());
+        let (count, all) = (long.len(), all.iter().map(Vec::len).sum::<usize>());
         let found = format!("{tokens}, the longest of {count} (of {all}) that are too long");
         return Err(reader.wrong(expected, found));
     }
@@ -114,7 +121,7 @@ struct Reader<'a> {
     folder: &'a Folder,
     tokenizer: Tokenizer,
     /// Read when a line needs it.
-    template: Option<Template>,
+    templates: Option<Templates>,
     /// The token of the end, found when a line needs it.
     end: Option<u32>,
     /// Number of the line.
@@ -127,31 +134,42 @@ impl Reader<'_> {
     }
 
     /// Returns the examples of a line.
-    fn examples(&mut self, line: &Line) -> Result<Vec<Sequence>> {
-        let messages = |value: &Value| Some(value.try_iter().ok()?.collect::<Vec<Value>>());
-        let (mut prompt, completion) = match (&line.messages, &line.prompt, &line.completion) {
-            (Some(all), None, None) => (Some(Vec::new()), messages(all)),
-            (None, Some(prompt), Some(completion)) => {
+    fn examples(&mut self, line: &Value) -> Result<Examples> {
+        let get =
+            |key| line.get_attr(key).ok().filter(|value| !value.is_none() && !value.is_undefined());
+        let (prompt, completion) = (get("prompt"), get("completion"));
+        let (all, from) = match (prompt, completion, get("messages")) {
+            (Some(prompt), Some(completion), _) => {
                 if let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) {
                     let end = self.end()?;
                     let reply = prompt.len()..usize::MAX;
                     let text = (format!("{prompt}{completion}"), vec![reply]);
                     return Ok(vec![self.tokens(&text, Some(end))?]);
                 }
-                (messages(prompt), messages(completion))
+                let (all, completion) = (messages(&prompt), messages(&completion));
+                let from = all.as_ref().map_or(0, Vec::len);
+                let all = all.zip(completion).map(|(all, more)| [all, more].concat());
+                (all, from)
             }
-            _ => (None, None),
+            (_, None, Some(all)) => (messages(&all), 0),
+            _ => (None, 0),
         };
-        let (Some(all), Some(completion)) = (&mut prompt, completion) else {
-            return Err(self.wrong(FORMS, "other keys or values"));
+        let Some(all) = all else {
+            let found = match line.kind() {
+                ValueKind::Map => {
+                    let keys = line.try_iter().into_iter().flatten();
+                    let keys: Vec<String> = keys.map(|key| key.to_string()).collect();
+                    format!("the keys {}, or values of other types", keys.join(", "))
+                }
+                kind => kind.to_string(),
+            };
+            return Err(self.wrong(FORMS, found));
         };
-        let from = all.len();
-        all.extend(completion);
-        let template = match &self.template {
-            Some(template) => template,
-            None => self.template.insert(Template::of(self.folder)?),
+        let templates = match &self.templates {
+            Some(templates) => templates,
+            None => self.templates.insert(Templates::of(self.folder)?),
         };
-        let texts = template.texts(all, from, line.tools.as_ref());
+        let texts = templates.texts(&all, from, get("tools").as_ref());
         let texts = texts.map_err(|why| self.wrong("a conversation for the chat template", why))?;
         texts.iter().map(|text| self.tokens(text, None)).collect()
     }
@@ -186,12 +204,38 @@ impl Reader<'_> {
             return Ok(end);
         }
         let special = special_tokens(self.folder)?;
-        let own = special.get("eos_token").and_then(|token| self.tokenizer.token_to_id(token));
-        let none = || {
-            let expected = "eos_token in tokenizer_config.json, or eos_token_id in config.json";
-            unexpected(self.folder.path(), "", expected, "none")
+        let end = match special.get("eos_token") {
+            Some(token) => self.tokenizer.token_to_id(token).ok_or_else(|| {
+                let expected = "eos_token of tokenizer_config.json among its tokens";
+                unexpected(
+                    &self.folder.path().join(TOKENIZER),
+                    "",
+                    expected,
+                    format!("no {token:?}"),
+                )
+            })?,
+            None => *self.folder.end_tokens().first().ok_or_else(|| {
+                let expected = "eos_token in tokenizer_config.json, or eos_token_id in config.json";
+                unexpected(self.folder.path(), "", expected, "none")
+            })?,
         };
-        let end = own.or_else(|| self.folder.end_tokens().first().copied()).ok_or_else(none)?;
         Ok(*self.end.insert(end))
+    }
+}
+
+/// Returns the messages of a list, without the keys that are null. `None` if it is no list of
+/// messages.
+fn messages(value: &Value) -> Option<Vec<Value>> {
+    let message = |value: Value| {
+        let keys = (value.kind() == ValueKind::Map).then(|| value.try_iter().ok()).flatten()?;
+        let pair = |key: Value| value.get_item(&key).ok().map(|value| (key, value));
+        let pairs: Vec<(Value, Value)> =
+            keys.filter_map(pair).filter(|(_, value)| !value.is_none()).collect();
+        let has = |name: &str| pairs.iter().any(|(key, _)| key.as_str() == Some(name));
+        (has("role") && pairs.len() > 1).then(|| Value::from_pairs(pairs))
+    };
+    match value.kind() {
+        ValueKind::Seq => value.try_iter().ok()?.map(message).collect(),
+        _ => None,
     }
 }

@@ -56,7 +56,7 @@ pub fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let model = Stages::new(folder, stages, count)?;
-    check_inputs(folder, [file])?;
+    check_inputs(folder, [file], true)?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
         match tokens.ids().len() {

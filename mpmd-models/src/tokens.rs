@@ -90,8 +90,8 @@ pub(crate) fn check_rows<'a>(
     Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found))
 }
 
-/// Checks the tokenizer of a folder, and that texts can be opened, and are files or folders. Reads
-/// no text. Does nothing in a process that a launcher has started: only process 0 reads them,
+/// Checks the tokenizer of a folder, and that texts can be opened, and are files or perhaps
+/// folders. Reads no text. Does nothing in a process that a launcher has started: only process 0 reads them,
 /// perhaps on another host, and all processes get its error.
 ///
 /// # Errors
@@ -100,12 +100,13 @@ pub(crate) fn check_rows<'a>(
 pub(crate) fn check_inputs<'a>(
     folder: &Folder,
     paths: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>,
+    may_be_folders: bool,
 ) -> anyhow::Result<()> {
     if JobEnv::from_env()?.is_some() {
         return Ok(());
     }
     let check = |path: &Path| match path.metadata()? {
-        kind if kind.is_file() || kind.is_dir() => File::open(path).map(drop),
+        kind if kind.is_file() || (kind.is_dir() && may_be_folders) => File::open(path).map(drop),
         _ => Err(io::Error::other("it is no regular file")),
     };
     paths.into_iter().map(AsRef::as_ref).try_for_each(|path| {

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use anyhow::ensure;
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::topology::Mesh;
-use mpmd::train::data::{Data, Packed, Text, Windows};
+use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
 use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
@@ -144,7 +144,8 @@ pub fn run(
     let schedule = args.schedule(stages)?;
     let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
     let model = model.packed(args.data.is_some());
-    check_inputs(source, args.paths.iter().chain(&args.data).chain(&args.held_out))?;
+    check_inputs(source, &args.paths, true)?;
+    check_inputs(source, args.data.iter().chain(&args.held_out), args.data.is_none())?;
     let ranks = schedule.ranks();
     let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
     let mut folders = vec![source.path().canonicalize().ok()];
@@ -235,13 +236,20 @@ fn data(p: &mut Program, source: &Folder, args: &TrainArgs) -> Result<Box<dyn Da
         }));
     };
     let mut examples = |file| spread_examples(p, || read_examples(file, source, time));
-    let training = examples(file)?;
+    let lines = examples(file)?;
     let held_out = args.held_out.as_deref().map(examples).transpose()?;
-    let packed = Packed::new(training, held_out, time, rows)?;
+    // All examples of a line are held out, or none: they may have the same messages.
+    let is_held_out = |at: usize| held_out.is_none() && at % HELD_OUT_EVERY == HELD_OUT_EVERY - 1;
+    let (own, training): (Vec<_>, Vec<_>) =
+        lines.into_iter().enumerate().partition(|(at, _)| is_held_out(*at));
+    let flat =
+        |lines: Vec<(usize, Vec<Sequence>)>| lines.into_iter().flat_map(|(_, line)| line).collect();
+    let held_out = held_out.map_or_else(|| flat(own), |lines| lines.concat());
+    let packed = Packed::new(flat(training), Some(held_out), time, rows)?;
     if p.process() == ProcessId(0) && !p.is_dry_run() {
         let packed_rows = packed.training_rows();
         let steps = packed_rows as f64 / (rows * args.microbatches) as f64;
-        say(&format!("an epoch is {packed_rows} rows of {time} tokens: {steps:.1} steps"));
+        say(&format!("epoch: {packed_rows} rows of {time} tokens, {steps:.1} steps"));
     }
     Ok(Box::new(packed))
 }

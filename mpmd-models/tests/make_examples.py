@@ -54,7 +54,9 @@ PAIRS = """{% set system = '' %}{% if messages[0]['role'] == 'system' %}\
 {% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 # Earlier replies lose their thoughts: each reply has a text of its own. Tools are written as JSON.
-THOUGHTS = """{%- if tools %}{{ '[tools]' }}{% for tool in tools %}{{ '\\n' ~ (tool | tojson) }}{% endfor %}{{ '\\n' }}{% endif -%}
+THOUGHTS = """{%- if tools is iterable and tools | length > 0 %}{{ '[tools]' }}{% for tool in tools %}\
+{{ '\\n' ~ (tool | tojson) ~ (tool | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':'))) }}\
+{% endfor %}{{ '\\n' }}{% endif -%}
 {%- set ns = namespace(last=-1) -%}
 {%- for message in messages[::-1] %}{% if message.role == 'user' and ns.last < 0 %}\
 {% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor -%}
@@ -79,9 +81,11 @@ MARKED = """{% for message in messages %}{{ '<' + message.role + '>' }}\
 {% if add_generation_prompt %}<assistant>{% endif %}"""
 
 TEMPLATES = dict(plain=PLAIN, pairs=PAIRS, thoughts=THOUGHTS, marked=MARKED)
+TEMPLATES["lines_of_windows"] = PLAIN.replace("\n", "\r\n")
+TEMPLATES["commented"] = "{# without {% generation %} #}" + PLAIN
 
 USER = dict(role="user", content="  What is a *put*? ")
-REPLY = dict(role="assistant", content="It places an array on devices.")
+REPLY = dict(role="assistant", content="It places an array on devices.", tool_calls=None)
 CONVERSATIONS = [
     [USER, REPLY],
     [dict(role="system", content="Be brief: caf\u00e9."), USER, REPLY],

@@ -9,7 +9,7 @@ use mpmd::pipeline::Schedule;
 use mpmd::train::data::{Packed, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd_models::train::trainer;
-use mpmd_models::{Folder, Stages, read_examples};
+use mpmd_models::{Folder, Stages, read_examples, tokenizer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -58,6 +58,7 @@ fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Seque
     let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();
     fs::write(&file, lines.join("\n")).unwrap();
     let read = read_examples(&file, &Folder::open(folder).unwrap(), time);
+    let read = read.map(|lines| lines.concat());
     read.map_err(|error| error.to_string().replace(&format!("{}/", folder.display()), ""))
 }
 
@@ -117,6 +118,52 @@ fn lists_of_messages_have_a_loss_behind_the_prompt() {
     }
 }
 
+/// Reads a line with a template, and returns the text of the tokens with a loss.
+fn replies(template: impl Into<Value>, line: &Value) -> Result<String, String> {
+    let folder = copy("plain");
+    set_template(folder.path(), template);
+    let tokens = read(folder.path(), std::slice::from_ref(line), 1000)?.concat();
+    let replies: Vec<u32> = tokens.into_iter().filter(|one| one.1).map(|one| one.0).collect();
+    Ok(tokenizer(&Folder::open(folder.path()).unwrap()).unwrap().decode(&replies, false).unwrap())
+}
+
+#[test]
+fn replies_are_found_where_templates_differ() {
+    let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+    let asks = |start: &str| format!("{turns}{{% if add_generation_prompt %}}{start}{{% endif %}}");
+    let (hello, question) = (turn("assistant", "Hello."), turn("user", "a kernel"));
+    let line = json!({ "messages": [question, turn("assistant", "runs"), question, hello] });
+    for start in ["<assistant>", "<assistant><think>\n", ""] {
+        let expected = if start.is_empty() { "<assistant>" } else { "" };
+        let expected = format!("{expected}runs{expected}Hello.");
+        assert_eq!(replies(asks(start), &line), Ok(expected), "{start}");
+    }
+    // Nothing comes before the first reply.
+    let line = json!({ "messages": [hello, question, turn("assistant", "runs")] });
+    let first = "{% if messages[0].role != 'tool' %}{% endif %}".to_owned() + &asks("<assistant>");
+    assert_eq!(replies(first.as_str(), &line), Ok("runs".to_owned()));
+    let other = format!("{}{turns}", "{% if add_generation_prompt %}Q{% endif %}");
+    let said = replies(other, &line).unwrap_err();
+    assert!(
+        said.contains("not follow its prompt: \"Q<assistant>Hello.<u\" in the prompt"),
+        "{said}"
+    );
+    // A template that marks two parts of each reply.
+    let marked = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content[:1] }}\
+                  {% endgeneration %}-{% generation %}{{ m.content[1:] }}{% endgeneration %}\
+                  {% endfor %}";
+    let line =
+        json!({ "prompt": [question, hello, question], "completion": [turn("assistant", "runs")] });
+    assert_eq!(replies(marked, &line), Ok("runs".to_owned()));
+    // Several templates.
+    let named = json!([{ "name": "default", "template": asks("<assistant>") },
+        { "name": "tool_use", "template": "{% for m in messages %}{{ m.content }} {% endfor %}" }]);
+    let line = |tools: Value| json!({ "prompt": "ignored", "messages": [question, hello], "tools": tools });
+    assert_eq!(replies(named.clone(), &line(json!([]))), Ok("Hello. ".to_owned()));
+    assert_eq!(replies(named, &line(Value::Null)), Ok("Hello.".to_owned()));
+}
+
 #[test]
 fn packed_completions_train_as_torch_does() {
     let expected = expected();
@@ -153,9 +200,22 @@ fn wrong_lines_are_refused_by_number() {
     let chat = json!({ "messages": [{ "role": "user", "content": "a" }] });
     let refused = |lines: &[String]| read(folder.path(), lines, 8).unwrap_err();
     let behind = |line: &str| refused(&[good.to_string(), String::new(), line.to_owned()]);
-    for line in
-        ["{\"prompt\": \"a\"}", "{}", "[1]", "{\"messages\": 3}", "{\"prompt\": \"a\",", "\"a\""]
-    {
+    let marked = format!("\u{feff}{good}");
+    assert_eq!(read(folder.path(), &[marked], 8), read(folder.path(), &[&good], 8));
+    let wrong_lists = [
+        r#"{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}"#,
+        r#"{"messages": {"role": "assistant", "content": "b"}}"#,
+        r#"{"messages": [{"role": "assistant", "content": null}]}"#,
+        r#"["a", "b", null, null]"#,
+    ];
+    for line in wrong_lists.into_iter().chain([
+        "{\"prompt\": \"a\"}",
+        "{}",
+        "[1]",
+        "{\"messages\": 3}",
+        "{\"prompt\": \"a\",",
+        "\"a\"",
+    ]) {
         let said = behind(line);
         assert!(
             said.starts_with("data.jsonl: line 3: expected an object with `messages`"),
@@ -167,7 +227,8 @@ fn wrong_lines_are_refused_by_number() {
     set_template(folder.path(), expected().templates["pairs"].as_str());
     let said = behind(&chat.to_string());
     assert!(
-        said.contains("line 3: expected") && said.contains("no message has the role"),
+        said.contains("line 3: expected")
+            && said.contains("no reply of the role assistant behind a prompt, but user"),
         "{said}"
     );
     let turn = |role: &str| json!({ "role": role, "content": "b" });
@@ -189,8 +250,9 @@ fn templates_that_never_end_are_refused() {
     let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
     for (template, expected) in [(endless, "fuel"), ("{% if %}", "syntax error")] {
         set_template(folder.path(), json!([{ "name": "default", "template": template }]));
-        let turn = json!({ "role": "assistant", "content": "b" });
-        let said = read(folder.path(), &[json!({ "messages": [turn] })], 8).unwrap_err();
+        let turn = |role: &str| json!({ "role": role, "content": "b" });
+        let line = json!({ "messages": [turn("user"), turn("assistant")] });
+        let said = read(folder.path(), &[line], 8).unwrap_err();
         assert!(said.contains(expected), "{said}");
     }
 }

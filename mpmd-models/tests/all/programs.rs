@@ -159,7 +159,7 @@ fn examples_and_a_second_file_train_alike_on_any_number_of_processes() {
     let (text, other_text) = (text(), path("plain/config.json"));
     let (text, other_text) = (text.to_str().unwrap(), other_text.to_str().unwrap());
     for (args, says) in [
-        (&["--data", &data][..], "an epoch is 5 rows of 64 tokens: 2.5 steps"),
+        (&["--data", &data][..], "epoch: 5 rows of 64 tokens, 2.5 steps"),
         (&["--data", &data, "--held-out", &other, "--lora", "2"], "evaluation after step 3"),
         (&[text, "--held-out", other_text], "evaluation after step 3"),
     ] {

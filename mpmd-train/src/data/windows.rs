@@ -81,7 +81,8 @@ impl Windows {
         self.held_out = some(starts.collect(), self.rows);
         if self.held_out.len() < self.rows {
             return Err(Error::Environment(format!(
-                "{len} tokens for evaluation have no {} windows of {time} tokens",
+                "the text for evaluation has {len} tokens: {} windows of {time} and one more are \
+                 needed",
                 self.rows
             )));
         }
@@ -282,7 +283,7 @@ mod tests {
         assert_eq!(windows.held_out_len(), 2);
         assert_eq!(windows.blocks().sequences(8), text().bytes().len() - 8);
         let short = Windows::new(&text(), 8, 7).unwrap().evaluated_on(&other);
-        assert!(short.unwrap_err().to_string().contains("51 tokens for evaluation"));
+        assert!(short.unwrap_err().to_string().contains("evaluation has 51 tokens"));
     }
 
     #[test]
