@@ -1,4 +1,4 @@
-//! Llama-type models from the folders of model hubs, as stages of a pipeline.
+//! Models from the folders of model hubs, as stages of a pipeline.
 //!
 //! A [`Folder`] is a model on disk: config, tokenizer and weights. It is checked as a whole before
 //! anything is computed. [`Stages`] divides the layers over stages and loads the weights, so that
@@ -29,13 +29,15 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod decoder;
+mod family;
+mod files;
 mod folder;
 mod lora;
-mod model;
-mod rope;
 mod save;
 pub mod score;
 mod stages;
+mod stored;
 mod tokens;
 pub mod train;
 
@@ -44,11 +46,11 @@ use std::path::Path;
 
 use mpmd::Error;
 
-pub use config::Config;
+pub use config::{Config, HeadNorm, LayerConfig, Norm};
+pub use decoder::Part;
+pub use decoder::rope::{Angles, Rope, Scaling};
 pub use folder::Folder;
 pub use lora::{Lora, merged};
-pub use model::Part;
-pub use rope::{Angles, Rope, Scaling};
 pub use save::{save, save_adapter};
 pub use stages::Stages;
 pub use tokens::{Tokens, tokenizer};

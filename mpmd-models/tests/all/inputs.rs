@@ -77,7 +77,7 @@ fn wrong_files_are_refused_by_name() {
     assert!(none.contains(expected), "{none}");
     fs::remove_file(folder.path().join("config.json")).unwrap();
     let none = refused(folder.path());
-    let expected = "config.json: expected the config of a Llama-type model, found No such file";
+    let expected = "config.json: expected the config of a model, found No such file";
     assert!(none.starts_with(expected), "{none}");
 
     let folder = copy("grouped");

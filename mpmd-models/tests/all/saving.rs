@@ -20,7 +20,15 @@ fn untrained_models_are_saved_with_equal_bits() {
             let params = merged(p, &pipeline, None)?;
             save(p, &folder, &params, to.path()).map(Some)
         });
-        assert!(read_all(to.path()) == read_all(&path(name)), "{name} differs");
+        let mut before = read_all(&path(name));
+        if name == "gpt2-hub" {
+            // `transformers` gives names a prefix, and drops the masks.
+            before.remove("h.0.attn.bias").expect("a mask");
+            let renamed =
+                before.into_iter().map(|(name, one)| (format!("transformer.{name}"), one));
+            before = renamed.collect();
+        }
+        assert!(read_all(to.path()) == before, "{name} differs");
         let saved = Folder::open(to.path()).unwrap();
         assert_eq!(saved.split().is_some(), folder.split().is_some(), "{name}: files");
         assert_eq!(saved.config(), folder.config());

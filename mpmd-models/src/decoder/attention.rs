@@ -1,0 +1,93 @@
+//! The attention of a decoder's layer.
+
+use mpmd::candle::nn::{self, Mask, VarBuilder};
+use mpmd::candle::{Device, Result, Tensor};
+
+use super::norm::Norm;
+use super::rope::Angles;
+use crate::config::{Config, HeadNorm, LayerConfig};
+use crate::lora::{Lora, Projection};
+
+/// Causal attention, in which groups of query heads share keys and values.
+pub(super) struct Attention {
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    o: Projection,
+    /// The norms of queries and keys.
+    norms: Option<(HeadNorm, [Norm; 2])>,
+    head_dim: usize,
+    angles: Option<Angles>,
+    layer: LayerConfig,
+    cap: Option<f64>,
+}
+
+impl Attention {
+    pub(super) fn new(
+        config: &Config,
+        lora: Option<Lora>,
+        layer: LayerConfig,
+        angles: &[Angles],
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
+        let (width, dim) = (config.hidden_size, config.head_dim);
+        let (queries, keys) = (config.num_attention_heads * dim, config.num_key_value_heads * dim);
+        let projection = |name, inputs, outputs, bias| {
+            Projection::new((inputs, outputs), bias, lora, &vb.pp(name))
+        };
+        let norms = |kind| {
+            let sizes = if kind == HeadNorm::Head { [dim; 2] } else { [queries, keys] };
+            let norm = |name, size| Norm::new(config, size, vb.pp(name));
+            Result::Ok((kind, [norm("q_norm", sizes[0])?, norm("k_norm", sizes[1])?]))
+        };
+        Ok(Self {
+            q: projection("q_proj", width, queries, config.qkv_bias)?,
+            k: projection("k_proj", width, keys, config.qkv_bias)?,
+            v: projection("v_proj", width, keys, config.qkv_bias)?,
+            o: projection("o_proj", queries, width, config.out_bias)?,
+            norms: config.head_norm.map(norms).transpose()?,
+            head_dim: dim,
+            angles: layer.rope.and_then(|rope| angles.get(rope).cloned()),
+            layer,
+            cap: config.score_cap,
+        })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (batch, time, _) = x.dims3()?;
+        // `[batch, time, heads, head_dim]`.
+        let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
+        let normed = |x: Tensor, which: usize| match &self.norms {
+            None => heads(x),
+            Some((HeadNorm::Head, norms)) => norms[which].forward(&heads(x)?),
+            Some((HeadNorm::Width, norms)) => heads(norms[which].forward(&x)?),
+        };
+        let rotated = |x: Tensor| match &self.angles {
+            Some(angles) => angles.rotate(&x),
+            None => Ok(x),
+        };
+        let q = rotated(normed(self.q.forward(x)?, 0)?)?.transpose(1, 2)?;
+        let k = rotated(normed(self.k.forward(x)?, 1)?)?.transpose(1, 2)?;
+        let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
+        let (mask, scale) = (mask(self.layer.window, time)?, self.layer.scale);
+        let out = match (self.cap, mask) {
+            (None, mask) => nn::attention(&q, &k, &v, mask, scale)?,
+            (Some(cap), mask) => {
+                let mask = if let Mask::Additive(mask) = &mask { Some(mask) } else { None };
+                nn::ops::sdpa(&q, &k, &v, mask, true, scale as f32, cap as f32)?
+            }
+        };
+        self.o.forward(&out.transpose(1, 2)?.reshape((batch, time, ()))?)
+    }
+}
+
+/// Returns the mask of a causal attention, in which each query sees `window` keys, or all before
+/// it.
+fn mask(window: Option<usize>, time: usize) -> Result<Mask> {
+    let Some(window) = window.filter(|window| *window < time) else { return Ok(Mask::Causal) };
+    let hidden = (0..time * time).map(|at| {
+        let (query, key) = (at / time, at % time);
+        if key <= query && query < key + window { 0.0 } else { f32::NEG_INFINITY }
+    });
+    Ok(Mask::Additive(Tensor::from_vec(hidden.collect(), (time, time), &Device::Cpu)?))
+}
