@@ -15,11 +15,11 @@ use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, MpmdArray, Program, Result};
 
 use crate::config::{self, Config};
-use crate::decoder::rope::Rope;
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
-use crate::family::{Family, Rows, Source, named};
+use crate::family::{Family, Rows, Source, read};
 pub(crate) use crate::files::{CONFIG, TOKENIZER};
 use crate::files::{Found, LARGEST_FILE, checked, companions, find};
+use crate::rope::Rope;
 use crate::stored::{DTYPES, Stored, are_equal};
 use crate::unexpected;
 
@@ -27,6 +27,7 @@ use crate::unexpected;
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
+    family: &'static Family,
     config: Config,
     /// The names of the companions that it has.
     companions: Vec<&'static str>,
@@ -59,12 +60,9 @@ impl Folder {
         let file = path.join(CONFIG);
         checked(&path, CONFIG, config::LARGEST_FILE)
             .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
-        let mut config = Config::read(&file)?;
+        let (family, mut config) = read(&file)?;
         let companions = companions(&path)?;
         let Found { list, files, split } = find(&path)?;
-        let Some(family) = named(config.family) else {
-            return Err(unexpected(&file, "model_type", "a family", config.family));
-        };
         let [table, output] = [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, 0).name);
         let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
         config.tie_word_embeddings &= !may_be_tied;
@@ -92,6 +90,7 @@ impl Folder {
         }
         let mut folder = Self {
             path,
+            family,
             config,
             companions,
             sources,
@@ -132,6 +131,11 @@ impl Folder {
     /// their shapes and dtypes.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the family's own word for a key of the config.
+    pub(crate) fn key(&self, key: &'static str) -> &'static str {
+        self.family.key(key)
     }
 
     /// Returns the place of each parameter.

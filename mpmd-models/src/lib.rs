@@ -34,6 +34,7 @@ mod family;
 mod files;
 mod folder;
 mod lora;
+mod rope;
 mod save;
 pub mod score;
 mod stages;
@@ -48,9 +49,9 @@ use mpmd::Error;
 
 pub use config::{Config, HeadNorm, LayerConfig, Norm};
 pub use decoder::Part;
-pub use decoder::rope::{Angles, Rope, Scaling};
 pub use folder::Folder;
 pub use lora::{Lora, merged};
+pub use rope::{Angles, Rope, Scaling};
 pub use save::{save, save_adapter};
 pub use stages::Stages;
 pub use tokens::{Tokens, tokenizer};

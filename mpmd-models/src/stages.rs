@@ -12,10 +12,10 @@ use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, Program, Result};
 
 use crate::config::POSITIONS;
-use crate::decoder::rope::Angles;
 use crate::decoder::{EMBEDDING, OUTPUT, Part};
 use crate::folder::{CONFIG, Folder};
 use crate::lora::{self, Lora};
+use crate::rope::Angles;
 use crate::unexpected;
 
 /// Number of tokens for which logits are computed at once, where no gradients are needed.
@@ -42,14 +42,14 @@ impl Stages {
         let (config, file) = (folder.config(), folder.path().join(CONFIG));
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
-            let key = config.key("num_hidden_layers");
+            let key = folder.key("num_hidden_layers");
             return Err(unexpected(&file, key, expected, config.num_hidden_layers));
         }
         let (own, most) = (config.max_position_embeddings, config.positions());
         if positions > most {
             let expected = format!("at least {positions}, the tokens of a sequence");
             let scaled = if most == own { String::new() } else { format!(", scaled to {most}") };
-            let key = config.key(POSITIONS);
+            let key = folder.key(POSITIONS);
             return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
         }
         let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));

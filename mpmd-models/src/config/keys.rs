@@ -17,7 +17,7 @@ const LARGEST: usize = (1 << 31) - 1;
 const SHOWN: usize = 60;
 
 /// Keys that no decoder's results depend on. Others that nothing has read are refused.
-pub(super) const HARMLESS: &[&str] = &[
+pub(crate) const HARMLESS: &[&str] = &[
     // Where the folder comes from, and how programs load it.
     "_name_or_path",
     "architectures",
@@ -109,13 +109,18 @@ pub(crate) struct Keys<'a> {
     prefix: String,
     map: Map<String, Value>,
     /// The family's own words for keys.
-    pub(super) words: &'static [(&'static str, &'static str)],
+    words: &'static [(&'static str, &'static str)],
     read: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Keys<'a> {
-    pub(super) fn new(file: &'a Path, map: Map<String, Value>) -> Self {
+    pub(crate) fn new(file: &'a Path, map: Map<String, Value>) -> Self {
         Self { file, prefix: String::new(), map, words: &[], read: RefCell::default() }
+    }
+
+    /// Sets a family's own words for keys.
+    pub(crate) fn words(self, words: &'static [(&'static str, &'static str)]) -> Self {
+        Self { words, ..self }
     }
 
     /// Returns the family's word for a key.

@@ -4,7 +4,7 @@ use mpmd::Result;
 
 use super::POSITIONS;
 use super::keys::Keys;
-use crate::decoder::rope::{Rope, Scaling};
+use crate::rope::{Rope, Scaling};
 
 /// The kinds of scalings, for messages.
 const KINDS: &str = r#""default", "linear", "llama3", "yarn", "longrope" or "dynamic""#;

@@ -4,9 +4,10 @@ use mpmd::candle::nn::{self, Mask, VarBuilder};
 use mpmd::candle::{Device, Result, Tensor};
 
 use super::norm::Norm;
-use super::rope::Angles;
+
 use crate::config::{Config, HeadNorm, LayerConfig};
 use crate::lora::{Lora, Projection};
+use crate::rope::Angles;
 
 /// Causal attention, in which groups of query heads share keys and values.
 pub(super) struct Attention {

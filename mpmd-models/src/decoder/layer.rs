@@ -6,9 +6,10 @@ use mpmd::candle::{Result, Tensor};
 use super::attention::Attention;
 use super::mlp::Mlp;
 use super::norm::Norm;
-use super::rope::Angles;
+
 use crate::config::Config;
 use crate::lora::Lora;
+use crate::rope::Angles;
 
 /// Attention and MLP, each added to its input, with norms before and after.
 pub(super) struct Layer {

@@ -7,7 +7,6 @@ mod attention;
 mod layer;
 mod mlp;
 mod norm;
-pub(crate) mod rope;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,9 +19,9 @@ use mpmd::candle::{Device, Result, Tensor, stage};
 
 use crate::config::Config;
 use crate::lora::Lora;
+use crate::rope::Angles;
 use layer::{Layer, scaled};
 use norm::Norm;
-use rope::Angles;
 
 /// Name of the embedding's table, `[vocab_size, hidden_size]`.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";

@@ -12,13 +12,22 @@ mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen3;
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
+use std::path::Path;
 
 use mpmd::Result;
 use mpmd::candle::nn::Activation;
+use mpmd::train::tensors::read_regular;
+use serde_json::{Map, Value};
 
-use crate::config::{Config, Keys, LayerConfig, Norm, POSITIONS, RopeDefaults, rope, word};
+use crate::config::{
+    Config, EXPECTED, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS, RopeDefaults,
+    rope, word,
+};
+use crate::unexpected;
 
 /// Limit on the number of layers, whose names are kept in memory.
 const MOST_LAYERS: usize = 10_000;
@@ -27,6 +36,7 @@ const BEFORE: [Option<&str>; 4] =
     [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
 
 /// A family of models, which one class of the library `transformers` computes.
+#[derive(Debug)]
 pub(crate) struct Family {
     /// `model_type` in its configs.
     pub(crate) name: &'static str,
@@ -57,9 +67,36 @@ pub(crate) static FAMILIES: [Family; 11] = [
     gpt_neox::FAMILY,
 ];
 
-/// Returns the family of a `model_type`.
-pub(crate) fn named(name: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.name == name)
+/// Reads a `config.json`. A missing setting has the default of the library `transformers`.
+///
+/// # Errors
+///
+/// If the file cannot be read, describes no model of a known family, or has a key that may change
+/// results and that nothing handles. The message names the file, the key, the expected and the
+/// found value.
+pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
+    let text =
+        read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
+    let map: Map<String, Value> =
+        serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
+    let keys = Keys::new(file, map);
+    let names: Vec<String> = FAMILIES.iter().map(|family| format!("{:?}", family.name)).collect();
+    let names = names.join(", ");
+    let kind: String = keys.required("model_type", &names)?;
+    let Some(family) = FAMILIES.iter().find(|family| family.name == kind) else {
+        return Err(keys.unexpected("model_type", names, format!("{kind:?}")));
+    };
+    let keys = keys.words(family.words);
+    let config = Config { family: family.name, ..(family.read)(&keys)? };
+    keys.only("is_encoder_decoder", false)?;
+    keys.only("add_cross_attention", false)?;
+    // Both are true in some folders, and change nothing here.
+    for key in ["is_decoder", "tie_encoder_decoder"] {
+        keys.flag(key, false)?;
+    }
+    keys.only("pruned_heads", Map::new())?;
+    keys.finish(HARMLESS)?;
+    Ok((family, config))
 }
 
 /// A family whose files have the decoder's own names and forms.
@@ -113,6 +150,11 @@ impl Rows {
 }
 
 impl Family {
+    /// Returns its own word for a key.
+    pub(crate) fn key(&self, key: &'static str) -> &'static str {
+        word(self.words, key)
+    }
+
     /// Returns the place of a parameter with `rows` rows.
     pub(crate) fn source(&self, config: &Config, name: &str, rows: usize) -> Source {
         let words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
