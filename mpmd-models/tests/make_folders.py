@@ -470,6 +470,13 @@ def compare(folders, tolerance):
     print(f"{len(a)} weights are equal up to {tolerance}")
 
 
+def write_defaults():
+    """Writes the config that `transformers` makes without settings, for each family."""
+    families = sorted({settings.get("family", "llama") for settings in FOLDERS.values()})
+    configs = [json.loads(AutoConfig.for_model(name).to_json_string(False)) for name in families]
+    (HERE / "defaults.json").write_text(json.dumps(configs) + "\n")
+
+
 def main():
     match sys.argv[1:]:
         case ["--compare", a, b, *tolerance]:
@@ -480,6 +487,7 @@ def main():
             model = AutoModelForCausalLM.from_pretrained(folder)
             print(nats_per_token(model, ids[: int(count)]))
         case names if all(name in FOLDERS for name in names):
+            write_defaults()
             for name in names or FOLDERS:
                 make_folder(name)
         case _:

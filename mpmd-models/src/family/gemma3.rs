@@ -25,7 +25,10 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
         Defaults { vocab_size: 262_208, rope: full, is_rotary: false, ..gemma2::DEFAULTS };
     let mut config = gemma(keys, &defaults, None)?;
     config.head_norm = Some(HeadNorm::Head);
-    keys.only::<Option<f64>>("attn_logit_softcapping", None)?;
+    // `transformers` ignores it.
+    if let Some(cap) = keys.get::<f64>("attn_logit_softcapping", "null")? {
+        return Err(keys.unexpected("attn_logit_softcapping", "null", cap));
+    }
     let window = window(keys, Some(4096))?;
     let pattern = keys.size("sliding_window_pattern", 6)?;
     keys.size("_sliding_window_pattern", 6)?;

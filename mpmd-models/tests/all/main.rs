@@ -2,6 +2,7 @@
 //! the folders again.
 
 mod folders;
+mod guide;
 mod inputs;
 mod programs;
 mod saving;
