@@ -194,7 +194,8 @@ fn settings_that_a_family_lacks_are_refused() {
         ),
         (
             r#""qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]"#,
-            "sliding_window: expected a size, for the layers that layer_types has sliding, found none",
+            "sliding_window: expected a size, for the layers that layer_types has sliding, found \
+             none",
         ),
         (
             r#""qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]"#,
