@@ -24,6 +24,9 @@ const LONGEST_LINE: u64 = 4 << 20;
 const FORMS: &str = "an object with `messages`, or with `prompt` and `completion`, both texts or \
                      both messages, each with `role` and `content`";
 
+/// The names of a message's thoughts.
+const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
 /// The examples of a line: several where its replies cannot be in one text.
 type Examples = Vec<Sequence>;
 
@@ -229,8 +232,16 @@ fn messages(value: &Value) -> Option<Vec<Value>> {
     let message = |value: Value| {
         let keys = (value.kind() == ValueKind::Map).then(|| value.try_iter().ok()).flatten()?;
         let pair = |key: Value| value.get_item(&key).ok().map(|value| (key, value));
-        let pairs: Vec<(Value, Value)> =
+        let mut pairs: Vec<(Value, Value)> =
             keys.filter_map(pair).filter(|(_, value)| !value.is_none()).collect();
+        let named = |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name));
+        // Templates read thoughts under the first name, or the second.
+        if let Some((_, thoughts)) = THOUGHTS.iter().find_map(|name| named(name)).cloned() {
+            let has_second = named(THOUGHTS[1]).is_some();
+            pairs.retain(|(key, _)| key.as_str() != Some(THOUGHTS[0]));
+            pairs.push((THOUGHTS[0].into(), thoughts.clone()));
+            pairs.extend((!has_second).then(|| (THOUGHTS[1].into(), thoughts)));
+        }
         let has = |name: &str| pairs.iter().any(|(key, _)| key.as_str() == Some(name));
         (has("role") && pairs.len() > 1).then(|| Value::from_pairs(pairs))
     };

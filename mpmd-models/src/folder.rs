@@ -7,94 +7,40 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use half::{bf16, f16};
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
-use mpmd::train::tensors::{TensorFile, read_regular, refuse_pointer};
+use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, MpmdArray, Program, Result};
-use serde::Deserialize;
 use serde_json::Value;
 
 use crate::config::{self, Config};
-use crate::model::{EMBEDDING, OUTPUT, shapes_of};
+use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
+use crate::family::{Family, Rows, Source, read};
+pub(crate) use crate::files::{CONFIG, TOKENIZER};
+use crate::files::{Found, LARGEST_FILE, checked, companions, find};
 use crate::rope::Rope;
+use crate::stored::{DTYPES, Stored, are_equal};
 use crate::unexpected;
-
-/// Name of the config.
-pub(crate) const CONFIG: &str = "config.json";
-/// Name of the tokenizer.
-pub(crate) const TOKENIZER: &str = "tokenizer.json";
-/// Names of the files that may be beside the weights, and that a saved model gets, too.
-const COMPANIONS: [&str; 13] = [
-    CONFIG,
-    TOKENIZER,
-    "additional_chat_templates/tool_use.jinja",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-];
-/// Limit on the size of such a file and of the index, in bytes.
-const LARGEST_FILE: u64 = 256 << 20;
-
-/// Name of the weights' file, if there is one.
-const SINGLE: &str = "model.safetensors";
-/// Name of the file that maps tensors to files, if there are several.
-const INDEX: &str = "model.safetensors.index.json";
-/// End of the names of tables that old folders have and nothing needs.
-const IGNORED: &str = "rotary_emb.inv_freq";
-/// The dtypes of weights that are read, for messages.
-const DTYPES: &str = "f32, bf16 or f16";
-/// Number of elements that are read at once, if they are converted.
-const BLOCK: usize = 1 << 18;
-
-/// The tensors of a folder.
-struct Found {
-    /// The file that lists them.
-    list: PathBuf,
-    /// The file of each tensor.
-    files: BTreeMap<String, TensorFile>,
-    /// The size of the largest file, in bytes. `None` if there is one file.
-    split: Option<u64>,
-}
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
 #[derive(Clone, Debug)]
 pub struct Folder {
     path: PathBuf,
+    family: &'static Family,
     config: Config,
     /// The names of the companions that it has.
     companions: Vec<&'static str>,
+    /// The place of each parameter, and its shape.
+    sources: BTreeMap<String, (Source, ShapedArray)>,
+    /// The tensors of the files, by the names that `transformers` gives them.
     tensors: BTreeMap<String, Stored>,
     /// The names of further tensors, which the model does not use.
     unused: Vec<String>,
     /// The size of the largest file of weights, in bytes. `None` if there is one file.
     split: Option<u64>,
     read: Arc<AtomicU64>,
-}
-
-/// The place of a tensor.
-#[derive(Clone, Debug)]
-struct Stored {
-    file: TensorFile,
-    /// Its name in the file.
-    name: String,
-    aval: ShapedArray,
-}
-
-/// The index of a folder with several files.
-#[derive(Deserialize)]
-struct Index {
-    /// The file of each tensor.
-    weight_map: BTreeMap<String, String>,
 }
 
 impl Folder {
@@ -115,34 +61,51 @@ impl Folder {
         let file = path.join(CONFIG);
         checked(&path, CONFIG, config::LARGEST_FILE)
             .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
-        let mut config = Config::read(&file)?;
+        let (family, mut config) = read(&file)?;
         let companions = companions(&path)?;
         let Found { list, files, split } = find(&path)?;
-        let may_be_tied = config.tie_word_embeddings && files.contains_key(OUTPUT);
+        let [table, output] = [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, 0).name);
+        let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
         config.tie_word_embeddings &= !may_be_tied;
-        let needed = shapes_of(&config)
+        let sources = sources(family, &config)
             .map_err(|why| unexpected(&file, "", "sizes of a model", why.to_string()))?;
+        let needed = needed(sources.values());
+        let prefix = table.split_inclusive('.').next().unwrap_or_default();
         let mut tensors = BTreeMap::new();
         let mut unused = Vec::new();
         for (name, file) in files {
-            unused.extend(add(&mut tensors, name, &file, &needed)?);
+            let more = add(&mut tensors, (name, prefix), &file, &needed)?;
+            let is_ignored = |name: &String| family.ignored.iter().any(|end| name.ends_with(end));
+            unused.extend(more.filter(|name| !is_ignored(name)));
         }
-        for (name, aval) in &needed {
-            let expected = format!("{DTYPES} {:?}", aval.shape());
+        for (name, shape) in &needed {
+            let expected = format!("{DTYPES} {shape:?}");
             let Some(stored) = tensors.get(name) else {
                 return Err(unexpected(&list, name, expected, "no such tensor"));
             };
             let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
-            if !is_float || stored.aval.shape() != aval.shape() {
+            if !is_float || stored.aval.shape() != shape {
                 let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
                 return Err(unexpected(stored.file.path(), name, expected, found));
             }
         }
-        if may_be_tied && are_equal(&tensors[EMBEDDING], &tensors[OUTPUT])? {
-            config.tie_word_embeddings = true;
-            tensors.remove(OUTPUT);
+        let mut folder = Self {
+            path,
+            family,
+            config,
+            companions,
+            sources,
+            tensors,
+            unused,
+            split,
+            read: Arc::default(),
+        };
+        if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
+            folder.config.tie_word_embeddings = true;
+            folder.tensors.remove(&output);
+            folder.sources.remove(OUTPUT);
         }
-        Ok(Self { path, config, companions, tensors, unused, split, read: Arc::default() })
+        Ok(folder)
     }
 
     /// Returns the names of the files that a saved model gets beside its weights.
@@ -179,9 +142,20 @@ impl Folder {
         &self.config
     }
 
-    /// Returns the names of the model's tensors, with their shapes and the dtypes of the files.
+    /// Returns the tensors of the model's files by the names that `transformers` gives them, with
+    /// their shapes and dtypes.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the family's own word for a key of the config.
+    pub(crate) fn key(&self, key: &'static str) -> &'static str {
+        self.family.key(key)
+    }
+
+    /// Returns the place of each parameter.
+    pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &Source)> {
+        self.sources.iter().map(|(name, (source, _))| (name.as_str(), source))
     }
 
     /// Returns the names of further tensors in the files, which the model does not use.
@@ -225,34 +199,26 @@ impl Folder {
     /// # Errors
     ///
     /// If a file cannot be read.
-    pub(crate) fn settings(&self) -> Result<[(&'static str, String); 6]> {
-        // All fields are here, so that a new one is not forgotten.
-        let Config {
-            num_attention_heads: heads,
-            head_dim,
-            rms_norm_eps,
-            rope: Rope { theta, scaling },
-            // The names and shapes of the parameters show these.
-            vocab_size: _,
-            hidden_size: _,
-            intermediate_size: _,
-            num_hidden_layers: _,
-            num_key_value_heads: _,
-            tie_word_embeddings: _,
-            attention_bias: _,
-            mlp_bias: _,
-            // These change no result.
-            max_position_embeddings: _,
-            attention_dropout: _,
-        } = &self.config;
-        Ok([
-            ("--model num_attention_heads", heads.to_string()),
-            ("--model head_dim", head_dim.to_string()),
-            ("--model rms_norm_eps", rms_norm_eps.to_string()),
-            ("--model rope_theta", theta.to_string()),
-            ("--model rope_type", scaling.to_string()),
+    pub(crate) fn settings(&self) -> Result<Vec<(&'static str, String)>> {
+        let config = &self.config;
+        let rope = config.ropes.first();
+        let rope = |f: fn(&Rope) -> String| rope.map_or_else(|| "none".to_owned(), f);
+        let mut settings = vec![
+            ("--model num_attention_heads", config.num_attention_heads.to_string()),
+            ("--model head_dim", config.head_dim.to_string()),
+            ("--model rms_norm_eps", config.norm_eps.to_string()),
+            ("--model rope_theta", rope(|rope| rope.theta.to_string())),
+            ("--model rope_type", rope(|rope| rope.scaling.to_string())),
             ("--model weights", format!("with hash {:016x}", self.fingerprint()?)),
-        ])
+        ];
+        // The names and shapes of the parameters, and the settings above, show all of Llama's.
+        if config.family != "llama" {
+            // These change no result.
+            let rest = Config { max_position_embeddings: 0, dropout: None, ..config.clone() };
+            let hash = fold(Key(0), format!("{rest:?}").as_bytes()).0;
+            settings.push(("--model config", format!("with hash {hash:016x}")));
+        }
+        Ok(settings)
     }
 
     /// Returns a hash of the tensors' names, shapes and dtypes, and of the values in their first
@@ -278,30 +244,28 @@ impl Folder {
         Ok(key.0)
     }
 
-    /// Issues the reading of a tensor as f32 on the devices of `sharding`. Each owner reads only
+    /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
     /// its own regions, and converts bf16 and f16.
     ///
     /// # Errors
     ///
-    /// As for [`Program::array_from_fn`], and if the model has no such tensor. If the file cannot
-    /// be read, the array fails instead.
+    /// As for [`Program::array_from_fn`], and if the model has no such parameter. If the file
+    /// cannot be read, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
-        let Some(Stored { file, name, aval }) = self.tensors.get(name).cloned() else {
-            return Err(unexpected(&self.path, name, "a tensor of the model", "another name"));
+        let place = self.sources.get(name).cloned();
+        let Some((source, aval)) = place else {
+            return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
         };
-        let read = self.read.clone();
-        let values = ShapedArray::try_new(aval.shape(), DType::F32)?;
-        p.array_from_fn(values, sharding, move |region, mut view| {
-            read.fetch_add((region.elements() * aval.dtype().size()) as u64, Ordering::Relaxed);
-            match aval.dtype() {
-                DType::Bf16 => read_as(&file, &name, region, view.as_mut_slice()?, |bits| {
-                    bf16::from_bits(bits).to_f32()
-                }),
-                DType::F16 => read_as(&file, &name, region, view.as_mut_slice()?, |bits| {
-                    f16::from_bits(bits).to_f32()
-                }),
-                _ => file.read(&name, region, view.as_bytes_mut()),
+        let (read, stored) = (self.read.clone(), self.tensors[&source.name].clone());
+        p.array_from_fn(aval, sharding, move |region, mut view| {
+            let bytes = region.elements() * stored.aval.dtype().size();
+            read.fetch_add(bytes as u64, Ordering::Relaxed);
+            let rows = stored.aval.shape().first().copied().unwrap_or(1);
+            let is_whole = !source.is_transposed && source.rows == Rows::block(0, rows);
+            if is_whole && stored.aval.dtype() == DType::F32 {
+                return stored.file.read(&stored.name, region, view.as_bytes_mut());
             }
+            stored.read(&source, region, view.as_mut_slice()?)
         })
     }
 }
@@ -311,157 +275,52 @@ fn fold(key: Key, bytes: &[u8]) -> Key {
     bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
 }
 
-/// Reads a region of a tensor with elements of 16 bits, block by block, and converts each element.
-fn read_as(
-    file: &TensorFile,
-    name: &str,
-    region: &Region,
-    values: &mut [f32],
-    convert: impl Fn(u16) -> f32,
-) -> Result<()> {
-    let rows = region.range(0);
-    let row = region.ranges().skip(1).map(|range| range.len()).product::<usize>().max(1);
-    let step = (BLOCK / row).max(1);
-    let mut bytes = Vec::new();
-    for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * row)) {
-        bytes.resize(2 * values.len(), 0);
-        let mut block: Vec<_> = region.ranges().collect();
-        block[0] = start..rows.end.min(start + step);
-        file.read(name, &Region::new(block), &mut bytes)?;
-        let (pairs, _) = bytes.as_chunks::<2>();
-        let bits = pairs.iter().map(|pair| u16::from_le_bytes(*pair));
-        values.iter_mut().zip(bits).for_each(|(value, bits)| *value = convert(bits));
-    }
-    Ok(())
-}
-
-/// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
-/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a
-/// folder in `snapshots/REV` of a hub cache to `blobs` beside `snapshots`.
-fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
-    let path = folder.join(name);
-    let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
-    let snapshots = root.ancestors().skip(1).find(|above| above.ends_with("snapshots"));
-    let blobs = snapshots.and_then(Path::parent).map(|cache| cache.join("blobs"));
-    if !real.starts_with(&root) && !blobs.is_some_and(|blobs| real.starts_with(blobs)) {
-        let real = real.display();
-        return Err(io::Error::other(format!(
-            "a link out of the folder, to {real}: copy the file"
-        )));
-    }
-    let found = real.metadata()?;
-    if !found.is_file() {
-        return Err(io::Error::other("no regular file"));
-    }
-    if found.len() > most {
-        let bytes = found.len();
-        return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
-    }
-    refuse_pointer(&path, found.len())?;
-    Ok(path)
-}
-
-/// Returns the names of the companions that a folder has.
-fn companions(folder: &Path) -> Result<Vec<&'static str>> {
-    let has = |name: &&str| folder.join(name).symlink_metadata().is_ok();
-    let found = COMPANIONS.into_iter().filter(has);
-    let check = |name| match checked(folder, name, LARGEST_FILE) {
-        Ok(_) => Ok(name),
-        Err(why) => Err(unexpected(&folder.join(name), "", "a file beside the weights", why)),
+/// Returns the place and shape of each parameter of a model.
+fn sources(family: &Family, config: &Config) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
+    let place = |(name, aval): (String, ShapedArray)| {
+        let rows = aval.shape().first().copied().unwrap_or(1);
+        (name.clone(), (family.source(config, &name, rows), aval))
     };
-    found.map(check).collect()
+    Ok(shapes_of(config)?.into_iter().map(place).collect())
 }
 
-/// Opens the files of weights and finds their tensors.
-///
-/// # Errors
-///
-/// If a file is missing or damaged.
-fn find(folder: &Path) -> Result<Found> {
-    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
-    let open = |name: &str| {
-        let path = folder.join(name);
-        match checked(folder, name, u64::MAX) {
-            Ok(path) => TensorFile::open(path),
-            Err(why) => Err(Error::Environment(format!("{}: {why}", path.display()))),
+/// Returns the shapes of the tensors that have these parameters, by name.
+fn needed<'a>(
+    sources: impl Iterator<Item = &'a (Source, ShapedArray)>,
+) -> BTreeMap<String, Vec<usize>> {
+    let mut needed = BTreeMap::<String, Vec<usize>>::new();
+    for (source, aval) in sources {
+        let rows = source.rows.end();
+        let mut shape = aval.shape().to_vec();
+        let axis = usize::from(source.is_transposed);
+        if source.is_transposed {
+            shape.reverse();
         }
-    };
-    if single.symlink_metadata().is_ok() {
-        let file = open(SINGLE)?;
-        let files = file.names().into_iter().map(|name| (name, file.clone())).collect();
-        return Ok(Found { list: single, files, split: None });
+        shape[axis] = rows;
+        // The parameters of a tensor differ in their rows alone.
+        let whole = needed.entry(source.name.clone()).or_insert_with(|| shape);
+        whole[axis] = whole[axis].max(rows);
     }
-    let expected = format!("{SINGLE} or {INDEX}");
-    let text = checked(folder, INDEX, LARGEST_FILE)
-        .and_then(|path| read_regular(&path, LARGEST_FILE))
-        .map_err(|why| unexpected(folder, "", expected, why))?;
-    let Index { weight_map } = serde_json::from_slice(&text)
-        .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
-    let (mut opened, mut files) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
-    let mut largest = 0;
-    for (name, file) in &weight_map {
-        if Path::new(file).file_name() != Some(file.as_ref()) {
-            return Err(unexpected(&index, name, "the name of a file", format!("{file:?}")));
-        }
-        if !opened.contains_key(file.as_str()) {
-            opened.insert(file, open(file)?);
-            let path = folder.join(file);
-            largest = largest.max(path.metadata().map_or(0, |found| found.len()));
-        }
-        files.insert(name.clone(), opened[file.as_str()].clone());
-    }
-    Ok(Found { list: index, files, split: Some(largest) })
+    needed
 }
-
-/// True if two matrices have the same elements. Reads both, up to the first block that differs.
-fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
-    if a.aval != b.aval {
-        return Ok(false);
-    }
-    let [rows, columns] = *a.aval.shape() else { return Ok(false) };
-    let (mut left, mut right) = (Vec::new(), Vec::new());
-    let step = (BLOCK / columns.max(1)).max(1);
-    for row in (0..rows).step_by(step) {
-        for column in (0..columns).step_by(BLOCK) {
-            let block = [row..rows.min(row + step), column..columns.min(column + BLOCK)];
-            let block = Region::new(block.to_vec());
-            let bytes = block.elements() * a.aval.dtype().size();
-            left.resize(bytes, 0);
-            right.resize(bytes, 0);
-            a.file.read(&a.name, &block, &mut left)?;
-            b.file.read(&b.name, &block, &mut right)?;
-            if left != right {
-                return Ok(false);
-            }
-        }
-    }
-    Ok(true)
-}
-
-/// Start of the names in a file of a model with an output. A file without one may lack it.
-const PREFIX: &str = "model.";
 
 /// Adds a tensor of a file to those found, by its name in the model. Returns its name if the model
-/// does not have it.
+/// does not have it. A file of a model without an output may lack `prefix` in its names.
 fn add(
     tensors: &mut BTreeMap<String, Stored>,
-    name: String,
+    (name, prefix): (String, &str),
     file: &TensorFile,
-    needed: &BTreeMap<String, ShapedArray>,
+    needed: &BTreeMap<String, Vec<usize>>,
 ) -> Result<Option<String>> {
-    if name.ends_with(IGNORED) {
-        return Ok(None);
-    }
-    let names = [name.clone(), format!("{PREFIX}{name}")];
+    let names = [name.clone(), format!("{prefix}{name}")];
     let found = names.into_iter().find_map(|known| needed.get_key_value(&known));
-    let Some((known, expected)) = found else { return Ok(Some(name)) };
+    let Some((known, shape)) = found else { return Ok(Some(name)) };
     if tensors.contains_key(known) {
-        let expected = "one tensor of this name, with or without `model.`";
+        let expected = format!("one tensor of this name, with or without `{prefix}`");
         return Err(unexpected(file.path(), &name, expected, "two"));
     }
     let aval = file.aval(&name);
     // The file lacks the tensor, or its dtype is unknown. The message names both.
-    let shape = expected.shape();
     let aval =
         aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
     tensors.insert(known.clone(), Stored { file: file.clone(), name, aval });

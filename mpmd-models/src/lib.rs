@@ -1,4 +1,4 @@
-//! Llama-type models from the folders of model hubs, as stages of a pipeline.
+//! Models from the folders of model hubs, as stages of a pipeline.
 //!
 //! A [`Folder`] is a model on disk: config, tokenizer and weights. It is checked as a whole before
 //! anything is computed. [`Stages`] divides the layers over stages and loads the weights, so that
@@ -29,15 +29,18 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod decoder;
 mod examples;
+mod family;
+mod files;
 mod folder;
 mod lora;
-mod model;
 mod rope;
 mod sample;
 mod save;
 pub mod score;
 mod stages;
+mod stored;
 mod template;
 mod tokens;
 pub mod train;
@@ -47,11 +50,11 @@ use std::path::Path;
 
 use mpmd::Error;
 
-pub use config::Config;
+pub use config::{Config, HeadNorm, LayerConfig, Norm};
+pub use decoder::Part;
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use lora::{Lora, merged};
-pub use model::Part;
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};

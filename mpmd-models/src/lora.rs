@@ -15,15 +15,10 @@ use mpmd::{MpmdArray, Program, Result};
 /// `[outputs, rank]`.
 pub(crate) const MATRICES: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
 /// End of the name of a weight.
-const WEIGHT: &str = "weight";
+pub(crate) const WEIGHT: &str = "weight";
 
 /// Pattern of the names of LoRA's matrices, which are trained.
 pub(crate) const TRAINED: &str = r"\.lora_[AB]\.weight$";
-
-/// True for the name of one of LoRA's matrices.
-pub(crate) fn is_adapter(name: &str) -> bool {
-    MATRICES.iter().any(|end| name.ends_with(end))
-}
 
 /// The settings of LoRA: a layer computes `W x + alpha / rank B A x`.
 #[derive(Clone, Copy, Debug, PartialEq)]

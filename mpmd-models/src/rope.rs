@@ -9,8 +9,10 @@ use mpmd::candle::{Device, Result, Tensor};
 /// The rotary embedding of a model: the frequencies by which pairs of elements rotate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies: pair `i` of `n` has the frequency `theta^(-i/n)`.
+    /// Base of the frequencies: pair `i` has the frequency `theta^(-2i/dim)`.
     pub theta: f64,
+    /// Number of elements at the start of a head that rotate. An odd number is rounded up.
+    pub dim: usize,
     /// The change of these frequencies.
     pub scaling: Scaling,
 }
@@ -37,20 +39,116 @@ pub enum Scaling {
         /// Length of the original context, in tokens.
         original_max_position_embeddings: usize,
     },
+    /// Divides low frequencies by a factor, keeps high ones, and interpolates between by the index
+    /// of the pair (Peng et al., 2023).
+    Yarn {
+        /// The divisor of the frequencies, usually 1 or more.
+        factor: f64,
+        /// Length of the original context, in tokens.
+        original: usize,
+        /// Factor of cosines and sines.
+        amplitude: f64,
+        /// Number of turns in the original context from which frequencies are kept.
+        fast: f64,
+        /// Number of turns in the original context up to which they are divided.
+        slow: f64,
+        /// True if the indices of both borders are rounded outwards.
+        truncate: bool,
+    },
+    /// Divides each frequency by a factor of its own (Ding et al., 2024).
+    LongRope {
+        /// The divisors for sequences up to the original context.
+        short: Vec<f64>,
+        /// The divisors for longer sequences.
+        long: Vec<f64>,
+        /// Length of the original context, in tokens.
+        original: usize,
+        /// Factor of cosines and sines.
+        amplitude: f64,
+    },
+    /// Raises `theta` with the length of a sequence that is longer than the original context.
+    Dynamic {
+        /// The growth of `theta` with the length.
+        factor: f64,
+        /// Length of the original context, in tokens.
+        original: usize,
+    },
 }
 
 impl Rope {
-    /// Returns the angle by which each pair of a head's elements rotates from one position to the
-    /// next, in radians.
+    /// Returns the number of pairs of a head's elements that rotate.
+    pub fn pairs(&self) -> usize {
+        self.dim.div_ceil(2)
+    }
+
+    /// Returns the angle by which each pair rotates from one position to the next, in radians.
+    /// `length` is the length of the whole sequence.
     ///
     /// Frequencies are rounded to f32 before and after the scaling, as in `transformers`.
-    pub fn frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let pairs = head_dim / 2;
-        let plain = (0..pairs).map(|pair| {
-            let power = (2 * pair) as f32 / head_dim as f32;
-            1.0 / self.theta.powf(f64::from(power)) as f32
-        });
-        plain.map(|frequency| self.scaling.apply(f64::from(frequency)) as f32).collect()
+    pub fn frequencies(&self, length: usize) -> Vec<f32> {
+        let is_long = self.is_long(length);
+        let theta = match self.scaling {
+            Scaling::Dynamic { factor, original } if is_long => {
+                let growth = factor * length as f64 / original as f64 - (factor - 1.0);
+                let dim = self.dim as f64;
+                self.theta * growth.powf(dim / (dim - 2.0))
+            }
+            _ => self.theta,
+        };
+        let frequency = |pair: usize| {
+            let power = f64::from((2 * pair) as f32 / self.dim as f32);
+            let divisor = theta.powf(power) as f32;
+            match &self.scaling {
+                Scaling::LongRope { long, .. } if is_long => 1.0 / (long[pair] as f32 * divisor),
+                Scaling::LongRope { short, .. } => 1.0 / (short[pair] as f32 * divisor),
+                Scaling::Yarn { .. } => self.yarn(pair, 1.0 / divisor),
+                scaling => scaling.apply(f64::from(1.0 / divisor)) as f32,
+            }
+        };
+        (0..self.pairs()).map(frequency).collect()
+    }
+
+    /// Returns the frequency of a pair under [`Scaling::Yarn`].
+    fn yarn(&self, pair: usize, frequency: f32) -> f32 {
+        let Scaling::Yarn { factor, original, fast, slow, truncate, .. } = self.scaling else {
+            return frequency;
+        };
+        let dim = self.dim as f64;
+        // The index of a pair that turns so many times in the original context.
+        let index = |turns: f64| {
+            dim * (original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
+        };
+        let (low, high) = (index(fast), index(slow));
+        let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+        let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
+        if low == high {
+            high += 0.001;
+        }
+        let divided = ((pair as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+        let kept = 1.0 - divided;
+        frequency / factor as f32 * (1.0 - kept) + frequency * kept
+    }
+
+    /// True if the frequencies of a sequence of this length are others than those of a short one.
+    fn is_long(&self, length: usize) -> bool {
+        match self.scaling {
+            Scaling::LongRope { original, .. } | Scaling::Dynamic { original, .. } => {
+                length > original
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns the most tokens of a sequence, where a config has `positions`. These count before a
+    /// linear or a dynamic scaling, and usually after the others.
+    pub(crate) fn positions(&self, positions: usize) -> usize {
+        let scaled = |positions: usize, factor: f64| (positions as f64 * factor.max(1.0)) as usize;
+        match self.scaling {
+            Scaling::Linear { factor } => scaled(positions, factor),
+            Scaling::Dynamic { factor, original } => scaled(original, factor),
+            Scaling::Yarn { factor, original, .. } => positions.max(scaled(original, factor)),
+            Scaling::Default | Scaling::Llama3 { .. } | Scaling::LongRope { .. } => positions,
+        }
     }
 }
 
@@ -65,14 +163,15 @@ impl fmt::Display for Scaling {
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => write!(f, "llama3 by {factor}, of {low} to {high} turns in {original}"),
+            other => write!(f, "{other:?}"),
         }
     }
 }
 
 impl Scaling {
+    /// Returns a frequency under a scaling that depends on it alone.
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
-            Self::Default => frequency,
             Self::Linear { factor } => frequency / factor,
             Self::Llama3 {
                 factor,
@@ -90,16 +189,26 @@ impl Scaling {
                     (1.0 - kept) * frequency / factor + kept * frequency
                 }
             }
+            _ => frequency,
+        }
+    }
+
+    /// Returns the factor of cosines and sines.
+    fn amplitude(&self) -> f32 {
+        match self {
+            Self::Yarn { amplitude, .. } | Self::LongRope { amplitude, .. } => *amplitude as f32,
+            _ => 1.0,
         }
     }
 }
 
-/// The cosines and sines of the angles at the first positions, `[positions, head_dim / 2]` each.
-/// Clones share them.
+/// The cosines and sines of the angles at the first positions, `[positions, pairs]` each. Clones
+/// share them.
 #[derive(Clone, Debug)]
 pub struct Angles {
-    cos: Tensor,
-    sin: Tensor,
+    rope: Rope,
+    /// Those of short sequences.
+    tables: [Tensor; 2],
 }
 
 impl Angles {
@@ -108,27 +217,45 @@ impl Angles {
     /// # Errors
     ///
     /// If candle fails.
-    pub fn new(rope: &Rope, head_dim: usize, positions: usize) -> Result<Self> {
-        let frequencies = rope.frequencies(head_dim);
+    pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
+        Ok(Self { rope: rope.clone(), tables: Self::tables(rope, positions, 0)? })
+    }
+
+    fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
+        let (frequencies, amplitude) = (rope.frequencies(length), rope.scaling.amplitude());
         let table = |f: fn(f64) -> f64| {
             let row = |at: usize| {
                 // The product is rounded to f32, as in `transformers`.
                 let angle = move |frequency: &f32| f64::from(at as f32 * frequency);
-                frequencies.iter().map(move |frequency| f(angle(frequency)) as f32)
+                frequencies.iter().map(move |frequency| f(angle(frequency)) as f32 * amplitude)
             };
             let values: Vec<f32> = (0..positions).flat_map(row).collect();
             Tensor::from_vec(values, (positions, frequencies.len()), &Device::Cpu)
         };
-        Ok(Self { cos: table(f64::cos)?, sin: table(f64::sin)? })
+        Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
-    /// Rotates heads `[batch, time, heads, head_dim]`, where time begins at position 0.
+    /// Rotates heads `[batch, time, heads, head_dim]`, where time begins at position 0 and is the
+    /// length of the sequence.
     ///
     /// # Errors
     ///
     /// If there are more positions than angles.
     pub fn rotate(&self, heads: &Tensor) -> Result<Tensor> {
-        rope_thd(heads, &self.cos, &self.sin)
+        let (_, time, _, head_dim) = heads.dims4()?;
+        let [cos, sin] = match self.rope.is_long(time) {
+            true => Self::tables(&self.rope, time, time)?,
+            false => self.tables.clone(),
+        };
+        let dim = 2 * self.rope.pairs();
+        if dim == head_dim {
+            return rope_thd(heads, &cos, &sin);
+        }
+        if dim == 0 {
+            return Ok(heads.clone());
+        }
+        let rotated = rope_thd(&heads.narrow(3, 0, dim)?, &cos, &sin)?;
+        Tensor::cat(&[rotated, heads.narrow(3, dim, head_dim - dim)?], 3)
     }
 }
 

@@ -4,15 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use mpmd::aval::DType;
+use mpmd::aval::{DType, f32s};
+use mpmd::candle::{Result as CandleResult, Tensor, function};
 use mpmd::pipeline::Pipeline;
+use mpmd::sharding::Sharding;
 use mpmd::train::tensors;
 use mpmd::tree::Tree;
-use mpmd::{MpmdArray, ProcessId, Program, Result};
+use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use serde_json::{Map, Value, json};
 
+use crate::family::{Rows, Source};
 use crate::folder::{CONFIG, Folder};
-use crate::lora::{Lora, MATRICES, is_adapter};
+use crate::lora::{Lora, MATRICES, WEIGHT};
 use crate::unexpected;
 
 /// Saves parameters by name in a folder of the same form as `source`: with its config and
@@ -29,15 +32,79 @@ pub fn save(
     params: &BTreeMap<String, MpmdArray>,
     to: &Path,
 ) -> Result<()> {
-    let arrays = source.tensors().map(|(name, aval)| match params.get(name) {
-        Some(array) => Ok((name.to_owned(), array.clone(), aval.dtype())),
-        None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
-    });
-    let arrays = arrays.collect::<Result<Vec<(String, MpmdArray, DType)>>>()?;
+    let mut parts = parts(source);
+    let mut arrays = Vec::new();
+    for (name, aval) in source.tensors() {
+        let parts = parts.remove(name).unwrap_or_default();
+        let is_transposed = parts.iter().any(|(_, source)| source.is_transposed);
+        let found = parts.into_iter().map(|(name, source)| match params.get(name) {
+            Some(array) => Ok((array.clone(), source.rows)),
+            None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
+        });
+        let array = fused(p, found.collect::<Result<_>>()?, is_transposed, false)?;
+        arrays.push((name.to_owned(), array, aval.dtype()));
+    }
     // The library `transformers` refuses files without it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     tensors::save(p, to, &arrays, source.split().unwrap_or(u64::MAX), &metadata)?;
     p.broadcast_value(ProcessId(0), (), || copy_settings(source, to))
+}
+
+/// Returns the names and places of the parameters in each tensor of a folder's files.
+fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &Source)>> {
+    let mut parts = BTreeMap::<&str, Vec<_>>::new();
+    for (name, source) in source.sources() {
+        parts.entry(&source.name).or_default().push((name, source));
+    }
+    parts
+}
+
+/// Issues the making of a tensor of the files from parameters with rows of it. With `spreads`, each
+/// parameter has columns of its own in the tensor; the others are zero there.
+fn fused(
+    p: &mut Program,
+    parts: Vec<(MpmdArray, Rows)>,
+    is_transposed: bool,
+    spreads: bool,
+) -> Result<MpmdArray> {
+    let (arrays, rows): (Vec<MpmdArray>, Vec<Rows>) = parts.into_iter().unzip();
+    let mut shape = arrays[0].shape().to_vec();
+    if rows[..] == [Rows::block(0, shape[0])] && !is_transposed {
+        return Ok(arrays[0].clone());
+    }
+    // (row in the tensor, index of the parameter, its row, number of rows)
+    let mut pieces = Vec::new();
+    for (index, rows) in rows.into_iter().enumerate() {
+        let places = rows.places();
+        pieces.extend(places.map(|(first, rows)| (rows.start, index, first, rows.len())));
+    }
+    pieces.sort_unstable();
+    shape[0] = pieces.iter().map(|piece| piece.3).sum();
+    let (parts, own) = (arrays.len(), shape.last().copied().unwrap_or(1));
+    if spreads {
+        shape[1] = parts * own;
+    }
+    if is_transposed {
+        shape.reverse();
+    }
+    let captured = format!("{pieces:?} {spreads} {is_transposed}");
+    let fuse = function(move |params: Vec<Tensor>| {
+        let rows = pieces.iter().map(|(_, index, first, rows)| {
+            let rows = params[*index].narrow(0, *first, *rows)?;
+            match spreads {
+                true => rows.pad_with_zeros(1, index * own, (parts - 1 - index) * own),
+                false => Ok(rows),
+            }
+        });
+        let whole = Tensor::cat(&rows.collect::<CandleResult<Vec<_>>>()?, 0)?;
+        if is_transposed { whole.t()?.contiguous() } else { Ok(whole) }
+    });
+    let Some(mesh) = arrays[0].sharding().and_then(Sharding::mesh).cloned() else {
+        let expected = "parameters over the mesh of a stage";
+        return Err(Error::kernel(format!("{expected}, not {:?}", arrays[0].sharding())));
+    };
+    let fuse = fuse.outputs(move |_| Ok(f32s(shape.clone()))).with(captured);
+    p.jit(fuse).on(&mesh).outputs(mesh.replicated()).build()?.call(p, arrays)
 }
 
 /// Start of the names in a file of adapters: `peft` wraps the model twice.
@@ -64,21 +131,45 @@ where
     Out: Tree<Leaf = MpmdArray>,
 {
     let params = (0..pipeline.stages()).flat_map(|stage| pipeline.params(stage));
-    let mut arrays: Vec<(String, MpmdArray, DType)> = params
-        .filter(|(name, _)| is_adapter(name))
-        .map(|(name, array)| (format!("{WRAPPED}{name}"), array.clone(), array.dtype()))
-        .collect();
-    let ranks = |(name, array, _): &(String, MpmdArray, DType)| {
-        name.ends_with(MATRICES[0]) && array.shape().first() != Some(&lora.rank)
-    };
-    if arrays.is_empty() || arrays.iter().any(ranks) {
+    let params: BTreeMap<String, MpmdArray> = params.collect();
+    let (mut arrays, mut layers) = (Vec::new(), BTreeSet::new());
+    let (mut ranks, mut alphas) = (Map::new(), Map::new());
+    for (tensor, parts) in parts(source) {
+        let matrices = |which: usize| {
+            let matrix = |(name, _): &(&str, _)| {
+                params.get(&format!("{}{}", name.strip_suffix(WEIGHT)?, MATRICES[which])).cloned()
+            };
+            parts.iter().map(matrix).collect::<Option<Vec<MpmdArray>>>()
+        };
+        let (Some(a), Some(b)) = (matrices(0), matrices(1)) else { continue };
+        if a.iter().any(|a| a.shape()[0] != lora.rank) {
+            let expected = format!("matrices of LoRA of rank {}", lora.rank);
+            return Err(unexpected(to, tensor, expected, a[0].shape()[0]));
+        }
+        let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
+        // `peft` names the layers by the ends of their names: `q_proj`.
+        let layer = module.rsplit('.').next().unwrap_or(module).to_owned();
+        let (count, rank) = (parts.len(), lora.rank);
+        if count > 1 {
+            // The factor of each part stays `alpha / rank`.
+            ranks.insert(layer.clone(), (count * rank).into());
+            alphas.insert(layer.clone(), (count as f64 * lora.alpha).into());
+        }
+        layers.insert(layer);
+        // One below the other; and for B one beside the other, in the rows of its outputs.
+        let stacked = (0..count).map(|at| Rows::block(at * rank, rank));
+        let a = a.into_iter().zip(stacked).collect();
+        let b = b.into_iter().zip(parts.iter().map(|(_, source)| source.rows)).collect();
+        for (parts, spreads, end) in [(a, false, MATRICES[0]), (b, true, MATRICES[1])] {
+            let array = fused(p, parts, false, spreads)?;
+            arrays.push((format!("{WRAPPED}{module}.{end}"), array, DType::F32));
+        }
+    }
+    if arrays.is_empty() {
         let rank = lora.rank;
         return Err(unexpected(to, "", format!("matrices of LoRA of rank {rank}"), "others"));
     }
     arrays.sort_by(|a, b| a.0.cmp(&b.0));
-    // `peft` names the layers by the ends of their names: `q_proj`.
-    let layer = |(name, ..): &(String, MpmdArray, DType)| Some(name.rsplit('.').nth(2)?.to_owned());
-    let layers: BTreeSet<String> = arrays.iter().filter_map(layer).collect();
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     // They become part of the folder at once and whole. A save that was broken off may have left
     // it.
@@ -100,9 +191,11 @@ where
             "lora_alpha": lora.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": false,
+            "fan_in_fan_out": parts(source).values().flatten().any(|(_, part)| part.is_transposed),
             "inference_mode": true,
             "target_modules": layers,
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
         });
         tensors::replace(&settings, format!("{config:#}\n").as_bytes())
     })

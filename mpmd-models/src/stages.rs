@@ -12,9 +12,9 @@ use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, Program, Result};
 
 use crate::config::POSITIONS;
+use crate::decoder::{EMBEDDING, OUTPUT, Part};
 use crate::folder::{CONFIG, Folder};
 use crate::lora::{self, Lora};
-use crate::model::{EMBEDDING, OUTPUT, Part};
 use crate::rope::Angles;
 use crate::unexpected;
 
@@ -26,7 +26,7 @@ const LOGITS_AT_ONCE: usize = 512;
 pub struct Stages {
     folder: Folder,
     stages: usize,
-    angles: Angles,
+    angles: Vec<Angles>,
     lora: Option<Lora>,
     seed: u64,
     is_packed: bool,
@@ -43,16 +43,19 @@ impl Stages {
         let (config, file) = (folder.config(), folder.path().join(CONFIG));
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
-            return Err(unexpected(&file, "num_hidden_layers", expected, config.num_hidden_layers));
+            let key = folder.key("num_hidden_layers");
+            return Err(unexpected(&file, key, expected, config.num_hidden_layers));
         }
         let (own, most) = (config.max_position_embeddings, config.positions());
         if positions > most {
             let expected = format!("at least {positions}, the tokens of a sequence");
             let scaled = if most == own { String::new() } else { format!(", scaled to {most}") };
-            return Err(unexpected(&file, POSITIONS, expected, format!("{own}{scaled}")));
+            let key = folder.key(POSITIONS);
+            return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
         }
-        let angles = Angles::new(&config.rope, config.head_dim, positions)
-            .map_err(|why| Error::kernel(why.to_string()))?;
+        let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
+        let angles = angles.collect::<CandleResult<_>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let (folder, stages) = (folder.clone(), stages.max(1));
         Ok(Self { folder, stages, angles, lora: None, seed: 0, is_packed: false })
     }

@@ -136,10 +136,9 @@ pub fn run(
     stages: usize,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    let dropout = source.config().attention_dropout;
-    if dropout != 0.0 {
+    if let Some((key, share)) = source.config().dropout {
         let file = source.path().join("config.json");
-        return Err(unexpected(&file, "attention_dropout", 0, dropout).into());
+        return Err(unexpected(&file, key, 0, share).into());
     }
     let schedule = args.schedule(stages)?;
     let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);

@@ -1,4 +1,4 @@
-//! Trains or scores a Llama-type model from a folder:
+//! Trains or scores a model from a folder:
 //! `cargo run --release --bin finetune -- --model DIR TEXT`.
 
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use mpmd_models::Folder;
 use mpmd_models::score::{self, ScoreArgs};
 use mpmd_models::train::{self, TrainArgs};
 
-/// Train or score a Llama-type model from a folder of a model hub, as a pipeline
+/// Train or score a model from a folder of a model hub, as a pipeline
 #[derive(Parser)]
 struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors

@@ -14,7 +14,33 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
-pub(crate) const ALL: [&str; 4] = ["plain", "grouped", "llama3", "bf16"];
+pub(crate) const ALL: [&str; 25] = [
+    "plain",
+    "grouped",
+    "llama3",
+    "bf16",
+    "dynamic",
+    "mistral",
+    "mistral-bf16",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-window",
+    "gemma2",
+    "gemma2-bf16",
+    "gemma3",
+    "gemma3-old",
+    "phi3",
+    "phi3-window",
+    "olmo2",
+    "olmo2-wide",
+    "granite",
+    "granite-tied",
+    "gpt2",
+    "gpt2-hub",
+    "neox",
+    "neox-serial",
+];
 
 /// The results of `transformers` and `torch` for a folder.
 #[derive(Deserialize)]
@@ -27,9 +53,13 @@ pub(crate) struct Expected {
     /// Nats per token by number of tokens, in the dtype of the weights.
     pub(crate) nats: BTreeMap<usize, f64>,
     pub(crate) nats_in_f32: BTreeMap<usize, f64>,
+    /// The first tokens of the text, and those that follow greedily.
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) greedy: Vec<u32>,
     pub(crate) rate: f64,
     pub(crate) decay: f64,
     /// Tokens of each step, microbatch and row. The last token of a row is only a target.
+    #[serde(skip)]
     pub(crate) windows: Vec<Vec<Vec<Vec<u32>>>>,
     pub(crate) losses: Vec<f64>,
     /// The losses of a training with LoRA of rank 2 and factor 3, from `A[i] = 0.5 cos(i)`.
@@ -45,8 +75,10 @@ pub(crate) fn text() -> PathBuf {
 }
 
 pub(crate) fn expected(name: &str) -> Expected {
-    let text = fs::read_to_string(path(name).join("expected.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
+    let read = |file: PathBuf| fs::read_to_string(file).unwrap();
+    let windows = serde_json::from_str(&read(path("windows.json"))).unwrap();
+    let expected = serde_json::from_str(&read(path(name).join("expected.json"))).unwrap();
+    Expected { windows, ..expected }
 }
 
 pub(crate) fn open(name: &str) -> Folder {

@@ -61,6 +61,28 @@ fn wrong_tensors_are_refused_by_name() {
 }
 
 #[test]
+fn tensors_of_other_forms_are_refused_by_their_own_names() {
+    for (name, tensor, shape) in [
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", "[15, 45]"),
+        ("gpt2", "transformer.h.1.mlp.c_proj.bias", "[15]"),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", "[40, 24]"),
+        ("phi3", "model.layers.3.mlp.gate_up_proj.weight", "[56, 24]"),
+        ("neox", "gpt_neox.layers.2.attention.query_key_value.bias", "[54]"),
+        ("neox", "embed_out.weight", "[323, 18]"),
+    ] {
+        let expected = format!("model.safetensors: {tensor}: expected f32, bf16 or f16 {shape}");
+        let is_it = |one: &crate::folders::Tensor| one.0 == tensor;
+        let said = refused_with(name, |tensors| tensors.retain(|one| !is_it(one)));
+        assert_eq!(said, format!("{expected}, found no such tensor"));
+        let said = refused_with(name, |tensors| {
+            tensors.retain(|one| !is_it(one));
+            tensors.push(zeros(tensor, &[7, 44], DType::F32));
+        });
+        assert_eq!(said, format!("{expected}, found f32 [7, 44]"));
+    }
+}
+
+#[test]
 fn wrong_files_are_refused_by_name() {
     let folder = copy("plain");
     let file = folder.path().join("model.safetensors");
@@ -77,7 +99,7 @@ fn wrong_files_are_refused_by_name() {
     assert!(none.contains(expected), "{none}");
     fs::remove_file(folder.path().join("config.json")).unwrap();
     let none = refused(folder.path());
-    let expected = "config.json: expected the config of a Llama-type model, found No such file";
+    let expected = "config.json: expected the config of a model, found No such file";
     assert!(none.starts_with(expected), "{none}");
 
     let folder = copy("grouped");

@@ -3,6 +3,7 @@
 
 mod examples;
 mod folders;
+mod guide;
 mod inputs;
 mod programs;
 mod saving;

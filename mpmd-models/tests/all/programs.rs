@@ -90,6 +90,25 @@ fn mistakes_in_arguments_start_no_process() {
 }
 
 #[test]
+fn dropout_refuses_a_training_and_no_score() {
+    let (folder, text) = (copy("gpt2"), text());
+    change_config(folder.path(), |config| {
+        // The default is a tenth.
+        config.as_object_mut().unwrap().remove("resid_pdrop");
+    });
+    let run = |args: &[&str]| {
+        let mut command = bare(FINETUNE);
+        command.arg("--model").arg(folder.path()).args(args).arg(&text).output().unwrap()
+    };
+    let output = run(&[]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("config.json: resid_pdrop: expected 0, found 0.1"), "{said}");
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    let output = run(&["--tokens", "9", "--score"]);
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
 fn other_model_or_rank_on_resume_is_refused() {
     let (checkpoints, text) = (tempfile::tempdir().unwrap(), text());
     let train = |model: &Path, steps: &str, lora: &str| {

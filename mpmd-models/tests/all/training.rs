@@ -96,10 +96,12 @@ fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora:
 
 /// Checks that the losses of each folder are the expected ones up to 1e-3.
 fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
+    let mut learned = 0.0;
     for name in ALL {
         let all = expected(name);
         let expected = expected_of(&all);
-        assert!(expected[0] - expected[19] > 0.05, "the model learns");
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+        learned += mean(&expected[..5]) - mean(&expected[15..]);
         for (job, schedule) in [((1, 1), "1f1b"), ((2, 2), "zb-h1"), ((3, 3), "1f1b")] {
             let losses = losses(name, job, schedule, lora);
             assert_eq!(losses.len(), 20);
@@ -109,6 +111,7 @@ fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
             }
         }
     }
+    assert!(learned > 0.1 * ALL.len() as f64, "the models learn");
 }
 
 #[test]

@@ -1,0 +1,244 @@
+//! The keys of a config: their values, and those that change no result.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::fmt::{Debug, Display};
+use std::path::Path;
+
+use mpmd::{Error, Result};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::unexpected;
+
+/// Limit on each size in a config, so that products of sizes do not overflow.
+const LARGEST: usize = (1 << 31) - 1;
+/// Length of a value in a message, in characters.
+const SHOWN: usize = 60;
+
+/// Keys that no decoder's results depend on. Others that nothing has read are refused.
+pub(crate) const HARMLESS: &[&str] = &[
+    // Where the folder comes from, and how programs load it.
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "base_model_name_or_path",
+    "dtype",
+    "model_name",
+    "name_or_path",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    // How they compute, which changes speed and memory.
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "gradient_checkpointing",
+    "pretraining_tp",
+    "reorder_and_upcast_attn",
+    "tf_legacy_loss",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    "use_flash_attention",
+    "use_flash_attn",
+    // What they return beside the results.
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "return_dict",
+    "return_dict_in_generate",
+    // The first values of a training from scratch.
+    "initializer_range",
+    // Heads of other tasks.
+    "classifier_dropout",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    // Tokens, and how a text is generated.
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "pad_token_id",
+    "prefix",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "sep_token_id",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "unk_token_id",
+];
+
+/// The keys of an object in a config. Notes those that have been read.
+pub(crate) struct Keys<'a> {
+    file: &'a Path,
+    /// Path of the object, for messages: empty, or with a dot at its end.
+    prefix: String,
+    map: Map<String, Value>,
+    /// The family's own words for keys.
+    words: &'static [(&'static str, &'static str)],
+    read: RefCell<BTreeSet<String>>,
+}
+
+impl<'a> Keys<'a> {
+    pub(crate) fn new(file: &'a Path, map: Map<String, Value>) -> Self {
+        Self { file, prefix: String::new(), map, words: &[], read: RefCell::default() }
+    }
+
+    /// Sets a family's own words for keys.
+    pub(crate) fn words(self, words: &'static [(&'static str, &'static str)]) -> Self {
+        Self { words, ..self }
+    }
+
+    /// Returns the family's word for a key.
+    pub(crate) fn word<'k>(&self, key: &'k str) -> &'k str {
+        word(self.words, key)
+    }
+
+    fn value(&self, key: &str) -> Option<&Value> {
+        let key = self.word(key);
+        self.read.borrow_mut().insert(key.to_owned());
+        self.map.get(key)
+    }
+
+    /// Returns the value of a key. `None` if it is absent or null.
+    pub(crate) fn get<T: DeserializeOwned>(&self, key: &str, expected: &str) -> Result<Option<T>> {
+        match self.value(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => serde_json::from_value(value.clone())
+                .map(Some)
+                .map_err(|_| self.unexpected(key, expected, value)),
+        }
+    }
+
+    pub(crate) fn or<T: DeserializeOwned>(
+        &self,
+        key: &str,
+        expected: &str,
+        default: T,
+    ) -> Result<T> {
+        Ok(self.get(key, expected)?.unwrap_or(default))
+    }
+
+    pub(crate) fn number(&self, key: &str, default: f64) -> Result<f64> {
+        self.or(key, "a number", default)
+    }
+
+    pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool> {
+        self.or(key, "true or false", default)
+    }
+
+    pub(crate) fn required<T: DeserializeOwned>(&self, key: &str, expected: &str) -> Result<T> {
+        self.get(key, expected)?.ok_or_else(|| self.unexpected(key, expected, "none"))
+    }
+
+    /// Returns a number from 1 to [`LARGEST`].
+    pub(crate) fn size(&self, key: &str, default: usize) -> Result<usize> {
+        let expected = format!("a number from 1 to {LARGEST}");
+        let size = self.or(key, &expected, default)?;
+        match (1..=LARGEST).contains(&size) {
+            true => Ok(size),
+            false => Err(self.unexpected(key, &expected, size)),
+        }
+    }
+
+    /// Calls `read` unless the key is null. An absent key has the default.
+    pub(crate) fn unless_null<T>(
+        &self,
+        key: &str,
+        default: Option<T>,
+        read: impl FnOnce(&Self, &str) -> Result<T>,
+    ) -> Result<Option<T>> {
+        match self.value(key) {
+            None => Ok(default),
+            Some(Value::Null) => Ok(None),
+            Some(_) => read(self, key).map(Some),
+        }
+    }
+
+    /// Refuses another value of a key than the only one that is handled.
+    pub(crate) fn only<T>(&self, key: &str, value: T) -> Result<()>
+    where
+        T: DeserializeOwned + PartialEq + Debug,
+    {
+        let expected = format!("{value:?}");
+        match self.get::<T>(key, &expected)? {
+            Some(found) if found != value => {
+                Err(self.unexpected(key, expected, format!("{found:?}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the keys of an object. `None` if it is absent, null or empty.
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Self>> {
+        let map = self.get::<Map<String, Value>>(key, "an object or null")?;
+        Ok(map.filter(|map| !map.is_empty()).map(|map| Self {
+            prefix: format!("{}{key}.", self.prefix),
+            ..Self::new(self.file, map)
+        }))
+    }
+
+    /// Refuses keys that nothing has read. They may change results, unless they are null or in
+    /// `harmless`.
+    pub(crate) fn finish(&self, harmless: &[&str]) -> Result<()> {
+        let read = self.read.borrow();
+        let is_known = |key: &String| read.contains(key) || harmless.contains(&key.as_str());
+        match self.map.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
+            None => Ok(()),
+            Some((key, value)) => {
+                let value: String = value.to_string().chars().take(SHOWN).collect();
+                let expected = "no such key: it may change results, and nothing here handles it";
+                Err(self.unexpected(key, expected, value))
+            }
+        }
+    }
+
+    pub(crate) fn unexpected(
+        &self,
+        key: &str,
+        expected: impl Display,
+        found: impl Display,
+    ) -> Error {
+        let key = self.word(key);
+        unexpected(self.file, &format!("{}{key}", self.prefix), expected, found)
+    }
+}
+
+/// Returns the word of a list of (common word, own word), or the common one.
+pub(crate) fn word<'a>(words: &'a [(&'static str, &'static str)], common: &'a str) -> &'a str {
+    words.iter().find(|(from, _)| *from == common).map_or(common, |(_, own)| own)
+}

@@ -1,0 +1,163 @@
+//! The settings of rotary embeddings, in their old and their new form.
+
+use mpmd::Result;
+
+use super::POSITIONS;
+use super::keys::Keys;
+use crate::rope::{Rope, Scaling};
+
+/// The kinds of scalings, for messages.
+const KINDS: &str = r#""default", "linear", "llama3", "yarn", "longrope" or "dynamic""#;
+const ORIGINAL: &str = "original_max_position_embeddings";
+/// Keys that kinds other than the one of an object read.
+const OTHERS: &[&str] = &[
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    ORIGINAL,
+    "short_factor",
+    "truncate",
+    "type",
+];
+
+/// What the settings of a rotary embedding are without their keys.
+pub(crate) struct RopeDefaults {
+    /// Key at the top of a config in the old form, and its default.
+    pub(crate) theta: (&'static str, f64),
+    /// Key and default of the share of a head that is rotated. `None` if a family rotates all.
+    pub(crate) share: Option<(&'static str, f64)>,
+    /// Number of positions of a config without the key.
+    pub(crate) positions: usize,
+}
+
+/// Reads `rope_parameters`, or in the old form `rope_theta` and `rope_scaling`.
+pub(crate) fn rope(keys: &Keys<'_>, or: &RopeDefaults, head_dim: usize) -> Result<Rope> {
+    let new = keys.object("rope_parameters")?;
+    let scaling = keys.object("rope_scaling")?.or(new);
+    rope_of(keys, scaling.as_ref(), or, head_dim)
+}
+
+/// Reads the settings in an object of a config. Those that it lacks may be at the top.
+pub(crate) fn rope_of(
+    keys: &Keys<'_>,
+    object: Option<&Keys<'_>>,
+    or: &RopeDefaults,
+    head_dim: usize,
+) -> Result<Rope> {
+    const SHARE: &str = "partial_rotary_factor";
+    let (key, theta) = or.theta;
+    let theta = keys.number(key, theta)?;
+    let (key, share) = or.share.unwrap_or((SHARE, 1.0));
+    let mut share = keys.number(key, share)?;
+    let top = keys.get(ORIGINAL, "a number")?;
+    let plain = |share| {
+        let dim = (head_dim as f64 * share) as usize;
+        Rope { theta, dim, scaling: Scaling::Default }
+    };
+    let Some(object) = object else {
+        return check(keys, or, share, head_dim).map(|()| plain(share));
+    };
+    let theta = object.number("rope_theta", theta)?;
+    share = object.number(SHARE, share)?;
+    check(keys, or, share, head_dim)?;
+    let name =
+        if object.get::<String>("rope_type", KINDS)?.is_some() { "rope_type" } else { "type" };
+    let kind = object.or(name, KINDS, "default".to_owned())?;
+    let number = |key| object.required::<f64>(key, "a number");
+    // As in `transformers`, the number at the top goes first.
+    let original = || match top {
+        Some(top) => Ok(top),
+        None => object.size(ORIGINAL, keys.size(POSITIONS, or.positions)?),
+    };
+    let scaling = match kind.as_str() {
+        "default" => Scaling::Default,
+        "linear" => Scaling::Linear { factor: number("factor")? },
+        "llama3" => Scaling::Llama3 {
+            factor: number("factor")?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_max_position_embeddings: original()?,
+        },
+        "dynamic" => {
+            let original = keys.size(POSITIONS, or.positions)?;
+            Scaling::Dynamic { factor: number("factor")?, original }
+        }
+        "yarn" => yarn(object, number("factor")?, original()?)?,
+        "longrope" | "su" => longrope(keys, object, original()?, or, plain(share).pairs())?,
+        _ => return Err(object.unexpected(name, KINDS, format!("{kind:?}"))),
+    };
+    object.finish(OTHERS)?;
+    Ok(Rope { theta, scaling, ..plain(share) })
+}
+
+fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Result<()> {
+    if share == 1.0 && !head_dim.is_multiple_of(2) {
+        return Err(keys.unexpected("head_dim", "an even number", head_dim));
+    }
+    match or.share {
+        None if share != 1.0 => Err(keys.unexpected("partial_rotary_factor", 1, share)),
+        Some((key, _)) if !(0.0..=1.0).contains(&share) => {
+            Err(keys.unexpected(key, "a number from 0 to 1", share))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn yarn(object: &Keys<'_>, factor: f64, original: usize) -> Result<Scaling> {
+    let number = |key| object.get::<f64>(key, "a number");
+    let grown = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
+    // Zero is no setting.
+    let set = |key| number(key).map(|number| number.filter(|number| *number != 0.0));
+    let amplitude = match (number("attention_factor")?, set("mscale")?, set("mscale_all_dim")?) {
+        (Some(amplitude), ..) => amplitude,
+        (None, Some(mscale), Some(all)) => grown(mscale) / grown(all),
+        _ => grown(1.0),
+    };
+    Ok(Scaling::Yarn {
+        factor,
+        original,
+        amplitude,
+        fast: set("beta_fast")?.unwrap_or(32.0),
+        slow: set("beta_slow")?.unwrap_or(1.0),
+        truncate: object.flag("truncate", true)?,
+    })
+}
+
+fn longrope(
+    keys: &Keys<'_>,
+    object: &Keys<'_>,
+    original: usize,
+    or: &RopeDefaults,
+    pairs: usize,
+) -> Result<Scaling> {
+    let factors = |key| {
+        let expected = format!("a list of {pairs} numbers");
+        let factors: Vec<f64> = object.required(key, &expected)?;
+        match factors.len() == pairs {
+            true => Ok(factors),
+            false => Err(object.unexpected(key, expected, format!("{} numbers", factors.len()))),
+        }
+    };
+    let factor = match object.get("factor", "a number")? {
+        Some(factor) => factor,
+        None => keys.size(POSITIONS, or.positions)? as f64 / original as f64,
+    };
+    let amplitude = match object.get("attention_factor", "a number")? {
+        Some(amplitude) => amplitude,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    };
+    Ok(Scaling::LongRope {
+        short: factors("short_factor")?,
+        long: factors("long_factor")?,
+        original,
+        amplitude,
+    })
+}

@@ -1,0 +1,73 @@
+//! A layer of a decoder.
+
+use mpmd::candle::nn::VarBuilder;
+use mpmd::candle::{Result, Tensor};
+
+use super::attention::Attention;
+use super::mlp::Mlp;
+use super::norm::Norm;
+
+use crate::config::Config;
+use crate::lora::Lora;
+use crate::rope::Angles;
+
+/// Attention and MLP, each added to its input, with norms before and after.
+pub(super) struct Layer {
+    attention: Attention,
+    mlp: Mlp,
+    /// Before and after the attention, before and after the MLP.
+    norms: [Option<Norm>; 4],
+    is_parallel: bool,
+    residual_scale: f64,
+}
+
+impl Layer {
+    pub(super) fn new(
+        config: &Config,
+        lora: Option<Lora>,
+        index: usize,
+        angles: &[Angles],
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
+        let norm = |which: usize| {
+            let name = config.norm_names[which];
+            name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name))).transpose()
+        };
+        let layer = config.layers[index];
+        Ok(Self {
+            attention: Attention::new(config, lora, layer, angles, &vb.pp("self_attn"))?,
+            mlp: Mlp::new(config, lora, &vb.pp("mlp"))?,
+            norms: [norm(0)?, norm(1)?, norm(2)?, norm(3)?],
+            is_parallel: config.is_parallel,
+            residual_scale: config.residual_scale,
+        })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts))?)?;
+        let inputs = if self.is_parallel { x } else { &attended };
+        &attended + self.part(inputs, 2, |x| self.mlp.forward(x))?
+    }
+
+    /// Returns what a part of the layer adds. `first` is the index of the norm before it.
+    fn part(
+        &self,
+        x: &Tensor,
+        first: usize,
+        part: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut y = match &self.norms[first] {
+            Some(norm) => part(&norm.forward(x)?)?,
+            None => part(x)?,
+        };
+        if let Some(norm) = &self.norms[first + 1] {
+            y = norm.forward(&y)?;
+        }
+        scaled(y, self.residual_scale)
+    }
+}
+
+/// Returns the product of a tensor and a number, rounded to the tensor's dtype.
+pub(super) fn scaled(x: Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 { Ok(x) } else { x * factor }
+}

@@ -1,0 +1,146 @@
+//! The decoder: layers between an embedding and an output. The values of a [`Config`] choose its
+//! parts.
+//!
+//! Its parameters have the same names and forms for all families: those of Llama on model hubs.
+
+mod attention;
+mod layer;
+mod mlp;
+mod norm;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use mpmd::Result as CoreResult;
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::candle::candle_core::bail;
+use mpmd::candle::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
+use mpmd::candle::{Device, Result, Tensor, stage};
+
+use crate::config::Config;
+use crate::lora::Lora;
+use crate::rope::Angles;
+use layer::{Layer, scaled};
+use norm::Norm;
+
+/// Name of the embedding's table, `[vocab_size, hidden_size]`.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Name of the output's weight, `[vocab_size, hidden_size]`.
+pub(crate) const OUTPUT: &str = "lm_head.weight";
+
+/// Some layers of a model. The first part has the embedding too, the last part the output.
+pub struct Part {
+    embedding: Option<Embedding>,
+    /// The table of learned positions.
+    positions: Option<Embedding>,
+    embedding_scale: f64,
+    layers: Vec<Layer>,
+    head: Option<(Norm, Linear)>,
+    logits_divisor: f64,
+    logits_cap: Option<f64>,
+}
+
+impl Part {
+    /// Creates the layers `layers` from parameters by name. `angles` are those of
+    /// [`Config::ropes`].
+    ///
+    /// A part with all layers of a model with tied embeddings asks for no output weight. A last
+    /// part without the embedding asks for one in any case.
+    ///
+    /// # Errors
+    ///
+    /// As [`VarBuilder::get_with_hints`].
+    pub fn new(
+        config: &Config,
+        lora: Option<Lora>,
+        angles: &[Angles],
+        layers: Range<usize>,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
+        let (tokens, width) = (config.vocab_size, config.hidden_size);
+        let model = vb.pp("model");
+        let first = layers.start == 0;
+        let table =
+            || embedding(config.max_position_embeddings, width, model.pp("embed_positions"));
+        let positions = (first && config.learned_positions).then(table).transpose()?;
+        let embedding = first.then(|| embedding(tokens, width, model.pp("embed_tokens")));
+        let embedding = embedding.transpose()?;
+        let head = if layers.end == config.num_hidden_layers {
+            let output = match &embedding {
+                Some(embedding) if config.tie_word_embeddings => {
+                    Linear::new(embedding.embeddings().clone(), None)
+                }
+                _ => linear_no_bias(width, tokens, vb.pp("lm_head"))?,
+            };
+            Some((Norm::new(config, width, model.pp("norm"))?, output))
+        } else {
+            None
+        };
+        let layer = |layer| Layer::new(config, lora, layer, angles, &model.pp("layers").pp(layer));
+        Ok(Self {
+            embedding,
+            positions,
+            embedding_scale: config.embedding_scale,
+            layers: layers.map(layer).collect::<Result<_>>()?,
+            head,
+            logits_divisor: config.logits_divisor,
+            logits_cap: config.logits_cap,
+        })
+    }
+
+    /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
+    /// outputs of the part before. `starts` `[batch, time]` are the columns at which the tokens'
+    /// sequences start, if a row has several. Returns `[batch, time, hidden_size]`, from the last
+    /// part too.
+    ///
+    /// # Errors
+    ///
+    /// If a token has no row in the embedding, or shapes do not fit.
+    pub fn forward(&self, x: Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+        let mut x = match &self.embedding {
+            Some(embedding) => scaled(embedding.forward(&x)?, self.embedding_scale)?,
+            None => x,
+        };
+        if let Some(positions) = &self.positions {
+            let at = Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?;
+            let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
+            x = x.broadcast_add(&positions.forward(&at)?)?;
+        }
+        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x, starts))
+    }
+
+    /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
+    ///
+    /// # Errors
+    ///
+    /// If this is not the last part.
+    pub fn logits(&self, x: &Tensor) -> Result<Tensor> {
+        let Some((norm, output)) = &self.head else {
+            bail!("a part of the model without its output");
+        };
+        let logits = output.forward(&norm.forward(x)?)?;
+        let logits =
+            if self.logits_divisor == 1.0 { logits } else { (logits / self.logits_divisor)? };
+        match self.logits_cap {
+            Some(cap) => (logits / cap)?.tanh()? * cap,
+            None => Ok(logits),
+        }
+    }
+}
+
+/// Returns the name and shape of each parameter of a model. The dtype is f32.
+///
+/// # Errors
+///
+/// If a shape has too many elements.
+pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedArray>> {
+    let (all, owned) = (0..config.num_hidden_layers, config.clone());
+    let whole = stage(
+        // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
+        move |vb| Part::new(&owned, None, &[], all.clone(), &vb),
+        |part, x: Tensor, _| part.forward(x, None),
+    )?;
+    let shapes = whole.shapes();
+    debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));
+    Ok(shapes)
+}

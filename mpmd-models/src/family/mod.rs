@@ -1,0 +1,333 @@
+//! The families of models: how a `config.json` chooses the parts of the decoder, and where the
+//! files have its parameters.
+
+mod gemma2;
+mod gemma3;
+mod gpt2;
+mod gpt_neox;
+mod granite;
+mod llama;
+mod mistral;
+mod olmo2;
+mod phi3;
+mod qwen2;
+mod qwen3;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::path::Path;
+
+use mpmd::Result;
+use mpmd::candle::nn::Activation;
+use mpmd::train::tensors::read_regular;
+use serde_json::{Map, Value};
+
+use crate::config::{
+    Config, EXPECTED, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS, RopeDefaults,
+    rope, word,
+};
+use crate::unexpected;
+
+/// Limit on the number of layers, whose names are kept in memory.
+const MOST_LAYERS: usize = 10_000;
+/// Names of the norms of a layer that norms only inputs.
+const BEFORE: [Option<&str>; 4] =
+    [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+
+/// A family of models, which one class of the library `transformers` computes.
+#[derive(Debug)]
+pub(crate) struct Family {
+    /// `model_type` in its configs.
+    pub(crate) name: &'static str,
+    /// Reads a config.
+    pub(crate) read: fn(&Keys<'_>) -> Result<Config>,
+    /// Its own words for keys of a config, and for parts of parameters' names between dots.
+    pub(crate) words: &'static [(&'static str, &'static str)],
+    /// Returns the rows that a projection, by its part of the name, has in a tensor of several.
+    pub(crate) fused: fn(&Config, &str) -> Option<Rows>,
+    /// True if files have the weights of projections as `[inputs, outputs]`.
+    pub(crate) is_transposed: bool,
+    /// Ends of the names of tables in files that nothing needs.
+    pub(crate) ignored: &'static [&'static str],
+}
+
+/// All families, in the order of the guide.
+pub(crate) static FAMILIES: [Family; 11] = [
+    llama::FAMILY,
+    mistral::FAMILY,
+    qwen2::FAMILY,
+    qwen3::FAMILY,
+    gemma2::FAMILY,
+    gemma3::FAMILY,
+    phi3::FAMILY,
+    olmo2::FAMILY,
+    granite::FAMILY,
+    gpt2::FAMILY,
+    gpt_neox::FAMILY,
+];
+
+/// Reads a `config.json`. A missing setting has the default of the library `transformers`.
+///
+/// # Errors
+///
+/// If the file cannot be read, describes no model of a known family, or has a key that may change
+/// results and that nothing handles. The message names the file, the key, the expected and the
+/// found value.
+pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
+    let text =
+        read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
+    let map: Map<String, Value> =
+        serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
+    let keys = Keys::new(file, map);
+    let names: Vec<String> = FAMILIES.iter().map(|family| format!("{:?}", family.name)).collect();
+    let names = names.join(", ");
+    let kind: String = keys.required("model_type", &names)?;
+    let Some(family) = FAMILIES.iter().find(|family| family.name == kind) else {
+        return Err(keys.unexpected("model_type", names, format!("{kind:?}")));
+    };
+    let keys = keys.words(family.words);
+    let config = Config { family: family.name, ..(family.read)(&keys)? };
+    keys.only("is_encoder_decoder", false)?;
+    keys.only("add_cross_attention", false)?;
+    // Both are true in some folders, and change nothing here.
+    for key in ["is_decoder", "tie_encoder_decoder"] {
+        keys.flag(key, false)?;
+    }
+    keys.only("pruned_heads", Map::new())?;
+    keys.finish(HARMLESS)?;
+    Ok((family, config))
+}
+
+/// A family whose files have the decoder's own names and forms.
+const PLAIN: Family = Family {
+    name: "",
+    read: |keys| base(keys, &LLAMA),
+    words: &[],
+    fused: |_, _| None,
+    is_transposed: false,
+    ignored: &["rotary_emb.inv_freq"],
+};
+
+/// The place of a parameter in the files: rows of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Source {
+    /// The name of the tensor.
+    pub(crate) name: String,
+    pub(crate) rows: Rows,
+    /// True if the tensor is `[inputs, outputs]`, so that the rows are its columns.
+    pub(crate) is_transposed: bool,
+}
+
+/// Blocks of rows of a tensor, which are the rows of a parameter one after another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Rows {
+    /// First row of the first block.
+    first: usize,
+    /// Number of rows in a block.
+    len: usize,
+    /// Number of rows from the start of a block to that of the next.
+    stride: usize,
+    blocks: usize,
+}
+
+impl Rows {
+    /// Returns one block.
+    pub(crate) fn block(first: usize, len: usize) -> Self {
+        Self { first, len, stride: len, blocks: 1 }
+    }
+
+    /// Returns (first row of the parameter, rows of the tensor) of each block.
+    pub(crate) fn places(self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let start = move |block| self.first + block * self.stride;
+        (0..self.blocks).map(move |block| (block * self.len, start(block)..start(block) + self.len))
+    }
+
+    /// Returns the number of rows of a tensor that ends with these.
+    pub(crate) fn end(self) -> usize {
+        self.places().last().map_or(0, |(_, rows)| rows.end)
+    }
+}
+
+impl Family {
+    /// Returns its own word for a key.
+    pub(crate) fn key(&self, key: &'static str) -> &'static str {
+        word(self.words, key)
+    }
+
+    /// Returns the place of a parameter with `rows` rows.
+    pub(crate) fn source(&self, config: &Config, name: &str, rows: usize) -> Source {
+        let words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
+        let projection = name.split('.').find(|part| part.ends_with("_proj"));
+        let fused = projection.and_then(|part| (self.fused)(config, part));
+        Source {
+            name: words.join("."),
+            rows: fused.unwrap_or(Rows::block(0, rows)),
+            is_transposed: self.is_transposed && projection.is_some() && name.ends_with(".weight"),
+        }
+    }
+}
+
+/// The settings of a family's config without their keys, as `transformers` has them.
+struct Defaults {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    layers: usize,
+    heads: usize,
+    /// Number of heads of keys and values. `None` if each query head has its own.
+    groups: Option<usize>,
+    /// Width of a head. `None` if the heads divide the width.
+    head_dim: Option<usize>,
+    norm_eps: f64,
+    is_tied: bool,
+    /// Key and default of the activation function.
+    activation: (&'static str, &'static str),
+    rope: RopeDefaults,
+    is_rotary: bool,
+    /// True if `transformers` refuses heads that do not divide the width.
+    divides: bool,
+}
+
+const LLAMA: Defaults = Defaults {
+    vocab_size: 32_000,
+    hidden_size: 4096,
+    intermediate_size: 11_008,
+    layers: 32,
+    heads: 32,
+    groups: None,
+    head_dim: None,
+    norm_eps: 1e-6,
+    is_tied: false,
+    activation: ("hidden_act", "silu"),
+    rope: RopeDefaults { theta: ("rope_theta", 10_000.0), share: None, positions: 2048 },
+    is_rotary: true,
+    divides: true,
+};
+
+/// Reads the settings that most families have, of a decoder with RMS norms before attention and
+/// MLP, a gated MLP, and no biases.
+fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
+    let heads = keys.size("num_attention_heads", or.heads)?;
+    let groups =
+        keys.unless_null("num_key_value_heads", or.groups, |keys, key| keys.size(key, 1))?;
+    let groups = groups.unwrap_or(heads);
+    let hidden_size = keys.size("hidden_size", or.hidden_size)?;
+    if or.divides && !hidden_size.is_multiple_of(heads) {
+        let expected = format!("a multiple of {}, {heads}", keys.word("num_attention_heads"));
+        return Err(keys.unexpected("hidden_size", expected, hidden_size));
+    }
+    let layers = keys.size("num_hidden_layers", or.layers)?;
+    let head_dim = keys.size("head_dim", or.head_dim.unwrap_or((hidden_size / heads).max(1)))?;
+    let rope = or.is_rotary.then(|| rope(keys, &or.rope, head_dim)).transpose()?;
+    if layers > MOST_LAYERS {
+        let expected = format!("at most {MOST_LAYERS}");
+        return Err(keys.unexpected("num_hidden_layers", expected, layers));
+    }
+    if !heads.is_multiple_of(groups) {
+        let expected = format!("a divisor of num_attention_heads, {heads}");
+        return Err(keys.unexpected("num_key_value_heads", expected, groups));
+    }
+    let (rope_of_layer, scale) = (rope.as_ref().map(|_| 0), (head_dim as f64).sqrt().recip());
+    let layer = LayerConfig { window: None, rope: rope_of_layer, scale };
+    Ok(Config {
+        family: "",
+        vocab_size: keys.size("vocab_size", or.vocab_size)?,
+        hidden_size,
+        intermediate_size: keys.size("intermediate_size", or.intermediate_size)?,
+        num_hidden_layers: layers,
+        num_attention_heads: heads,
+        num_key_value_heads: groups,
+        head_dim,
+        max_position_embeddings: keys.size(POSITIONS, or.rope.positions)?,
+        tie_word_embeddings: keys.flag("tie_word_embeddings", or.is_tied)?,
+        embedding_scale: 1.0,
+        learned_positions: false,
+        norm: Norm::Rms,
+        norm_eps: keys.number("rms_norm_eps", or.norm_eps)?,
+        norm_names: BEFORE,
+        qkv_bias: false,
+        out_bias: false,
+        head_norm: None,
+        score_cap: None,
+        is_gated: true,
+        activation: activation(keys, or.activation)?,
+        mlp_bias: false,
+        is_parallel: false,
+        residual_scale: 1.0,
+        logits_divisor: 1.0,
+        logits_cap: None,
+        ropes: rope.into_iter().collect(),
+        layers: vec![layer; layers],
+        dropout: dropout(keys, &[("attention_dropout", 0.0)])?,
+    })
+}
+
+fn activation(keys: &Keys<'_>, (key, default): (&str, &str)) -> Result<Activation> {
+    let names = r#""silu", "gelu", "gelu_new" or "gelu_pytorch_tanh""#;
+    let name = keys.or(key, names, default.to_owned())?;
+    match name.as_str() {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu" => Ok(Activation::Gelu),
+        "gelu_new" | "gelu_pytorch_tanh" => Ok(Activation::GeluPytorchTanh),
+        _ => Err(keys.unexpected(key, names, format!("{name:?}"))),
+    }
+}
+
+/// Returns the first of these keys that is not zero. Each has a default.
+fn dropout(keys: &Keys<'_>, shares: &[(&'static str, f64)]) -> Result<Option<(&'static str, f64)>> {
+    let mut first = None;
+    for (key, default) in shares {
+        let share = keys.number(key, *default)?;
+        first = first.or(Some((*key, share)).filter(|_| share != 0.0));
+    }
+    Ok(first)
+}
+
+/// Refuses heads of other widths, and groups of heads, where a family has none.
+fn check_heads(keys: &Keys<'_>, config: &Config) -> Result<()> {
+    keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
+    keys.only("num_key_value_heads", config.num_attention_heads)
+}
+
+/// Reads the size of a sliding window.
+fn window(keys: &Keys<'_>, default: Option<usize>) -> Result<Option<usize>> {
+    keys.unless_null("sliding_window", default, |keys, key| keys.size(key, 1))
+}
+
+/// Gives the layers of `layer_types` that slide this window. Without the key, `slides` chooses them
+/// by index. Returns the choice.
+fn slide(
+    keys: &Keys<'_>,
+    config: &mut Config,
+    window: Option<usize>,
+    slides: impl Fn(usize) -> bool,
+) -> Result<Vec<bool>> {
+    const KEY: &str = "layer_types";
+    let layers = config.num_hidden_layers;
+    let expected =
+        format!("{layers} times \"full_attention\" or \"sliding_attention\", one for each layer");
+    let types: Option<Vec<String>> = keys.get(KEY, &expected)?;
+    let choice: Vec<bool> = match types {
+        None => (0..layers).map(slides).collect(),
+        Some(types) => {
+            let known =
+                |kind: &&String| !["full_attention", "sliding_attention"].contains(&kind.as_str());
+            if let Some(other) = types.iter().find(known) {
+                return Err(keys.unexpected(KEY, expected, format!("{other:?}")));
+            }
+            if types.len() != layers {
+                return Err(keys.unexpected(KEY, expected, format!("{} of them", types.len())));
+            }
+            types.iter().map(|kind| kind == "sliding_attention").collect()
+        }
+    };
+    if window.is_none() && choice.contains(&true) {
+        let expected = "a size, for the layers that layer_types has sliding";
+        return Err(keys.unexpected("sliding_window", expected, "none"));
+    }
+    for (layer, slides) in config.layers.iter_mut().zip(&choice) {
+        layer.window = window.filter(|_| *slides);
+    }
+    Ok(choice)
+}

@@ -1,0 +1,218 @@
+//! Configs that are read, and configs that are refused.
+
+use std::fs;
+
+use super::*;
+use crate::rope::{Rope, Scaling};
+
+/// Reads a config of Llama with these settings.
+fn read(settings: &str) -> Result<Config, String> {
+    let comma = if settings.is_empty() { "" } else { "," };
+    read_text(&format!("{{\"model_type\": \"llama\"{comma} {settings}}}"))
+}
+
+fn read_text(config: &str) -> Result<Config, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.json");
+    fs::write(&file, config).unwrap();
+    super::read(&file).map(|(_, config)| config).map_err(|error| {
+        let prefix = format!("{}: ", file.display());
+        error.to_string().strip_prefix(&prefix).expect("the file is named").to_owned()
+    })
+}
+
+#[test]
+fn missing_settings_have_the_defaults_of_transformers() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/folders/defaults.json");
+    let configs: Vec<Value> = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    assert_eq!(configs.len(), FAMILIES.len());
+    for written in configs {
+        let name = written["model_type"].as_str().unwrap();
+        let bare = read_text(&format!("{{\"model_type\": \"{name}\"}}")).unwrap();
+        assert_eq!(read_text(&written.to_string()).unwrap(), bare);
+        assert_eq!(bare.family, name);
+    }
+}
+
+#[test]
+fn configs_of_hubs_are_read() {
+    let read = |config: &str| read_text(config).unwrap();
+    let gpt2 = read(
+        r#"{"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "n_ctx": 512,
+            "n_positions": 512, "summary_type": "cls_index", "summary_use_proj": true,
+            "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}"#,
+    );
+    assert_eq!((gpt2.positions(), gpt2.dropout), (512, Some(("attn_pdrop", 0.1))));
+    let phi = read(
+        r#"{"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "attention_bias": false, "embd_pdrop": 0.0, "full_attn_mod": 1, "head_dim": null,
+            "hidden_size": 48, "interpolate_factor": 1, "lm_head_bias": false, "mlp_bias": false,
+            "num_attention_heads": 3, "max_position_embeddings": 4096, "sliding_window": 262144,
+            "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25,
+            "rope_scaling": {"type": "su", "long_factor": [1, 2], "short_factor": [1, 1]}}"#,
+    );
+    let Scaling::LongRope { original: 64, amplitude, .. } = phi.ropes[0].scaling else {
+        panic!("{phi:?}");
+    };
+    assert!((amplitude - 2f64.sqrt()).abs() < 1e-12, "by the ratio of the positions, 64");
+    let gemma = read(
+        r#"{"model_type": "gemma3_text", "attn_logit_softcapping": null, "rope_scaling": null,
+            "cache_implementation": "hybrid", "num_hidden_layers": 12, "sliding_window": 512,
+            "rope_local_base_freq": 100, "rope_theta": 3000, "sliding_window_pattern": 4}"#,
+    );
+    for (index, layer) in gemma.layers.iter().enumerate() {
+        let slides = index % 4 != 3;
+        assert_eq!(layer.window, slides.then_some(512));
+        assert_eq!(gemma.ropes[layer.rope.unwrap()].theta, if slides { 100.0 } else { 3000.0 });
+    }
+    let qwen = read(
+        r#"{"model_type": "qwen2", "use_mrope": false, "use_sliding_window": false,
+            "max_window_layers": 0, "sliding_window": 131072, "rope_scaling":
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}"#,
+    );
+    assert_eq!((qwen.positions(), qwen.layers[31].window), (4 * 32_768, None));
+    let pythia = read(
+        r#"{"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_emb_base": 500,
+            "rotary_pct": 0.5, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}"#,
+    );
+    assert_eq!((pythia.ropes[0].theta, pythia.ropes[0].dim), (500.0, 48));
+}
+
+#[test]
+fn old_and_new_forms_of_rope_are_equal() {
+    let rest = r#""factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0"#;
+    let old = format!(
+        r#""rope_theta": 5e5, "max_position_embeddings": 99,
+           "rope_scaling": {{"rope_type": "llama3", {rest}}}"#
+    );
+    let new = format!(
+        r#""rope_scaling": null, "rope_parameters": {{"rope_type": "llama3", {rest},
+           "rope_theta": 500000, "original_max_position_embeddings": 99}}"#
+    );
+    let old = read(&old).unwrap().ropes[0].clone();
+    assert_eq!(read(&new).unwrap().ropes[0], old);
+    let (low_freq_factor, high_freq_factor) = (1.0, 4.0);
+    let original_max_position_embeddings = 99;
+    let scaling = Scaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor,
+        high_freq_factor,
+        original_max_position_embeddings,
+    };
+    assert_eq!(old, Rope { theta: 5e5, dim: 128, scaling });
+    for names in [r#""type": "linear""#, r#""rope_type": null, "type": "linear""#] {
+        for object in ["rope_scaling", "rope_parameters"] {
+            let settings = format!(r#""{object}": {{{names}, "factor": 2}}"#);
+            let linear = read(&settings).unwrap().ropes[0].clone();
+            assert_eq!(linear.scaling, Scaling::Linear { factor: 2.0 }, "{settings}");
+        }
+    }
+    let none =
+        read(r#""rope_scaling": {"rope_type": null, "type": null}"#).unwrap().ropes[0].clone();
+    assert_eq!(none.scaling, Scaling::Default);
+}
+
+#[test]
+fn other_models_are_refused_by_key() {
+    let kinds = r#""default", "linear", "llama3", "yarn", "longrope" or "dynamic""#;
+    let known = r#""llama", "mistral", "qwen2""#;
+    let unknown = "expected no such key: it may change results, and nothing here handles it";
+    for (settings, expected) in [
+        (r#""model_type": "bert""#, &*format!("model_type: expected {known}")),
+        (r#""hidden_act": "relu""#, "hidden_act: expected \"silu\""),
+        (
+            r#""rope_scaling": {"type": "wool"}"#,
+            &format!("rope_scaling.type: expected {kinds}, found \"wool\""),
+        ),
+        (
+            r#""rope_scaling": {"type": "yarn"}"#,
+            "rope_scaling.factor: expected a number, found none",
+        ),
+        (
+            r#""rope_scaling": {"type": "linear", "factor": 2, "pace": 1}"#,
+            &format!("rope_scaling.pace: {unknown}, found 1"),
+        ),
+        (
+            r#""quantization_config": {"bits": 4}"#,
+            &format!("quantization_config: {unknown}, found {{\"bits\":4}}"),
+        ),
+        (r#""sliding_window": 8"#, &format!("sliding_window: {unknown}, found 8")),
+        (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor: expected 1, found 0.5"),
+        (r#""pruned_heads": {"0": [1]}"#, "pruned_heads: expected {}, found {\"0\":"),
+        (
+            r#""rope_parameters": {"rope_type": "linear"}"#,
+            "rope_parameters.factor: expected a number, found none",
+        ),
+        (
+            r#""hidden_size": "wide""#,
+            "hidden_size: expected a number from 1 to 2147483647, found \"wide\"",
+        ),
+        (
+            r#""num_hidden_layers": 0"#,
+            "num_hidden_layers: expected a number from 1 to 2147483647, found 0",
+        ),
+        (
+            r#""num_key_value_heads": 5"#,
+            "num_key_value_heads: expected a divisor of num_attention_heads, 32, found 5",
+        ),
+        (r#""num_hidden_layers": 10001"#, "num_hidden_layers: expected at most 10000, found 10001"),
+        (r#""head_dim": 3"#, "head_dim: expected an even number, found 3"),
+        (
+            r#""hidden_size": 33"#,
+            "hidden_size: expected a multiple of num_attention_heads, 32, found 33",
+        ),
+    ] {
+        let said = read(settings).unwrap_err();
+        assert!(said.starts_with(expected), "{said}, not {expected}");
+    }
+}
+
+#[test]
+fn settings_that_a_family_lacks_are_refused() {
+    for (config, expected) in [
+        (
+            r#""gpt2", "n_embd": 30, "n_head": 4"#,
+            "n_embd: expected a multiple of n_head, 4, found 30",
+        ),
+        (r#""gpt2", "n_layer": 10001"#, "n_layer: expected at most 10000, found 10001"),
+        (
+            r#""gpt2", "add_cross_attention": true"#,
+            "add_cross_attention: expected false, found true",
+        ),
+        (r#""gpt2", "num_key_value_heads": 4"#, "num_key_value_heads: expected 12, found 4"),
+        (
+            r#""gemma2", "use_bidirectional_attention": true"#,
+            "use_bidirectional_attention: expected",
+        ),
+        (
+            r#""gemma3_text", "attn_logit_softcapping": 50"#,
+            "attn_logit_softcapping: expected null, found 50",
+        ),
+        (
+            r#""gemma3_text", "rope_parameters": {"rope_theta": 5}"#,
+            "rope_parameters.rope_theta: expected no such key",
+        ),
+        (
+            r#""qwen3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]"#,
+            "sliding_window: expected a size, for the layers that layer_types has sliding, found \
+             none",
+        ),
+        (
+            r#""qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]"#,
+            "layer_types: expected 2 times \"full_attention\" or \"sliding_attention\", one for each \
+             layer, found 1 of them",
+        ),
+        (
+            r#""phi3", "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}"#,
+            "rope_scaling.short_factor: expected a list of 48 numbers, found 1 numbers",
+        ),
+        (
+            r#""gpt_neox", "rotary_pct": 1.5"#,
+            "rotary_pct: expected a number from 0 to 1, found 1.5",
+        ),
+        (r#""mistral", "layer_types": []"#, "layer_types: expected no such key"),
+    ] {
+        let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();
+        assert!(said.starts_with(expected), "{said}, not {expected}");
+    }
+}

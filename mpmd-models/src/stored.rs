@@ -1,0 +1,124 @@
+//! The tensors of a model's files, and the reading of parameters from them.
+
+use std::iter;
+use std::ops::Range;
+
+use half::{bf16, f16};
+use mpmd::Result;
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::region::Region;
+use mpmd::train::tensors::TensorFile;
+
+use crate::family::Source;
+
+/// The dtypes of weights that are read, for messages.
+pub(crate) const DTYPES: &str = "f32, bf16 or f16";
+/// Number of elements that are read at once, if they are converted.
+const BLOCK: usize = 1 << 18;
+
+/// The place of a tensor.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored {
+    pub(crate) file: TensorFile,
+    /// Its name in the file.
+    pub(crate) name: String,
+    pub(crate) aval: ShapedArray,
+}
+
+impl Stored {
+    /// Reads a region of the parameter at `source`, row-major.
+    pub(crate) fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
+        let rows = region.range(0);
+        let inner: Vec<Range<usize>> = region.ranges().skip(1).collect();
+        let width = inner.iter().map(|range| range.len()).product::<usize>();
+        for (first, range) in source.rows.places() {
+            let found = rows.start.max(first)..rows.end.min(first + range.len());
+            if !found.is_empty() && width > 0 {
+                let place = range.start + found.start - first..range.start + found.end - first;
+                let into = &mut values[(found.start - rows.start) * width..][..found.len() * width];
+                match (source.is_transposed, &inner[..]) {
+                    (true, [columns]) => self.read_transposed(columns.clone(), place, into)?,
+                    _ => self.read_rows(place, &inner, into)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads some rows, block by block, and converts each element.
+    fn read_rows(
+        &self,
+        rows: Range<usize>,
+        inner: &[Range<usize>],
+        values: &mut [f32],
+    ) -> Result<()> {
+        let width = values.len() / rows.len();
+        let step = (BLOCK / width).max(1);
+        let (dtype, mut bytes) = (self.aval.dtype(), Vec::new());
+        for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * width)) {
+            bytes.resize(values.len() * dtype.size(), 0);
+            let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
+            self.file.read(&self.name, &Region::new(block.collect()), &mut bytes)?;
+            let halves = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
+            let singles = bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four));
+            let values = values.iter_mut();
+            match dtype {
+                DType::Bf16 => values
+                    .zip(halves)
+                    .for_each(|(value, bits)| *value = bf16::from_bits(bits).to_f32()),
+                DType::F16 => values
+                    .zip(halves)
+                    .for_each(|(value, bits)| *value = f16::from_bits(bits).to_f32()),
+                _ => values.zip(singles).for_each(|(value, single)| *value = single),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a region of a matrix as its transpose, block by block.
+    fn read_transposed(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        values: &mut [f32],
+    ) -> Result<()> {
+        let (height, width) = (rows.len(), columns.len());
+        let step = (BLOCK / width).max(1);
+        let mut block = Vec::new();
+        for start in rows.clone().step_by(step) {
+            let part = start..rows.end.min(start + step);
+            block.resize(part.len() * width, 0.0);
+            self.read_rows(part, std::slice::from_ref(&columns), &mut block)?;
+            for (row, found) in block.chunks_exact(width).enumerate() {
+                let column = values[start - rows.start + row..].iter_mut().step_by(height);
+                column.zip(found).for_each(|(value, found)| *value = *found);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// True if two matrices have the same elements. Reads both, up to the first block that differs.
+pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
+    if a.aval != b.aval {
+        return Ok(false);
+    }
+    let [rows, columns] = *a.aval.shape() else { return Ok(false) };
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    let step = (BLOCK / columns.max(1)).max(1);
+    for row in (0..rows).step_by(step) {
+        for column in (0..columns).step_by(BLOCK) {
+            let block = [row..rows.min(row + step), column..columns.min(column + BLOCK)];
+            let block = Region::new(block.to_vec());
+            let bytes = block.elements() * a.aval.dtype().size();
+            left.resize(bytes, 0);
+            right.resize(bytes, 0);
+            a.file.read(&a.name, &block, &mut left)?;
+            b.file.read(&b.name, &block, &mut right)?;
+            if left != right {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
