@@ -38,7 +38,7 @@ enum What {
     /// The time to issue a `jit` call: empty, with 64 leaves, and on a process without a part in
     /// it.
     Dispatch(dispatch::DispatchArgs),
-    /// Messages and arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
+    /// Arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
     /// Planning between shardings of up to thousands of devices, cold and from the cache.
     Plan(plan::PlanArgs),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Result, Tensor, bail};
+use mpmd_core::ObjectRef;
 use mpmd_core::kernel::View;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
@@ -16,6 +17,8 @@ use crate::pass;
 pub struct Cx<'a> {
     pub(crate) training: bool,
     pub(crate) side: Side<'a>,
+    /// The stage's state. `None` in a probe, and if the stage has none.
+    pub(crate) state: Option<View<'a>>,
 }
 
 /// The side inputs of a microbatch, by name.
@@ -50,6 +53,21 @@ impl Cx<'_> {
                      it with `Microbatch::side(stage, named([({name:?}, array)]))`"
                 )
             }
+        }
+    }
+
+    /// Gives exclusive access to the stage's [state](mpmd_core::pipeline::Pipeline::state) on this
+    /// device, such as a cache, until the result is dropped. `None` in a probe, which has zeros in
+    /// place of all values: compute with a state of the same shapes that is dropped.
+    ///
+    /// # Errors
+    ///
+    /// If the stage has no state, or one of another type. If the pass has access to it already.
+    pub fn state<T: 'static>(&self) -> Result<Option<ObjectRef<'_, T>>> {
+        match (&self.state, &self.side) {
+            (Some(state), _) => state.object().map(Some).map_err(candle_core::Error::wrap),
+            (None, Side::Shapes(_)) => Ok(None),
+            (None, _) => bail!("the stage has no state: give it one with `Pipeline::state`"),
         }
     }
 

@@ -229,6 +229,16 @@ fn plain_attention(a: &[Tensor], mask: &Tensor, scale: f64, cap: f64) -> Result<
     scores.broadcast_div(&scores.sum_keepdim(3)?)?.matmul(&v)
 }
 
+/// Returns the first key of each query of a sliding window, and of two rows of packed sequences.
+fn first_keys(queries: usize, keys: usize) -> [(&'static str, Vec<u32>); 2] {
+    let own = |query: usize| (query + keys - queries) as u32;
+    let window = (0..queries).map(|query| own(query).saturating_sub(2)).collect();
+    let sequences = [3, 67].iter().flat_map(|start| {
+        (0..queries).map(move |query| if own(query) < *start { 0 } else { *start })
+    });
+    [("a sliding window", window), ("packed sequences", sequences.collect())]
+}
+
 #[test]
 fn attention_equals_the_composition() {
     // (heads, groups, queries, keys): one block, several blocks, and fewer queries than keys.
@@ -257,6 +267,19 @@ fn attention_equals_the_composition() {
         };
         case("attention", Mask::None, &none);
         case("causal attention", Mask::Causal, &causal);
+        for (what, firsts) in first_keys(queries, keys) {
+            let hidden = |at: usize| {
+                let (query, key) = (at / keys % queries, at % keys);
+                hidden(query, key) || key < firsts[at / keys] as usize
+            };
+            let rows = firsts.len() / queries;
+            let plain: Vec<f64> = (0..firsts.len() * keys)
+                .map(|at| if hidden(at) { f64::NEG_INFINITY } else { 0.0 })
+                .collect();
+            let of = |device| Tensor::from_vec(plain, (rows, 1, queries, keys), device);
+            let firsts = Tensor::from_vec(firsts, (rows, queries), &Device::Cpu).unwrap();
+            case(what, Mask::CausalFrom(firsts), &of(&Device::Cpu).unwrap());
+        }
         case("masked attention", Mask::Additive(causal.clone()), &causal);
         case("biased attention", Mask::Additive(bias.clone()), &bias);
         for (is_masked, is_causal, cap) in
@@ -545,4 +568,14 @@ fn errors_name_the_layer_and_both_shapes() {
     let k = random(&[2, 2, 4, 8], 1);
     let found = message(nn::attention(&q, &k, &k, Mask::None, 1.0));
     assert!(found.contains("q [2, 3, 4, 8], k [2, 2, 4, 8]"), "{found}");
+    for (firsts, expected) in [
+        (vec![0u32; 3], "U32 [3]: expected U32 [2, 4]"),
+        (vec![0, 1, 3, 3], "query 2 of 4 cannot begin at key 3 of 4"),
+    ] {
+        let q = random(&[2, 2, 4, 8], 1);
+        let shape = if firsts.len() == 3 { vec![3] } else { vec![1, 4] };
+        let firsts = Tensor::from_vec(firsts, shape, &Device::Cpu).unwrap();
+        let found = message(nn::attention(&q, &q, &q, Mask::CausalFrom(firsts), 1.0));
+        assert!(found.contains(expected), "{found}");
+    }
 }

@@ -60,6 +60,30 @@ pub fn normal_f64(key: Key, element: u64) -> f64 {
     (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * angle).cos()
 }
 
+/// Returns the place of `index` in a permutation of `0..count` that depends on the key alone.
+///
+/// # Panics
+///
+/// If `index` is not below `count`.
+pub fn permuted(key: Key, index: u64, count: u64) -> u64 {
+    assert!(index < count, "index {index} of a permutation of {count}");
+    // A Feistel network permutes the numbers of an even number of bits. Its cycles are followed
+    // until they come back below `count`.
+    let half = (u64::BITS - (count - 1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1 << half) - 1;
+    let mut place = index;
+    loop {
+        let (mut high, mut low) = (place >> half, place & mask);
+        for round in 0..4 {
+            (high, low) = (low, high ^ (bits(key.fold_in(round), low) & mask));
+        }
+        place = high << half | low;
+        if place < count {
+            return place;
+        }
+    }
+}
+
 fn block(key: Key, element: u64, purpose: u32) -> [u32; 4] {
     philox(
         [element as u32, (element >> 32) as u32, 0, purpose],
@@ -106,6 +130,18 @@ mod tests {
             ),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
+    }
+
+    #[test]
+    fn permutations_have_each_index_once() {
+        for count in [1, 2, 3, 5, 16, 17, 1000] {
+            let order = |key| (0..count).map(move |index| permuted(Key(key), index, count));
+            let mut sorted: Vec<u64> = order(7).collect();
+            sorted.sort_unstable();
+            assert!(sorted.into_iter().eq(0..count), "{count}");
+            assert!(count < 16 || !order(7).eq(order(8)) && !order(7).eq(0..count), "{count}");
+        }
+        assert!(permuted(Key(1), u64::MAX - 1, u64::MAX) < u64::MAX);
     }
 
     #[test]

@@ -16,9 +16,10 @@ pub(crate) const CONFIG: &str = "config.json";
 /// Name of the tokenizer.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 /// Names of the files that may be beside the weights, and that a saved model gets, too.
-const COMPANIONS: [&str; 12] = [
+const COMPANIONS: [&str; 13] = [
     CONFIG,
     TOKENIZER,
+    "additional_chat_templates/tool_use.jinja",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",

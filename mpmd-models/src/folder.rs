@@ -13,6 +13,7 @@ use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, MpmdArray, Program, Result};
+use serde_json::Value;
 
 use crate::config::{self, Config};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
@@ -115,6 +116,20 @@ impl Folder {
     /// Reads a file other than weights.
     pub(crate) fn small(&self, name: &str) -> io::Result<Vec<u8>> {
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
+    }
+
+    /// Returns the tokens that end a text: those of `generation_config.json`, or else those of the
+    /// config. Neither file need have any.
+    pub(crate) fn end_tokens(&self) -> Vec<u32> {
+        let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
+        let of = |name| {
+            let settings: Value = serde_json::from_slice(&self.small(name).ok()?).ok()?;
+            match &settings["eos_token_id"] {
+                Value::Array(several) => several.iter().map(number).collect(),
+                one => Some(vec![number(one)?]),
+            }
+        };
+        of("generation_config.json").or_else(|| of(CONFIG)).unwrap_or_default()
     }
 
     /// Returns the path of the folder.

@@ -30,15 +30,18 @@
 
 mod config;
 mod decoder;
+mod examples;
 mod family;
 mod files;
 mod folder;
 mod lora;
 mod rope;
+mod sample;
 mod save;
 pub mod score;
 mod stages;
 mod stored;
+mod template;
 mod tokens;
 pub mod train;
 
@@ -49,9 +52,11 @@ use mpmd::Error;
 
 pub use config::{Config, HeadNorm, LayerConfig, Norm};
 pub use decoder::Part;
+pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use lora::{Lora, merged};
 pub use rope::{Angles, Rope, Scaling};
+pub use sample::Sampling;
 pub use save::{save, save_adapter};
 pub use stages::Stages;
 pub use tokens::{Tokens, tokenizer};

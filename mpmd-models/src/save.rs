@@ -218,7 +218,11 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
                 bytes = format!("{:#}\n", Value::Object(map)).into_bytes();
             }
         }
-        tensors::replace(&to.join(name), &bytes)?;
+        let file = to.join(name);
+        file.parent()
+            .map_or(Ok(()), fs::create_dir_all)
+            .map_err(|why| unexpected(&file, "", &cannot, why))?;
+        tensors::replace(&file, &bytes)?;
     }
     Ok(())
 }

@@ -19,7 +19,8 @@ use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
 /// Arguments of a training that a scoring would ignore.
-const NOT_SCORED: [&str; 5] = ["paths", "lora", "save", "checkpoints", "metrics"];
+const NOT_SCORED: [&str; 7] =
+    ["paths", "data", "held_out", "lora", "save", "checkpoints", "metrics"];
 
 /// Arguments of a scoring.
 #[derive(Clone, Debug, clap::Args)]
@@ -55,7 +56,7 @@ pub fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let model = Stages::new(folder, stages, count)?;
-    check_inputs(folder, &[file.to_owned()])?;
+    check_inputs(folder, [file], true)?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
         match tokens.ids().len() {

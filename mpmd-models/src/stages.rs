@@ -29,6 +29,7 @@ pub struct Stages {
     angles: Vec<Angles>,
     lora: Option<Lora>,
     seed: u64,
+    is_packed: bool,
 }
 
 impl Stages {
@@ -55,7 +56,16 @@ impl Stages {
         let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
-        Ok(Self { folder: folder.clone(), stages: stages.max(1), angles, lora: None, seed: 0 })
+        let (folder, stages) = (folder.clone(), stages.max(1));
+        Ok(Self { folder, stages, angles, lora: None, seed: 0, is_packed: false })
+    }
+
+    /// Has the stages read the side inputs of [`Packed`](mpmd::train::data::Packed): `starts`, and
+    /// the last stage `weights` for its loss.
+    #[must_use]
+    pub fn packed(mut self, is_packed: bool) -> Self {
+        self.is_packed = is_packed;
+        self
     }
 
     /// Adds matrices of LoRA to all projections. Only they are trained. Their initial values depend
@@ -90,7 +100,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, true, loss(usize::MAX), loss_shapes)
+        self.pipeline(p, meshes, true, loss(usize::MAX, self.is_packed), loss_shapes)
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -107,7 +117,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, loss(LOGITS_AT_ONCE), loss_shapes)
+        self.pipeline(p, meshes, false, loss(LOGITS_AT_ONCE, self.is_packed), loss_shapes)
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -125,7 +135,10 @@ impl Stages {
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
         let tokens = self.folder.config().vocab_size;
-        let logits = |part: &Part, x, _: &mut Cx<'_>| part.logits(&part.forward(x)?);
+        let is_packed = self.is_packed;
+        let logits = move |part: &Part, x, cx: &mut Cx<'_>| {
+            part.logits(&part.forward(x, starts(cx, is_packed)?.as_ref())?)
+        };
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
@@ -140,7 +153,10 @@ impl Stages {
         self.folder.compare(p)?;
         let (last, width) = (self.stages - 1, self.folder.config().hidden_size);
         let middle = |i| {
-            let forward = |part: &Part, x, _: &mut Cx<'_>| part.forward(x);
+            let is_packed = self.is_packed;
+            let forward = move |part: &Part, x, cx: &mut Cx<'_>| {
+                part.forward(x, starts(cx, is_packed)?.as_ref())
+            };
             self.stage(i, trains, forward, move |x| sequences(x, width))
         };
         let end = self.stage(last, trains, end, shapes)?;
@@ -213,14 +229,18 @@ impl Stages {
 /// `at_once` tokens of each sequence at a time.
 fn loss(
     at_once: usize,
+    is_packed: bool,
 ) -> impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static {
     move |part, x, cx| {
-        let (x, targets) = (part.forward(x)?, cx.side("targets")?);
+        let x = part.forward(x, starts(cx, is_packed)?.as_ref())?;
+        let (targets, weights) = (cx.side("targets")?, side(cx, "weights", is_packed)?);
         let time = x.dim(1)?;
         let of = |start: usize| {
             let len = at_once.min(time - start);
             let logits = part.logits(&x.narrow(1, start, len)?)?;
-            cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, None)
+            let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
+            let weights = weights.transpose()?;
+            cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
         };
         let (mut sum, mut weight) = of(0)?;
         for start in (0..time).step_by(at_once).skip(1) {
@@ -229,6 +249,15 @@ fn loss(
         }
         Ok(Loss::new(sum, weight))
     }
+}
+
+/// Returns a side input of packed sequences.
+fn side(cx: &Cx<'_>, name: &str, is_packed: bool) -> CandleResult<Option<Tensor>> {
+    is_packed.then(|| cx.side(name)).transpose()
+}
+
+fn starts(cx: &Cx<'_>, is_packed: bool) -> CandleResult<Option<Tensor>> {
+    side(cx, "starts", is_packed)
 }
 
 fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {

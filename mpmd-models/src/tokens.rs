@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
 use mpmd::aval::{DType, ShapedArray};
@@ -13,7 +13,7 @@ use mpmd::random::Key;
 use mpmd::sharding::Sharding;
 use mpmd::train::data::{SEPARATOR, Text, TokenSource};
 use mpmd::{Error, ProcessId, Program, Result};
-use tokenizers::{ModelWrapper, Tokenizer};
+use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 
 use crate::folder::{Folder, TOKENIZER};
 use crate::unexpected;
@@ -57,33 +57,59 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
 ///
 /// If the tokenizer fails, or its pattern engine gives up.
 fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+    Ok(guarded(|| tokenizer.encode_fast(text, false))?.get_ids().to_vec())
+}
+
+/// Returns what `encode` returns.
+///
+/// # Errors
+///
+/// If it fails, or the tokenizer's pattern engine gives up.
+pub(crate) fn guarded(encode: impl FnOnce() -> tokenizers::Result<Encoding>) -> Result<Encoding> {
     let failed = |why: &dyn fmt::Display| Error::Environment(format!("the tokenizer: {why}"));
     // The engine panics if a pattern needs too many attempts.
-    let encode = || tokenizer.encode_fast(text, false);
     let encoding = catch_unwind(AssertUnwindSafe(encode)).map_err(|panic| {
         let why = panic.downcast::<String>();
         let why = why.map_or_else(|_| "a panic".to_owned(), |why| *why);
         failed(&format!("its patterns cannot split the text ({why})"))
     })?;
-    Ok(encoding.map_err(|why| failed(&why))?.get_ids().to_vec())
+    encoding.map_err(|why| failed(&why))
 }
 
-/// Checks the tokenizer of a folder, and that texts can be opened, and are files or folders. Reads
-/// no text. Does nothing in a process that a launcher has started: only process 0 reads them,
+/// Checks that each token of a text has a row in the embedding.
+pub(crate) fn check_rows<'a>(
+    folder: &Folder,
+    tokenizer: &Tokenizer,
+    mut ids: impl Iterator<Item = &'a u32>,
+) -> Result<()> {
+    let rows = folder.config().vocab_size;
+    let Some(id) = ids.find(|id| **id as usize >= rows) else { return Ok(()) };
+    let token = tokenizer.id_to_token(*id).unwrap_or_default();
+    let expected = format!("tokens below {rows}, the vocab_size of config.json");
+    let found = format!("{id}, which is {token:?}");
+    Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found))
+}
+
+/// Checks the tokenizer of a folder, and that texts can be opened, and are files or perhaps
+/// folders. Reads no text. Does nothing in a process that a launcher has started: only process 0 reads them,
 /// perhaps on another host, and all processes get its error.
 ///
 /// # Errors
 ///
 /// If the tokenizer is invalid, a text cannot be opened, or a variable of the job is invalid.
-pub(crate) fn check_inputs(folder: &Folder, paths: &[PathBuf]) -> anyhow::Result<()> {
+pub(crate) fn check_inputs<'a>(
+    folder: &Folder,
+    paths: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>,
+    may_be_folders: bool,
+) -> anyhow::Result<()> {
     if JobEnv::from_env()?.is_some() {
         return Ok(());
     }
-    let check = |path: &PathBuf| match path.metadata()? {
-        kind if kind.is_file() || kind.is_dir() => File::open(path).map(drop),
+    let check = |path: &Path| match path.metadata()? {
+        kind if kind.is_file() || (kind.is_dir() && may_be_folders) => File::open(path).map(drop),
         _ => Err(io::Error::other("it is no regular file")),
     };
-    paths.iter().try_for_each(|path| {
+    paths.into_iter().map(AsRef::as_ref).try_for_each(|path| {
         let why = |why| Error::Environment(format!("cannot read {}: {why}", path.display()));
         check(path).map_err(why)
     })?;
@@ -201,13 +227,7 @@ impl Tokens {
             encode_pieces(&tokenizer, file, count, &mut ids)?;
         }
         ids.truncate(count);
-        let rows = folder.config().vocab_size;
-        if let Some(id) = ids.iter().find(|id| **id as usize >= rows) {
-            let token = tokenizer.id_to_token(*id).unwrap_or_default();
-            let expected = format!("tokens below {rows}, the vocab_size of config.json");
-            let found = format!("{id}, which is {token:?}");
-            return Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found));
-        }
+        check_rows(folder, &tokenizer, ids.iter())?;
         Ok(Self { ids: ids.into() })
     }
 
@@ -218,39 +238,7 @@ impl Tokens {
     ///
     /// The error of `make`, on every process. If a process has no device.
     pub fn spread(p: &mut Program, make: impl Fn() -> Result<Self>) -> Result<Self> {
-        let mut own = None;
-        let mut make = || match make() {
-            Ok(tokens) => Ok(own.insert(tokens).ids.len()),
-            Err(why) => Err(why.to_string()),
-        };
-        let in_dry_run = if p.is_dry_run() { make() } else { Ok(0) };
-        let len: std::result::Result<usize, String> =
-            p.broadcast_value(ProcessId(0), in_dry_run, || Ok(make()))?;
-        let len = len.map_err(Error::Environment)?;
-        if len == 0 || p.processes() == 1 {
-            return Ok(own.unwrap_or_else(|| Self { ids: Vec::new().into() }));
-        }
-        let no_device = || Error::Environment("a process without a device has no tokens".into());
-        let processes = (0..p.processes() as u32).map(ProcessId);
-        let devices = processes.map(|process| p.topology().devices_of(process).first().copied());
-        let devices = devices.collect::<Option<Vec<_>>>().ok_or_else(no_device)?;
-        let everywhere = p.mesh_of(&[("process", devices.len())], &devices)?;
-        let (aval, first) =
-            (ShapedArray::try_new(&[len], DType::U32)?, Sharding::single_device(devices[0]));
-        let ids = own.as_ref().map(|tokens| tokens.ids.clone()).unwrap_or_default();
-        // Only process 0 has the device, and fills it.
-        let array = p.array_from_fn(aval, &first, move |_, mut view| {
-            view.as_mut_slice::<u32>()?.copy_from_slice(&ids);
-            Ok(())
-        })?;
-        let array = p.device_put(&array, everywhere.replicated())?;
-        match own {
-            Some(tokens) => Ok(tokens),
-            None => {
-                let host = array.to_host()?.ok_or_else(no_device)?;
-                Ok(Self { ids: host.to_vec::<u32>()?.into() })
-            }
-        }
+        Ok(Self { ids: spread(p, || Ok(make()?.ids))? })
     }
 
     /// Returns the first tokens: `count`, or all if there are fewer.
@@ -262,6 +250,40 @@ impl Tokens {
     /// Returns the numbers of the tokens.
     pub fn ids(&self) -> &[u32] {
         &self.ids
+    }
+}
+
+/// Makes numbers on process 0, and returns them on every process, as [`Tokens::spread`] does.
+pub(crate) fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<Arc<[u32]>> {
+    let mut own = None;
+    let mut make = || match make() {
+        Ok(all) => Ok(own.insert(all).len()),
+        Err(why) => Err(why.to_string()),
+    };
+    let in_dry_run = if p.is_dry_run() { make() } else { Ok(0) };
+    let len: std::result::Result<usize, String> =
+        p.broadcast_value(ProcessId(0), in_dry_run, || Ok(make()))?;
+    let len = len.map_err(Error::Environment)?;
+    if len == 0 || p.processes() == 1 {
+        return Ok(own.unwrap_or_default());
+    }
+    let no_device = || Error::Environment("a process without a device has no tokens".into());
+    let processes = (0..p.processes() as u32).map(ProcessId);
+    let devices = processes.map(|process| p.topology().devices_of(process).first().copied());
+    let devices = devices.collect::<Option<Vec<_>>>().ok_or_else(no_device)?;
+    let everywhere = p.mesh_of(&[("process", devices.len())], &devices)?;
+    let (aval, first) =
+        (ShapedArray::try_new(&[len], DType::U32)?, Sharding::single_device(devices[0]));
+    let all = own.clone().unwrap_or_default();
+    // Only process 0 has the device, and fills it.
+    let array = p.array_from_fn(aval, &first, move |_, mut view| {
+        view.as_mut_slice::<u32>()?.copy_from_slice(&all);
+        Ok(())
+    })?;
+    let array = p.device_put(&array, everywhere.replicated())?;
+    match own {
+        Some(all) => Ok(all),
+        None => Ok(array.to_host()?.ok_or_else(no_device)?.to_vec::<u32>()?.into()),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use anyhow::ensure;
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::topology::Mesh;
-use mpmd::train::data::{Text, Windows};
+use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
 use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
@@ -15,6 +15,7 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, at_least, not_negative, say};
 use serde::Serialize;
 
+use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
@@ -29,8 +30,15 @@ const KEPT: usize = 2;
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainArgs {
     /// Texts to train on: files and folders
-    #[arg(value_name = "TEXT", required_unless_present = "score")]
+    #[arg(value_name = "TEXT", required_unless_present_any = ["score", "data"])]
     pub paths: Vec<PathBuf>,
+    /// Train on the completions and replies of this file, in place of texts: lines of JSON with
+    /// `prompt` and `completion`, or `messages` for the folder's chat template
+    #[arg(long, value_name = "FILE", conflicts_with = "paths")]
+    pub data: Option<PathBuf>,
+    /// Evaluate on this text, or this file of examples; default: every tenth part of the others
+    #[arg(long, value_name = "FILE")]
+    pub held_out: Option<PathBuf>,
     /// Number of updates, those before a continued checkpoint included
     #[arg(long, default_value_t = 100, value_parser = at_least(1))]
     pub steps: usize,
@@ -40,10 +48,10 @@ pub struct TrainArgs {
     /// Updates in which the learning rate rises linearly from zero
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     pub warmup: u64,
-    /// Tokens of a window
+    /// Tokens of a window, or of a row into which examples are packed
     #[arg(long, default_value_t = 256, value_parser = at_least(1))]
     pub time: usize,
-    /// Windows of a microbatch
+    /// Windows or rows of a microbatch
     #[arg(long, default_value_t = 1, value_parser = at_least(1))]
     pub rows: usize,
     /// Microbatches of an update
@@ -134,7 +142,9 @@ pub fn run(
     }
     let schedule = args.schedule(stages)?;
     let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
-    check_inputs(source, &args.paths)?;
+    let model = model.packed(args.data.is_some());
+    check_inputs(source, &args.paths, true)?;
+    check_inputs(source, args.data.iter().chain(&args.held_out), args.data.is_none())?;
     let ranks = schedule.ranks();
     let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
     let mut folders = vec![source.path().canonicalize().ok()];
@@ -156,8 +166,7 @@ pub fn run(
         for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }
-        let tokens = Tokens::spread(p, || Tokens::of(&Text::of(&args.paths)?, source))?;
-        let windows = Windows::new(&tokens, args.time, args.rows)?;
+        let data = data(p, source, args)?;
         let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
         let mut run = Run::steps(args.steps as u64);
         if let Some(file) = &args.metrics {
@@ -185,7 +194,7 @@ pub fn run(
         if let Some(steps) = args.save_every {
             run = run.save_every(steps as u64);
         }
-        let outcome = trainer.run(p, run, &windows)?;
+        let outcome = trainer.run(p, run, &*data)?;
         if let Some(to) = &args.save {
             let params = merged(p, trainer.pipeline(), args.lora())?;
             save(p, source, &params, to)?;
@@ -206,6 +215,42 @@ pub fn run(
         .get()
         .filter(|_| code == ExitCode::SUCCESS)
         .map_or(code, |code| ExitCode::from(*code)))
+}
+
+/// Reads texts or examples on process 0, and returns them as data on every process.
+///
+/// # Errors
+///
+/// Those of [`Tokens::spread`]. If a file cannot be read, is too short, or has a wrong line.
+fn data(p: &mut Program, source: &Folder, args: &TrainArgs) -> Result<Box<dyn Data<MpmdArray>>> {
+    let (time, rows) = (args.time, args.rows);
+    let Some(file) = &args.data else {
+        let tokens = |p: &mut Program, paths: &[PathBuf]| {
+            Tokens::spread(p, || Tokens::of(&Text::of(paths)?, source))
+        };
+        let windows = Windows::new(&tokens(p, &args.paths)?, time, rows)?;
+        return Ok(Box::new(match &args.held_out {
+            Some(text) => windows.evaluated_on(&tokens(p, std::slice::from_ref(text))?)?,
+            None => windows,
+        }));
+    };
+    let mut examples = |file| spread_examples(p, || read_examples(file, source, time));
+    let lines = examples(file)?;
+    let held_out = args.held_out.as_deref().map(examples).transpose()?;
+    // All examples of a line are held out, or none: they may have the same messages.
+    let is_held_out = |at: usize| held_out.is_none() && at % HELD_OUT_EVERY == HELD_OUT_EVERY - 1;
+    let (own, training): (Vec<_>, Vec<_>) =
+        lines.into_iter().enumerate().partition(|(at, _)| is_held_out(*at));
+    let flat =
+        |lines: Vec<(usize, Vec<Sequence>)>| lines.into_iter().flat_map(|(_, line)| line).collect();
+    let held_out = held_out.map_or_else(|| flat(own), |lines| lines.concat());
+    let packed = Packed::new(flat(training), Some(held_out), time, rows)?;
+    if p.process() == ProcessId(0) && !p.is_dry_run() {
+        let packed_rows = packed.training_rows();
+        let steps = packed_rows as f64 / (rows * args.microbatches) as f64;
+        say(&format!("epoch: {packed_rows} rows of {time} tokens, {steps:.1} steps"));
+    }
+    Ok(Box::new(packed))
 }
 
 /// Creates a trainer of the model. It updates as `torch.optim.AdamW` does by default, except that

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
-use mpmd_core::prelude::{MpmdArray, Program, Region, ViewMut, spec};
+use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::{Result, Simulation};
 use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;
@@ -72,16 +72,7 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
         let x = p.array_from_fn(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
         x.block_until_ready()?;
         if cases.contains(&Case::Latency) {
-            let hop = |p: &mut Program, x: &MpmdArray, to: &Sharding| {
-                // The receiver also waits, so that the programs on both sides take part in every
-                // hop.
-                let y = p.device_put(x, to)?;
-                arrive(&y).map(|()| y)
-            };
-            found.push(round_trips(p, &pair, &x, bytes, Test::Latency, pace, hop)?);
-        }
-        if cases.contains(&Case::Leaves) {
-            found.extend(leaves(p, &pair, bytes, pace)?);
+            found.push(round_trips(p, &pair, &x, bytes, pace)?);
         }
         if cases.contains(&Case::Bandwidth) {
             found.push(bandwidth(p, &pair, &x, Test::Bandwidth, bytes, pace)?);
@@ -98,38 +89,19 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
     Ok(found)
 }
 
-/// Measures round trips of 64 arrays of `bytes` bytes each: moved as one tree, and one by one. Both
-/// processes must call this.
-fn leaves(p: &mut Program, pair: &Pair, bytes: usize, pace: &Pace) -> Result<[Samples; 2]> {
-    let fill = |_: &Region, mut view: ViewMut<'_>| Ok(view.fill(7u8)?);
-    let leaf = |_| p.array_from_fn(u8s([bytes]), &pair.here, fill);
-    let x: Vec<MpmdArray> = (0..64).map(leaf).collect::<Result<_>>()?;
-    let together = |p: &mut Program, x: &Vec<MpmdArray>, to: &Sharding| {
-        let y = p.device_put(x, to)?;
-        y.iter().try_for_each(arrive).map(|()| y)
-    };
-    let one_by_one = |p: &mut Program, x: &Vec<MpmdArray>, to: &Sharding| {
-        let y: Vec<_> = x.iter().map(|x| p.device_put(x, to)).collect::<Result<_>>()?;
-        y.iter().try_for_each(arrive).map(|()| y)
-    };
-    Ok([
-        round_trips(p, pair, &x, bytes, Test::Leaves, pace, together)?,
-        round_trips(p, pair, &x, bytes, Test::OneByOne, pace, one_by_one)?,
-    ])
-}
-
-/// Measures round trips of `x` between the two devices. `hop` moves its argument to a sharding, and
-/// waits for it where it arrives. The samples are of `test`, for arrays of `bytes` bytes. Both
-/// processes must call this.
-fn round_trips<X: Clone>(
+/// Measures round trips of `x` between the two devices. Both processes must call this.
+fn round_trips(
     p: &mut Program,
     pair: &Pair,
-    x: &X,
+    x: &MpmdArray,
     bytes: usize,
-    test: Test,
     pace: &Pace,
-    hop: impl Fn(&mut Program, &X, &Sharding) -> Result<X>,
 ) -> Result<Samples> {
+    // The receiver also waits, so that the programs on both sides take part in every hop.
+    let hop = |p: &mut Program, x: &MpmdArray, to: &Sharding| {
+        let y = p.device_put(x, to)?;
+        arrive(&y).map(|()| y)
+    };
     let run = |p: &mut Program, rounds: u64| -> Result<Duration> {
         let start = Instant::now();
         let mut x = x.clone();
@@ -142,16 +114,11 @@ fn round_trips<X: Clone>(
     let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
     // All processes must issue the same operations, so process 0 decides.
     let rounds = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one)))?;
-    let mut found = Samples::new(test, bytes);
+    let mut found = Samples::new(Test::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(rounds, run(p, rounds)?);
     }
     Ok(found)
-}
-
-/// Blocks until the first process has called it. All processes must call this.
-pub(super) fn broadcast_from_first(p: &mut Program) -> Result<()> {
-    p.broadcast_value(FIRST, 0u8, || Ok(0)).map(drop)
 }
 
 /// Blocks until this process's shards of `x` are there. Does not wait for its sends.

@@ -26,12 +26,6 @@ pub(super) enum Test {
     BareIpc,
     /// The time as for `BareIpc`, with a copy of the other process's memory behind the event.
     BareIpcCopy,
-    /// The time of one hop around a ring of this many processes, in microseconds.
-    Ring(usize),
-    /// Half the time in which a tree of 64 arrays goes to and fro, in microseconds.
-    Leaves,
-    /// The time as for `Leaves`, if the arrays move one by one.
-    OneByOne,
     /// The bandwidth in GB/s of arrays in two parts that the receiver joins: each byte is copied
     /// once.
     OneCopy,
@@ -51,9 +45,6 @@ impl Test {
             Self::Wake => "futex wake",
             Self::BareIpc => "bare ipc",
             Self::BareIpcCopy => "bare ipc copy",
-            Self::Ring(_) => "ring",
-            Self::Leaves => "64 leaves",
-            Self::OneByOne => "64 one by one",
             Self::OneCopy => "one copy",
             Self::Memcpy => "memcpy",
             Self::DeviceCopy => "device copy",
@@ -67,24 +58,19 @@ impl Test {
 
     /// Returns the number of processes that take part.
     pub(super) fn processes(self) -> usize {
-        match self {
-            Self::Ring(processes) => processes,
-            _ if self.is_plain() => 1,
-            _ => 2,
-        }
+        if self.is_plain() { 1 } else { 2 }
     }
 
     pub(super) fn unit(self) -> &'static str {
         match self {
-            Self::Latency | Self::Leaves | Self::OneByOne => "us",
-            Self::Handover | Self::HandoverWarmUp | Self::Ring(_) => "us",
+            Self::Latency | Self::Handover | Self::HandoverWarmUp => "us",
             Self::Wake | Self::BareIpc | Self::BareIpcCopy => "us",
             _ => "GB/s",
         }
     }
 }
 
-/// Samples of one test with messages or arrays of `bytes` bytes, in the test's unit.
+/// Samples of one test with arrays of `bytes` bytes, in the test's unit.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Samples {
     pub(super) test: Test,
@@ -97,12 +83,12 @@ impl Samples {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Converts a measurement to the test's unit and adds it: `count` round trips, messages,
-    /// arrays, hops or copies took `time` together.
+    /// Converts a measurement to the test's unit and adds it: `count` round trips, arrays
+    /// or copies took `time` together.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
-            Test::Latency | Test::Leaves | Test::OneByOne => seconds * 1e6 / 2.0,
+            Test::Latency => seconds * 1e6 / 2.0,
             test if test.unit() == "us" => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });

@@ -1,15 +1,11 @@
-//! Measures messages and arrays between a pair of processes, beside a plain copy, and arrays that
-//! go around a ring of processes. This process starts the others and shows their results.
+//! Measures arrays between a pair of processes, beside a plain copy. This process starts the others
+//! and shows their results.
 
 mod array;
-mod ends;
 mod found;
 mod handover;
-mod meet;
 mod memory;
-mod message;
 mod pace;
-mod ring;
 mod table;
 mod wake;
 mod words;
@@ -30,9 +26,9 @@ use crate::options::{BindOption, Carrier, DeviceOption, Size};
 use found::{Samples, Test};
 use pace::Pace;
 use table::{Row, Setting};
-use words::{Case, Level, SpinWord};
+use words::{Case, spin_word};
 
-/// The variable for the spin time of transport engines, for the programs of level `array`.
+/// The variable for the spin time of transport engines.
 const SPIN: &str = "MPMD_SPIN";
 
 /// The usual number and length of samples.
@@ -46,34 +42,16 @@ pub(crate) struct P2pArgs {
     /// Number of measurements of each case, fewer for large sizes; by default 15.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
-    /// The transport of the messages.
+    /// The transport of the arrays.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
     #[command(flatten)]
     on: DeviceOption,
     #[command(flatten)]
     bound: BindOption,
-    /// Messages directly over the transport, or arrays by `device_put`; by default both, but only
-    /// arrays on devices of kind cuda.
-    #[arg(long, value_enum, value_delimiter = ',')]
-    level: Vec<Level>,
-    /// The cases to measure for each size: latency, bandwidth, handover, ring (an array that goes
-    /// around all processes), and leaves (64 arrays, moved by one call and by 64). The last three
-    /// exist for arrays only.
+    /// The cases to measure for each size.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
-    /// Numbers of processes of the rings.
-    #[arg(
-        long,
-        value_delimiter = ',',
-        default_value = "2,4,8",
-        value_parser = clap::value_parser!(u16).range(2..=256)
-    )]
-    processes: Vec<u16>,
-    /// Number of times that an array goes around a ring, together for all measurements of a size;
-    /// by default 10000 up to 64Ki, fewer for larger sizes.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
-    rounds: Option<u64>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
     #[arg(
         long,
@@ -83,8 +61,8 @@ pub(crate) struct P2pArgs {
     sizes: Vec<Size>,
     /// The time that the transport's engine looks for work before it sleeps: auto, never, always,
     /// or a number of microseconds. Some transports always sleep, and ignore this.
-    #[arg(long, default_value = "auto")]
-    spin: SpinWord,
+    #[arg(long, default_value = "auto", value_parser = spin_word)]
+    spin: String,
     /// The length of a sample in microseconds, set by the launcher of the pair.
     #[arg(long, hide = true)]
     sample_us: Option<u64>,
@@ -101,23 +79,8 @@ impl P2pArgs {
         }
     }
 
-    /// Returns the levels of `--level`, or if there are none, all that exist for the kind of
-    /// device.
-    fn levels(&self) -> &[Level] {
-        match (&self.level[..], self.on.device) {
-            ([], DeviceKind::Cuda) => &[Level::Array],
-            ([], DeviceKind::Cpu) => &[Level::Message, Level::Array],
-            (levels, _) => levels,
-        }
-    }
-
-    /// Returns the cases that are measured with a pair of processes.
-    fn of_pairs(&self) -> Vec<Case> {
-        self.case.iter().copied().filter(|case| *case != Case::Ring).collect()
-    }
-
     fn setting(&self) -> Setting {
-        let (transport, spin) = (self.transport.name(), self.spin.word.clone());
+        let (transport, spin) = (self.transport.name(), self.spin.clone());
         Setting { transport, spin }
     }
 }
@@ -132,37 +95,20 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does the work of one process of the pair, or of the ring. The first process prints the results,
-/// or writes them to `--samples-to`.
+/// Does the work of one process of the pair. The first process prints the results, or writes them
+/// to `--samples-to`.
 fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
-    let is_ring = args.case == [Case::Ring];
-    ensure!(
-        is_ring || env.processes == 2,
-        "a pair is measured, and this job has {} processes",
-        env.processes
-    );
-    let &[level] = args.levels() else {
-        bail!("a job measures one level: choose --level message or --level array");
-    };
+    let processes = env.processes;
+    ensure!(processes == 2, "a pair is measured, and this job has {processes} processes");
     let first = env.process.index() == 0;
-    let pace = args.pace();
-    let found = match level {
-        Level::Array if is_ring => {
-            ring::in_job(env, args.transport, args.on.device, (&args.sizes, args.rounds), &pace)?
-        }
-        Level::Message => {
-            message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
-        }
-        Level::Array => {
-            array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &pace)?
-        }
-    };
+    let found =
+        array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &args.pace())?;
     match &args.samples_to {
         _ if !first => Ok(()),
         Some(path) => found::hand_over(&found, path),
         None => {
             let mut rows = Rows::default();
-            rows.take(Some(level), found);
+            rows.take(found);
             table::show(&rows.0, &args.setting(), args.json);
             Ok(())
         }
@@ -173,22 +119,11 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
 /// after each size, or a table at the end.
 fn measure(args: &P2pArgs) -> Result<()> {
     let on_gpu = args.on.device == DeviceKind::Cuda;
-    ensure!(
-        !on_gpu || args.levels() == [Level::Array],
-        "messages have no device: choose --level array with --device cuda"
-    );
     let pace = args.pace();
     let mut all = Vec::new();
     for size in args.sizes.iter().copied() {
         let mut rows = Rows::default();
-        for level in args.levels().iter().copied() {
-            rows.take(Some(level), ours(args, level, size, &pace)?);
-            if level == Level::Array && args.case.contains(&Case::Ring) {
-                for processes in &args.processes {
-                    rows.take(Some(level), around(args, usize::from(*processes), size, &pace)?);
-                }
-            }
-        }
+        rows.take(ours(args, size, &pace)?);
         let (bytes, repeats) = (size.0, pace.repeats_at(size.0));
         let copied = match on_gpu {
             true => on_device(bytes, repeats)?,
@@ -197,7 +132,7 @@ fn measure(args: &P2pArgs) -> Result<()> {
                 Samples { test: Test::Memcpy, bytes, samples }
             }
         };
-        rows.take(None, [copied]);
+        rows.take([copied]);
         rows.compare();
         if args.json {
             table::show(&rows.0, &args.setting(), true);
@@ -220,58 +155,28 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
 }
 
 /// Measures a pair of processes, or of threads for `inproc`. Blocks until all cases are measured.
-fn ours(args: &P2pArgs, level: Level, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
-    let cases = args.of_pairs();
-    match level {
-        _ if cases.is_empty() => Ok(Vec::new()),
-        Level::Message if args.transport == Carrier::Inproc => {
-            message::in_threads(&[size], &cases, pace)
-        }
-        Level::Array if args.transport == Carrier::Inproc => {
-            Ok(array::in_threads(args.on.device, &[size], &cases, pace)?)
-        }
-        _ => started(args, 2, level, &cases, size, pace),
-    }
-}
-
-/// Measures a ring of processes, or of threads for `inproc`. Blocks until it is measured.
-fn around(args: &P2pArgs, processes: usize, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
+fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
-        let found = ring::in_threads(processes, args.on.device, &[size], args.rounds, pace);
-        return Ok(found?);
+        return Ok(array::in_threads(args.on.device, &[size], &args.case, pace)?);
     }
-    started(args, processes, Level::Array, &[Case::Ring], size, pace)
-}
-
-/// Starts processes that measure together. Blocks until they have ended, and returns their samples.
-fn started(
-    args: &P2pArgs,
-    processes: usize,
-    level: Level,
-    cases: &[Case],
-    size: Size,
-    pace: &Pace,
-) -> Result<Vec<Samples>> {
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
-    let cases: Vec<&str> = cases.iter().map(|case| case.name()).collect();
-    let mut words = vec![
+    let cases: Vec<&str> = args.case.iter().map(|case| case.name()).collect();
+    let words = [
         ("--transport", args.transport.name().to_owned()),
         ("--device", args.on.device.name().to_owned()),
-        ("--level", level.name().to_owned()),
         ("--case", cases.join(",")),
         ("--sizes", size.to_string()),
-        ("--spin", args.spin.word.clone()),
+        ("--spin", args.spin.clone()),
         ("--repeats", pace.repeats.to_string()),
         ("--sample-us", pace.sample.as_micros().to_string()),
     ];
-    words.extend(args.rounds.map(|rounds| ("--rounds", rounds.to_string())));
     let this = std::env::current_exe().context("finding this program, to start it again")?;
-    let outcome = Launch::new(processes, this)
+    let outcome = Launch::new(2, this)
         .args(["bench", "p2p"])
         .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
         .args(["--samples-to".as_ref(), samples.path().as_os_str()])
         .transport(Some(args.transport.name().to_owned()))
-        .env(SPIN, &args.spin.word)
+        .env(SPIN, &args.spin)
         .output(OutputMode::Quiet0)
         .bind(args.bound.bind)
         .run()?;
@@ -295,9 +200,9 @@ fn check_measured(outcome: &Outcome) -> Result<()> {
 struct Rows(Vec<Row>);
 
 impl Rows {
-    fn take(&mut self, level: Option<Level>, found: impl IntoIterator<Item = Samples>) {
+    fn take(&mut self, found: impl IntoIterator<Item = Samples>) {
         for Samples { test, bytes, samples } in found {
-            self.row(level, test, bytes).ours.extend(samples);
+            self.row(test, bytes).ours.extend(samples);
         }
     }
 
@@ -317,11 +222,11 @@ impl Rows {
         }
     }
 
-    /// Returns the row of this level, test and size; adds it if it is missing.
-    fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
-        let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
+    /// Returns the row of this test and size; adds it if it is missing.
+    fn row(&mut self, test: Test, bytes: usize) -> &mut Row {
+        let same = |row: &Row| (row.test, row.bytes) == (test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row { level, test, bytes, ours: Vec::new(), beside: None });
+            self.0.push(Row { test, bytes, ours: Vec::new(), beside: None });
             self.0.len() - 1
         });
         &mut self.0[at]

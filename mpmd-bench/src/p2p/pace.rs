@@ -6,22 +6,22 @@ use std::time::Duration;
 /// The number and approximate length of samples. A sample of a single round may take longer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Pace {
-    /// Samples of each case of messages below 1 MiB. Larger messages have fewer.
+    /// Samples of each case of arrays below 1 MiB. Larger ones have fewer.
     pub(super) repeats: usize,
     /// The approximate length of a sample.
     pub(super) sample: Duration,
 }
 
-/// The limit on a stream's bytes in flight, unless [`SMALLEST_WINDOW`] messages are more.
+/// The limit on a stream's bytes in flight, unless [`SMALLEST_WINDOW`] arrays are more.
 const IN_FLIGHT: usize = 64 << 20;
 const SMALLEST_WINDOW: usize = 2;
 const LARGEST_WINDOW: usize = 32;
 
-/// The maximum number of rounds or messages of one sample.
+/// The maximum number of rounds or arrays of one sample.
 const MOST: u64 = 1_000_000;
 
 impl Pace {
-    /// Returns the number of samples of a case with messages of `bytes` bytes.
+    /// Returns the number of samples of a case with arrays of `bytes` bytes.
     pub(super) fn repeats_at(&self, bytes: usize) -> usize {
         let most = match bytes {
             0..=0xf_ffff => usize::MAX,
@@ -32,7 +32,7 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up for messages of `bytes` bytes. `run` gets a number of rounds or messages, and
+    /// Warms up for arrays of `bytes` bytes. `run` gets a number of rounds or arrays, and
     /// returns (actual number, total time). Returns the time of one round in the quickest run.
     pub(super) fn warm<E>(
         bytes: usize,
@@ -48,24 +48,24 @@ impl Pace {
         Ok(quickest)
     }
 
-    /// Returns the number of rounds or messages of one sample, if one takes the time `one`.
+    /// Returns the number of rounds or arrays of one sample, if one takes the time `one`.
     pub(super) fn rounds(&self, one: Duration) -> u64 {
         let rounds = self.sample.as_nanos() / one.as_nanos().max(1);
         u64::try_from(rounds).unwrap_or(MOST).clamp(1, MOST)
     }
 }
 
-/// Returns the maximum number of messages of `bytes` bytes that a stream has in flight.
+/// Returns the maximum number of arrays of `bytes` bytes that a stream has in flight.
 pub(super) fn window(bytes: usize) -> usize {
     (IN_FLIGHT / bytes).clamp(SMALLEST_WINDOW, LARGEST_WINDOW)
 }
 
-/// Returns the number of rounds of a warm-up with messages of `bytes` bytes.
+/// Returns the number of rounds of a warm-up with arrays of `bytes` bytes.
 pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
-/// Returns the number of warm-ups with messages of `bytes` bytes. The quickest counts, as a
+/// Returns the number of warm-ups with arrays of `bytes` bytes. The quickest counts, as a
 /// disturbed one would make every sample too short.
 pub(super) fn warm_ups(bytes: usize) -> usize {
     if bytes < 1 << 20 { 3 } else { 1 }

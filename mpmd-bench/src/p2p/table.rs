@@ -3,15 +3,12 @@
 use serde_json::{Value, json};
 
 use super::found::Test;
-use super::words::Level;
 use crate::case::{self, Beside, Case};
 use crate::options::Size;
 
 /// One line of the results: a test at one size.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
-    /// The level of the test; `None` for a plain copy.
-    pub(super) level: Option<Level>,
     pub(super) test: Test,
     pub(super) bytes: usize,
     /// Samples of mpmd, in the unit of the test.
@@ -29,11 +26,10 @@ pub(super) struct Setting {
 }
 
 impl Row {
-    /// Returns this row as a JSON object. A plain copy has null as level, transport and spin.
+    /// Returns this row as a JSON object. A plain copy has null as transport and spin.
     pub(super) fn json(&self, setting: &Setting) -> Value {
-        let pair = self.level.is_some();
+        let pair = !self.test.is_plain();
         let mut line = self.case(setting).json();
-        line["level"] = json!(self.level);
         line["transport"] = json!(pair.then_some(setting.transport));
         line["processes"] = json!(self.test.processes());
         line["bytes"] = json!(self.bytes);
@@ -51,15 +47,13 @@ impl Row {
         Case { name, parameters, unit, samples, beside }
     }
 
-    /// Describes the size, level and settings, in the form of other `mpmd bench` cases.
+    /// Describes the size and the settings, in the form of other `mpmd bench` cases.
     fn parameters(&self, Setting { transport, spin }: &Setting) -> String {
         let size = Size(self.bytes);
-        let Some(level) = self.level.map(Level::name) else { return size.to_string() };
-        let of = match self.test {
-            Test::Ring(processes) => format!("{size}, {processes} processes"),
-            _ => size.to_string(),
-        };
-        format!("{of}, {level} over {transport}, spin {spin}")
+        match self.test.is_plain() {
+            true => size.to_string(),
+            false => format!("{size}, array over {transport}, spin {spin}"),
+        }
     }
 }
 
@@ -83,18 +77,15 @@ mod tests {
 
     fn row(test: Test, ours: &[f64]) -> Row {
         let ours = ours.to_vec();
-        Row { level: Some(Level::Message), test, bytes: 4096, ours, beside: None }
+        Row { test, bytes: 4096, ours, beside: None }
     }
 
     #[test]
-    fn plain_copies_have_no_level_and_no_transport() {
+    fn plain_copies_have_no_transport() {
         let line = row(Test::Latency, &[2.0, 3.0, 4.0]).json(&setting());
-        assert_eq!((&line["level"], &line["bytes"]), (&json!("message"), &json!(4096)));
-        let line = Row { level: None, ..row(Test::Memcpy, &[2.0]) }.json(&setting());
-        assert_eq!(
-            (&line["level"], &line["transport"], &line["spin"]),
-            (&Value::Null, &Value::Null, &Value::Null)
-        );
+        assert_eq!((&line["transport"], &line["bytes"]), (&json!("tcp"), &json!(4096)));
+        let line = row(Test::Memcpy, &[2.0]).json(&setting());
+        assert_eq!((&line["transport"], &line["spin"]), (&Value::Null, &Value::Null));
     }
 
     #[test]
@@ -102,7 +93,7 @@ mod tests {
         let copied = Row { beside: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0]) };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
-        assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto");
+        assert_eq!(line["parameters"], "4Ki, array over tcp, spin auto");
         let on_device = Row { beside: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
         assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
         let bare = Some((Test::BareIpc, 8.0));

@@ -2,11 +2,12 @@
 //!
 //! The kernel computes the scores of a block of queries at a time and drops them. It keeps two
 //! numbers for each query, its `Normalizer`, from which the backward pass computes the
-//! probabilities again. With a causal mask a block ignores later keys.
+//! probabilities again. A block ignores the keys before and after those that its queries see.
 
-use std::sync::OnceLock;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
-use candle_core::{CpuStorage, CustomOp3, D, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Result, Shape, Tensor, bail};
 pub use candle_nn::attention::*;
 use rayon::prelude::*;
 
@@ -28,6 +29,10 @@ pub enum Mask {
     /// The keys up to the query's own position. With fewer queries than keys, the last query is at
     /// the last key.
     Causal,
+    /// The keys from a first one up to the query's own position: a sliding window, or the sequence
+    /// of the query where a row has several. The tensor has the first key's index for each query,
+    /// in `u32`, and the shape `[batch, queries]` or `[1, queries]`.
+    CausalFrom(Tensor),
     /// Numbers that are added to the scaled scores, for instance minus infinity for a hidden key.
     /// The shape is, or broadcasts to, `[batch, heads, queries, keys]`.
     Additive(Tensor),
@@ -45,33 +50,96 @@ pub enum Mask {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
-    let (mask, is_causal) = match mask {
-        Mask::None => (None, false),
-        Mask::Causal => (None, true),
-        Mask::Additive(mask) => (Some(mask), false),
-    };
-    attend(q, k, v, (mask.as_ref(), is_causal), scale, 1.0)
+    capped_attention(q, k, v, mask, scale, 1.0)
 }
 
-/// Does the same as [`attention`], with an additive mask, a causal mask or both. Scores are `cap
-/// tanh(score / cap)` unless `cap` is 1.
+/// Does the same as [`attention`]. Unless `cap` is 1, a score becomes `cap tanh(score / cap)`, and
+/// the memory grows with the square of the sequence's length.
+///
+/// # Errors
+///
+/// As for [`attention`].
+pub fn capped_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Mask,
+    scale: f64,
+    cap: f64,
+) -> Result<Tensor> {
+    let (mask, sight) = match mask {
+        Mask::None => (None, Sight::All),
+        Mask::Causal => (None, Sight::Causal),
+        Mask::CausalFrom(first) => (None, Sight::From(first_keys(&first, Sizes::of(q, k, v)?)?)),
+        Mask::Additive(mask) => (Some(mask), Sight::All),
+    };
+    attend(q, k, v, (mask.as_ref(), sight), scale, cap)
+}
+
+/// The keys that a query sees by its position.
+#[derive(Clone)]
+pub(super) enum Sight {
+    All,
+    Causal,
+    /// Causal, from the first key of each query on: `[batch, queries]`.
+    From(Arc<[u32]>),
+}
+
+impl Sight {
+    /// Returns the keys that a query of a sequence sees.
+    fn of(&self, sizes: Sizes, sequence: usize, query: usize) -> Range<usize> {
+        let Sizes { queries, keys, .. } = sizes;
+        match self {
+            Self::All => 0..keys,
+            Self::Causal => 0..keys - queries + query + 1,
+            Self::From(first) => {
+                first[sequence * queries + query] as usize..keys - queries + query + 1
+            }
+        }
+    }
+}
+
+/// Returns the first key of each query, for each sequence.
+fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
+    let Sizes { batch, queries, keys, .. } = sizes;
+    if first.dtype() != DType::U32
+        || !matches!(*first.dims(), [n, q] if q == queries && (n == batch || n == 1))
+    {
+        let (dims, dtype) = (first.dims(), first.dtype());
+        bail!("attention with first keys {dtype:?} {dims:?}: expected U32 {:?}", [batch, queries]);
+    }
+    let first = first.broadcast_as((batch, queries))?.flatten_all()?.to_vec1::<u32>()?;
+    for (at, first) in first.iter().enumerate() {
+        let own = (keys + at % queries).checked_sub(queries);
+        if own.is_none_or(|own| *first as usize > own) {
+            bail!(
+                "attention: query {} of {queries} cannot begin at key {first} of {keys}",
+                at % queries
+            );
+        }
+    }
+    Ok(first.into())
+}
+
+/// Does the same as [`attention`], with an additive mask, a mask by position or both. Scores are
+/// `cap tanh(score / cap)` unless `cap` is 1.
 pub(super) fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    (mask, is_causal): (Option<&Tensor>, bool),
+    (mask, sight): (Option<&Tensor>, Sight),
     scale: f64,
     cap: f64,
 ) -> Result<Tensor> {
     let sizes = Sizes::of(q, k, v)?;
-    if is_causal && sizes.queries > sizes.keys {
+    if !matches!(sight, Sight::All) && sizes.queries > sizes.keys {
         bail!("causal attention of {} queries to {} keys", sizes.queries, sizes.keys);
     }
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
     let mask = mask.map(|mask| single(mask)?.broadcast_as(scores)).transpose()?;
     let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
     if !is_plain || cap != 1.0 || !are_fast(&[q, k, v]) {
-        return compose(q, k, v, (mask, is_causal), scale, cap, sizes);
+        return compose(q, k, v, (mask, sight), scale, cap, sizes);
     }
     // Only the last dimension must be dense: a mask without heads is not copied for each head.
     let mask = match mask {
@@ -82,7 +150,7 @@ pub(super) fn attend(
         keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
     }
     let scale = scale as f32;
-    let operation = Attention { sizes, mask, is_causal, scale, normalizers: OnceLock::new() };
+    let operation = Attention { sizes, mask, sight, scale, normalizers: OnceLock::new() };
     q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
 }
 
@@ -91,7 +159,7 @@ fn compose(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    (mask, is_causal): (Option<Tensor>, bool),
+    (mask, sight): (Option<Tensor>, Sight),
     scale: f64,
     cap: f64,
     sizes: Sizes,
@@ -117,12 +185,14 @@ fn compose(
     if let Some(mask) = mask {
         scores = (scores + mask.to_dtype(q.dtype())?)?;
     }
-    if is_causal {
-        let hidden = (0..queries * keys).map(|at| {
-            let sees = at % keys <= at / keys + keys - queries;
+    if !matches!(sight, Sight::All) {
+        let rows = if matches!(sight, Sight::From(_)) { batch } else { 1 };
+        let hidden = (0..rows * queries * keys).map(|at| {
+            let (row, key) = (at / keys, at % keys);
+            let sees = sight.of(sizes, row / queries, row % queries).contains(&key);
             if sees { 0.0 } else { f32::NEG_INFINITY }
         });
-        let hidden = Tensor::from_vec(hidden.collect(), (queries, keys), q.device())?;
+        let hidden = Tensor::from_vec(hidden.collect(), (rows, 1, queries, keys), q.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?;
     }
     softmax(&scores, D::Minus1)?.matmul(&spread(&v)?)?.to_dtype(dtype)
@@ -170,7 +240,7 @@ struct Attention {
     sizes: Sizes,
     /// An additive mask: `[batch, heads, queries, keys]` with dense rows.
     mask: Option<Tensor>,
-    is_causal: bool,
+    sight: Sight,
     scale: f32,
     /// One for each query, for the backward pass: `[batch, heads, queries]`.
     normalizers: OnceLock<Vec<Normalizer>>,
@@ -187,22 +257,25 @@ pub(super) struct Normalizer {
 }
 
 /// A block of queries of one head.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Block {
     /// `sequence * heads + head`.
     head: usize,
     /// The position of the first query.
     first: usize,
     rows: usize,
-    /// The number of keys that at least one query sees.
-    keys: usize,
+    /// The keys from the first to the last that a query sees.
+    keys: Range<usize>,
 }
 
 impl Attention {
     fn block(&self, head: usize, first: usize, rows: usize) -> Block {
-        let Sizes { queries, keys, .. } = self.sizes;
-        let keys = if self.is_causal { keys - queries + first + rows } else { keys };
-        Block { head, first, rows, keys }
+        let sees = |row| self.sight.of(self.sizes, head / self.sizes.heads, first + row);
+        let start = match self.sight {
+            Sight::From(_) => (0..rows).map(|row| sees(row).start).min().unwrap_or(0),
+            _ => 0,
+        };
+        Block { head, first, rows, keys: start..sees(rows - 1).end }
     }
 
     /// Returns the index of the group of keys and values that a head uses.
@@ -211,11 +284,12 @@ impl Attention {
     }
 
     /// Replaces the products `scores` `[rows, keys]` of a block by the scaled and masked scores.
-    fn finish_scores(&self, block: Block, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
-        for (i, row) in scores.chunks_exact_mut(block.keys).enumerate() {
+    fn finish_scores(&self, block: &Block, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
+        for (i, row) in scores.chunks_exact_mut(block.keys.len()).enumerate() {
             match mask {
                 Some(mask) => {
                     let terms = mask.row(self.sizes, block.head, block.first + i);
+                    let terms = &terms[block.keys.clone()];
                     row.iter_mut().zip(terms).for_each(|(x, term)| *x = *x * self.scale + *term);
                 }
                 None => row.iter_mut().for_each(|x| *x *= self.scale),
@@ -223,9 +297,10 @@ impl Attention {
         }
     }
 
-    /// Returns the number of keys that a block's query sees. The others of its row follow.
-    fn seen(&self, block: Block, row: usize) -> usize {
-        if self.is_causal { block.keys - (block.rows - 1 - row) } else { block.keys }
+    /// Returns the keys that a block's query sees, counted from the first of the block.
+    fn seen(&self, block: &Block, row: usize) -> Range<usize> {
+        let seen = self.sight.of(self.sizes, block.head / self.sizes.heads, block.first + row);
+        seen.start - block.keys.start..seen.end - block.keys.start
     }
 
     fn mask(&self) -> Result<Option<MaskValues<'_>>> {
@@ -249,17 +324,17 @@ impl Attention {
             blocks.enumerate().for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
                 let (out, normalizers) = place;
                 let block = self.block(head, at * BLOCK, normalizers.len());
-                let (rows, keys) = (block.rows, block.keys);
+                let (rows, start, keys) = (block.rows, block.keys.start, block.keys.len());
                 scores.resize(rows * keys, 0.0);
                 let q = &q[(head * queries + block.first) * dim..][..rows * dim];
-                let k = Matrix::new(&k[..keys * dim], keys, dim);
+                let k = Matrix::new(&k[start * dim..][..keys * dim], keys, dim);
                 multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
-                self.finish_scores(block, scores, mask);
+                self.finish_scores(&block, scores, mask);
                 let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
                 for (i, (row, normalizer)) in all.enumerate() {
-                    *normalizer = probabilities(row, self.seen(block, i));
+                    *normalizer = probabilities(row, self.seen(&block, i));
                 }
-                let v = Matrix::new(&v[..keys * out_dim], keys, out_dim);
+                let v = Matrix::new(&v[start * out_dim..][..keys * out_dim], keys, out_dim);
                 multiply_here(out, Matrix::new(scores, rows, keys), v, false);
             });
         });
@@ -288,7 +363,7 @@ impl Attention {
                     let head = group * shared + at;
                     for (at, d_q) in d_q.chunks_mut(BLOCK * dim).enumerate() {
                         let block = self.block(head, at * BLOCK, d_q.len() / dim);
-                        self.backward_block(block, from, mask.as_ref(), (d_q, d_k, d_v), scratch);
+                        self.backward_block(&block, from, mask.as_ref(), (d_q, d_k, d_v), scratch);
                     }
                 }
             },
@@ -300,17 +375,19 @@ impl Attention {
     /// values. `scratch` may have any content.
     fn backward_block(
         &self,
-        block: Block,
+        block: &Block,
         from: &Given<'_>,
         mask: Option<&MaskValues<'_>>,
         (d_q, d_k, d_v): (&mut [f32], &mut [f32], &mut [f32]),
         (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
     ) {
         let Sizes { queries, keys: all_keys, dim, out_dim, .. } = self.sizes;
-        let Block { head, first, rows, keys } = block;
+        let &Block { head, first, rows, ref keys } = block;
+        let (start, keys) = (keys.start, keys.len());
         let (group, at) = (self.group(head), head * queries + first);
-        let k = Matrix::new(&from.k[group * all_keys * dim..][..keys * dim], keys, dim);
-        let v = &from.v[group * all_keys * out_dim..][..keys * out_dim];
+        let k = &from.k[(group * all_keys + start) * dim..][..keys * dim];
+        let k = Matrix::new(k, keys, dim);
+        let v = &from.v[(group * all_keys + start) * out_dim..][..keys * out_dim];
         let v = Matrix::new(v, keys, out_dim);
         let q = Matrix::new(&from.q[at * dim..][..rows * dim], rows, dim);
         let out = from.out.map(|out| &out[at * out_dim..][..rows * out_dim]);
@@ -330,26 +407,33 @@ impl Attention {
         }
         let probabilities = Matrix::new(scores, rows, keys);
         let d_scores = Matrix::new(d_scores, rows, keys);
+        let (d_k, d_v) = (&mut d_k[start * dim..], &mut d_v[start * out_dim..]);
         multiply_here(&mut d_v[..keys * out_dim], probabilities.t(), d_out_rows, true);
         multiply_here(&mut d_k[..keys * dim], d_scores.t(), q, true);
         multiply_here(d_q, d_scores, k, false);
     }
 }
 
-/// Replaces the first `seen` scores of a query by their softmax and the others by zeros.
-pub(super) fn probabilities(row: &mut [f32], seen: usize) -> Normalizer {
-    let (seen, hidden) = row.split_at_mut(seen);
+/// Replaces the scores of a query by the softmax of those that it sees, and zeros.
+pub(super) fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
+    hide(row, &seen);
+    let seen = &mut row[seen];
     let largest = lanes::max(seen);
     seen.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
     let total = lanes::sum(seen);
     let share = 1.0 / total;
     seen.iter_mut().for_each(|x| *x *= share);
-    hidden.fill(0.0);
     Normalizer { largest, share }
 }
 
+/// Replaces the elements of a row for keys that a query does not see by zeros.
+fn hide(row: &mut [f32], seen: &Range<usize>) {
+    row[..seen.start].fill(0.0);
+    row[seen.end..].fill(0.0);
+}
+
 /// Replaces the scores of a query by its probabilities, and the gradients `d_row` of the latter by
-/// those of the products of query and keys. Only the first `seen` are not zero.
+/// those of the products of query and keys. Only those of the keys that it sees are not zero.
 ///
 /// The factors are (scale of the products, normalizer of the scores, mean of the probabilities'
 /// gradients). The mean is the product of the result and its gradient, and computed here if it is
@@ -357,11 +441,12 @@ pub(super) fn probabilities(row: &mut [f32], seen: usize) -> Normalizer {
 pub(super) fn score_gradients(
     row: &mut [f32],
     d_row: &mut [f32],
-    seen: usize,
+    seen: Range<usize>,
     (scale, Normalizer { largest, share }, mean): (f32, Normalizer, Option<f32>),
 ) {
-    let (seen, hidden) = row.split_at_mut(seen);
-    let (d_seen, d_hidden) = d_row.split_at_mut(seen.len());
+    hide(row, &seen);
+    hide(d_row, &seen);
+    let (d_seen, seen) = (&mut d_row[seen.clone()], &mut row[seen]);
     let probability = |x: f32| share * lanes::exp(x - largest);
     let mean = match mean {
         Some(mean) => mean,
@@ -371,8 +456,6 @@ pub(super) fn score_gradients(
         *x = probability(*x);
         *d = scale * *x * (*d - mean);
     }
-    hidden.fill(0.0);
-    d_hidden.fill(0.0);
 }
 
 /// The arrays that the backward pass reads.

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 pub use candle_nn::ops::*;
 
-use super::attention::attend;
+use super::attention::{Sight, attend};
 use super::layer_norm::Norm;
 
 pub use super::activation::{gelu, gelu_erf, mish, silu, swiglu};
@@ -46,5 +46,6 @@ pub fn sdpa(
     scale: f32,
     softcapping: f32,
 ) -> Result<Tensor> {
-    attend(q, k, v, (mask, do_causal), f64::from(scale), f64::from(softcapping))
+    let sight = if do_causal { Sight::Causal } else { Sight::All };
+    attend(q, k, v, (mask, sight), f64::from(scale), f64::from(softcapping))
 }

@@ -139,7 +139,7 @@ impl SelfAttention {
                     let all = scores.chunks_exact_mut(keys).zip(normalizers).enumerate();
                     for (i, (row, normalizer)) in all {
                         row.iter_mut().for_each(|x| *x *= self.scale);
-                        *normalizer = probabilities(row, self.seen(first + i));
+                        *normalizer = probabilities(row, 0..self.seen(first + i));
                     }
                     let (scores, v) = (Matrix::new(scores, rows, keys), part(2, 0, keys));
                     multiply_strided((&mut out[head * sizes.dim..], width), scores, v, false);
@@ -209,7 +209,7 @@ impl SelfAttention {
             let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
             row.iter_mut().for_each(|x| *x *= self.scale);
             let factors = (self.scale, normalizers[first + i], mean);
-            score_gradients(row, d_row, self.seen(first + i), factors);
+            score_gradients(row, d_row, 0..self.seen(first + i), factors);
         }
         let probabilities = Matrix::new(scores, rows, keys);
         let d_scores = Matrix::new(d_scores, rows, keys);

@@ -45,7 +45,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let training = cx.is_training();
         let records = training && cx.keeps_residuals();
         let key = if training && self.draws_random_keys() { Some(cx.key()?) } else { None };
-        let side = Side::Values(cx.side()?);
+        let (side, state) = (Side::Values(cx.side()?), cx.state_view());
         let with_gradient = records && self.needs_dx();
         let structure = x.structure();
         let x = x.into_leaves();
@@ -54,7 +54,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let tree = values::<X>(&structure, &x)?;
         let (out, weights) = self.with_models(cx, |cx, models| {
             let mut pass = Pass { key, exchange: Some(&mut **cx), ..Pass::default() };
-            let out = self.call(models, records, &mut pass, tree, Cx { training, side })?;
+            let out = self.call(models, records, &mut pass, tree, Cx { training, side, state })?;
             Ok((out, models.weights.clone()))
         })?;
         let (expected, found) = (y.structure(), out.structure());

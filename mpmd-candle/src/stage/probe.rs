@@ -198,7 +198,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let mut recorder = Recorder { mesh: at.mesh, found: Vec::new() };
         let tree = values::<X>(&at.x.structure(), &x)?;
-        let cx = Cx { training: true, side: Side::Shapes(parts) };
+        let cx = Cx { training: true, side: Side::Shapes(parts), state: None };
         let mut pass = Pass { key: Some(Key(0)), exchange: Some(&mut recorder), ..Pass::default() };
         let out = self.call(&mut models, true, &mut pass, tree, cx)?;
         let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);

@@ -1,8 +1,12 @@
 //! Losses have the same bits however the model is divided over processes, scheduled, recomputed or
 //! replayed.
 
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+use mpmd_candle::{Cx, stage};
 use mpmd_core::kernel::elementwise;
-use mpmd_core::pipeline::{Pipeline, Schedule, StepOutput};
+use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 
@@ -162,4 +166,50 @@ fn frozen_parameters_leave_the_other_gradients_unchanged() {
     assert_eq!(gradients([Some("norm"), Some("up")]), of(&["0.norm", "1.norm", "2.up", "3.up"]));
     // Nothing in the first stage is trained.
     assert_eq!(gradients([None, Some("head")]), of(&["head"]));
+}
+
+/// Adds up three inputs in a first stage with or without a state, and multiplies by 10 in a second.
+fn sums(has_state: bool) -> Vec<Result<Vec<Vec<f32>>>> {
+    Simulation::new(2, 2).run(|p| {
+        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let add_up = |(): &(), x: Tensor, cx: &mut Cx<'_>| {
+            let Some(mut total) = cx.state::<Option<Tensor>>()? else { return Ok(x) };
+            let sum = match total.take() {
+                Some(total) => (total + x)?,
+                None => x,
+            };
+            *total = Some(sum.clone());
+            Ok(sum)
+        };
+        let first = stage(|_| Ok(()), add_up)?.frozen();
+        let last = stage(|_| Ok(()), |(): &(), x: Tensor, _: &mut Cx<'_>| x * 10.0)?.frozen();
+        let pipeline = Pipeline::first(first, &meshes[0], BTreeMap::new())?;
+        let mut pipeline = pipeline.then(last, &meshes[1], BTreeMap::new())?;
+        if has_state {
+            let total = p.object(&meshes[0], |_| Ok(None::<Tensor>))?;
+            pipeline.state(0, &total)?;
+        }
+        let mut found = Vec::new();
+        for round in 1..=3u8 {
+            let x = p.array_from_fn(f32s([1, 2]), meshes[0].replicated(), move |_, mut view| {
+                Ok(view.fill(f32::from(round))?)
+            })?;
+            let microbatch = Microbatch::new(x);
+            pipeline.probe(p, &microbatch.shapes())?;
+            let y = pipeline.forward(p, microbatch)?.to_host()?;
+            found.extend(y.map(|y| y.to_vec::<f32>()).transpose()?);
+        }
+        Ok(found)
+    })
+}
+
+#[test]
+fn state_is_kept_between_passes_and_absent_in_a_probe() {
+    let found: Vec<_> = sums(true).into_iter().flat_map(|result| result.unwrap()).collect();
+    assert_eq!(found, [[10.0; 2], [30.0; 2], [60.0; 2]]);
+    for result in sums(false) {
+        let error = result.unwrap_err().to_string();
+        let expected = "the stage has no state: give it one with `Pipeline::state`";
+        assert!(error.contains(expected), "{error}");
+    }
 }

@@ -73,7 +73,7 @@ impl Latency {
 /// microseconds, or `None` if it fails or takes too long.
 fn latency(bind: &str) -> Option<f64> {
     let mut command = bare_command(std::env::current_exe().ok()?);
-    command.args(["bench", "p2p", "--json", "--level", "array", "--case", "latency"]);
+    command.args(["bench", "p2p", "--json", "--case", "latency"]);
     command.args(["--sizes", "8", "--repeats", "10", "--sample-us", "2000", "--bind", bind]);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().ok()?;

@@ -137,7 +137,7 @@ fn measured_links_can_be_read_by_jobs() {
 }
 
 #[test]
-fn pair_is_measured_at_both_levels_and_every_size() {
+fn pair_is_measured_at_every_size() {
     for transport in ["shm", "tcp", "inproc"] {
         let said = bench(&[
             "p2p",
@@ -155,25 +155,20 @@ fn pair_is_measured_at_both_levels_and_every_size() {
         let mut expected = Vec::new();
         // Each size is printed as soon as it is measured.
         for bytes in [8, 20 << 10, 1 << 20] {
-            for level in ["message", "array"] {
-                expected.push((Some(level), "latency", bytes, "us", 2));
-                expected.push((Some(level), "bandwidth", bytes, "GB/s", 2));
-                if level == "message" {
-                    continue;
-                }
-                // 16 together: twice the repeats of other cases, and 12 until every piece of memory
-                // was used.
-                expected.push((Some(level), "handover", bytes, "us", 16));
-                expected.push((Some(level), "handover warm-up", bytes, "us", 16));
-                expected.push((Some(level), "futex wake", bytes, "us", 16));
-            }
-            expected.push((None, "memcpy", bytes, "GB/s", 2));
+            expected.push(("latency", bytes, "us", 2));
+            expected.push(("bandwidth", bytes, "GB/s", 2));
+            // 16 together: twice the repeats of other cases, and 12 until every piece of memory was
+            // used.
+            expected.push(("handover", bytes, "us", 16));
+            expected.push(("handover warm-up", bytes, "us", 16));
+            expected.push(("futex wake", bytes, "us", 16));
+            expected.push(("memcpy", bytes, "GB/s", 2));
         }
         assert_eq!(lines.len(), expected.len(), "{said}");
-        for (line, (level, name, bytes, unit, repeats)) in lines.iter().zip(expected) {
-            assert_eq!((line["level"].as_str(), &line["name"]), (level, &name.into()), "{line}");
+        for (line, (name, bytes, unit, repeats)) in lines.iter().zip(expected) {
+            assert_eq!(line["name"], name, "{line}");
             assert_eq!((&line["bytes"], &line["unit"]), (&bytes.into(), &unit.into()), "{line}");
-            let pair = level.is_some();
+            let pair = name != "memcpy";
             assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
             assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
             let other = match name {
@@ -195,7 +190,7 @@ fn pair_is_measured_at_both_levels_and_every_size() {
 
 #[test]
 fn handover_table_has_separate_warm_up_rows() {
-    let words = "p2p --level array --case handover --sizes 1Mi --repeats 3 --spin always";
+    let words = "p2p --case handover --sizes 1Mi --repeats 3 --spin always";
     let said = bench(&words.split(' ').collect::<Vec<_>>());
     let lines: Vec<&str> = said.lines().collect();
     let expected = [
@@ -204,42 +199,6 @@ fn handover_table_has_separate_warm_up_rows() {
         "handover warm-up 1Mi, array over shm, spin always",
         "futex wake 1Mi, array over shm, spin always",
         "memcpy 1Mi",
-    ];
-    assert_eq!(lines.len(), expected.len(), "{said}");
-    for (line, starts) in lines.iter().zip(expected) {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        assert!(words.join(" ").starts_with(starts), "{said}");
-    }
-}
-
-#[test]
-fn rings_are_measured_with_each_number_of_processes() {
-    for transport in ["shm", "inproc"] {
-        let words = "p2p --level array --case ring --processes 2,3 --sizes 8,100Ki --rounds 20 \
-                     --repeats 2 --json --transport";
-        let said = bench(&words.split_whitespace().chain([transport]).collect::<Vec<_>>());
-        let lines = lines(&said);
-        let rings: Vec<_> = lines.iter().filter(|line| line["name"] == "ring").collect();
-        let expected = [(2, 8), (3, 8), (2, 100 << 10), (3, 100 << 10)];
-        assert_eq!(rings.len(), expected.len(), "{said}");
-        for (line, (processes, bytes)) in rings.into_iter().zip(expected) {
-            assert_eq!((&line["processes"], &line["bytes"]), (&processes.into(), &bytes.into()));
-            assert_eq!(line["unit"], "us", "{line}");
-            assert_measured(line, 2);
-        }
-        assert!(lines.iter().all(|line| line["name"] == "ring" || line["name"] == "memcpy"));
-    }
-}
-
-#[test]
-fn table_has_one_level() {
-    let said = bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1"]);
-    let lines: Vec<&str> = said.lines().collect();
-    let expected = [
-        "case",
-        "latency 64, message over shm, spin auto",
-        "bandwidth 64, message over shm, spin auto",
-        "memcpy 64",
     ];
     assert_eq!(lines.len(), expected.len(), "{said}");
     for (line, starts) in lines.iter().zip(expected) {
@@ -263,10 +222,8 @@ fn invalid_pair_arguments_are_refused() {
         assert!(!output.status.success());
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    let said = in_a_job("3", &["p2p", "--level", "message"]);
+    let said = in_a_job("3", &["p2p"]);
     assert!(said.contains("this job has 3 processes"), "{said}");
-    let said = in_a_job("2", &["p2p"]);
-    assert!(said.contains("--level message"), "{said}");
 }
 
 #[test]
@@ -284,7 +241,7 @@ fn job_with_another_transport_is_refused() {
         }
         run(command)
     };
-    let words = "p2p --level array --case latency --sizes 8 --repeats 1 --sample-us 100 --json";
+    let words = "p2p --case latency --sizes 8 --repeats 1 --sample-us 100 --json";
     // The default for two processes of one host.
     let output = in_a_job("", words);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();

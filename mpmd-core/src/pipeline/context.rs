@@ -209,7 +209,12 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// If the stage has no state, or one of another type. If the pass has access to it already.
     pub fn state<T: 'static>(&self) -> Result<ObjectRef<'v, T>> {
         let none = || self.missing("state", "Give it with `Pipeline::state`.");
-        Ok(self.extras.state.as_ref().ok_or_else(none)?.object()?)
+        Ok(self.state_view().ok_or_else(none)?.object()?)
+    }
+
+    /// Returns the view of the stage's state, for [`View::object`]. `None` if it has none.
+    pub fn state_view(&self) -> Option<View<'v>> {
+        self.extras.state
     }
 
     fn read<T: Tree<Leaf = View<'v>>>(

@@ -54,7 +54,7 @@ impl Attention {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
         // `[batch, time, heads, head_dim]`.
         let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
@@ -70,25 +70,25 @@ impl Attention {
         let q = rotated(normed(self.q.forward(x)?, 0)?)?.transpose(1, 2)?;
         let k = rotated(normed(self.k.forward(x)?, 1)?)?.transpose(1, 2)?;
         let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
-        let (mask, scale) = (mask(self.layer.window, time)?, self.layer.scale);
-        let out = match (self.cap, mask) {
-            (None, mask) => nn::attention(&q, &k, &v, mask, scale)?,
-            (Some(cap), mask) => {
-                let mask = if let Mask::Additive(mask) = &mask { Some(mask) } else { None };
-                nn::ops::sdpa(&q, &k, &v, mask, true, scale as f32, cap as f32)?
-            }
+        let (mask, scale) = (mask(self.layer.window, starts, time)?, self.layer.scale);
+        let out = match self.cap {
+            None => nn::attention(&q, &k, &v, mask, scale)?,
+            Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
         };
         self.o.forward(&out.transpose(1, 2)?.reshape((batch, time, ()))?)
     }
 }
 
-/// Returns the mask of a causal attention, in which each query sees `window` keys, or all before
-/// it.
-fn mask(window: Option<usize>, time: usize) -> Result<Mask> {
-    let Some(window) = window.filter(|window| *window < time) else { return Ok(Mask::Causal) };
-    let hidden = (0..time * time).map(|at| {
-        let (query, key) = (at / time, at % time);
-        if key <= query && query < key + window { 0.0 } else { f32::NEG_INFINITY }
-    });
-    Ok(Mask::Additive(Tensor::from_vec(hidden.collect(), (time, time), &Device::Cpu)?))
+/// Returns the mask of a causal attention, in which each query sees `window` keys at most, from its
+/// start on.
+fn mask(window: Option<usize>, starts: Option<&Tensor>, time: usize) -> Result<Mask> {
+    let Some(window) = window.filter(|window| *window < time) else {
+        return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
+    };
+    let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
+    let first = Tensor::from_vec(first.collect(), (1, time), &Device::Cpu)?;
+    Ok(Mask::CausalFrom(match starts {
+        Some(starts) => starts.broadcast_maximum(&first)?,
+        None => first,
+    }))
 }

@@ -43,8 +43,8 @@ impl Layer {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let attended = (x + self.part(x, 0, |x| self.attention.forward(x))?)?;
+    pub(super) fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended + self.part(inputs, 2, |x| self.mlp.forward(x))?
     }

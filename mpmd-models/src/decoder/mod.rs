@@ -89,21 +89,24 @@ impl Part {
     }
 
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
-    /// outputs of the part before. Returns `[batch, time, hidden_size]`, from the last part too.
+    /// outputs of the part before. `starts` is the first token that each token sees, `[batch,
+    /// time]`, if it is not the sequence's first. Returns `[batch, time, hidden_size]`, from the
+    /// last part too.
     ///
     /// # Errors
     ///
     /// If a token has no row in the embedding, or shapes do not fit.
-    pub fn forward(&self, x: Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
         let mut x = match &self.embedding {
             Some(embedding) => scaled(embedding.forward(&x)?, self.embedding_scale)?,
             None => x,
         };
         if let Some(positions) = &self.positions {
             let at = Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?;
+            let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
         }
-        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x))
+        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x, starts))
     }
 
     /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
@@ -135,7 +138,7 @@ pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedAr
     let whole = stage(
         // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
         move |vb| Part::new(&owned, None, &[], all.clone(), &vb),
-        |part, x: Tensor, _| part.forward(x),
+        |part, x: Tensor, _| part.forward(x, None),
     )?;
     let shapes = whole.shapes();
     debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));

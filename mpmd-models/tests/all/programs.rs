@@ -79,6 +79,8 @@ fn mistakes_in_arguments_start_no_process() {
         (&["--score", text, "--tokens", "1025"], positions),
         (&["/dev/null", "--stages", "2"], "cannot read /dev/null: it is no regular file"),
         (&["--score", "/absent", "--tokens", "9"], "cannot read /absent: No such file"),
+        (&["--data", "/absent"], "cannot read /absent: No such file"),
+        (&[text, "--held-out", "/absent"], "cannot read /absent: No such file"),
     ] {
         let output = bare(FINETUNE).arg("--model").arg(&model).args(args).output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
@@ -144,6 +146,48 @@ fn other_model_or_rank_on_resume_is_refused() {
     change_config(moved.path(), |config| config["max_position_embeddings"] = 4096.into());
     let (code, said) = train(moved.path(), "2", "--lora 2");
     assert_eq!(code, 0, "{said}");
+}
+
+/// Trains on examples or text, evaluates on others, and returns what process 0 says.
+fn evaluated(processes: usize, args: &[&str]) -> (serde_json::Value, String) {
+    let options = "--steps 3 --time 64 --microbatches 2 --lr 1e-3".split_whitespace();
+    let stages = processes.to_string();
+    let model = path("plain");
+    let mut all = vec!["--model", model.to_str().unwrap(), "--stages", &stages];
+    all.extend(args.iter().copied().chain(options));
+    let mut ends = run(processes, &all);
+    assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+    let first = ends.swap_remove(0);
+    (serde_json::from_str(&first.stdout).expect(&first.stdout), first.stderr)
+}
+
+#[test]
+fn examples_and_a_second_file_train_alike_on_any_number_of_processes() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, lines: &[serde_json::Value]| {
+        let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();
+        fs::write(folder.path().join(name), lines.join("\n")).unwrap();
+        folder.path().join(name).to_str().unwrap().to_owned()
+    };
+    let line = |i: usize| {
+        serde_json::json!({ "id": i, "prompt": format!("{i} and"),
+        "completion": format!(" {}", "so on ".repeat(i % 5 + 1)) })
+    };
+    let lines: Vec<_> = (0..20).map(line).collect();
+    let (data, other) = (file("data.jsonl", &lines), file("other.jsonl", &lines[..3]));
+    let (text, other_text) = (text(), path("plain/config.json"));
+    let (text, other_text) = (text.to_str().unwrap(), other_text.to_str().unwrap());
+    for (args, says) in [
+        (&["--data", &data][..], "epoch: 5 rows of 64 tokens, 2.5 steps"),
+        (&["--data", &data, "--held-out", &other, "--lora", "2"], "evaluation after step 3"),
+        (&[text, "--held-out", other_text], "evaluation after step 3"),
+    ] {
+        let (alone, said) = evaluated(1, args);
+        assert!(said.contains(says), "{said}");
+        assert!(alone["loss"].as_f64().unwrap() > 1.0, "{alone}");
+        assert!(alone["held_out_loss"].as_f64().unwrap() > 1.0, "{alone}");
+        assert_eq!(evaluated(2, args).0, alone, "{args:?}");
+    }
 }
 
 #[test]

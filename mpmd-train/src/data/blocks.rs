@@ -17,6 +17,8 @@ const RUN: usize = BLOCK * (HELD_OUT_EVERY - 1);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
     pub(super) len: usize,
+    /// No block is held out.
+    pub(super) is_whole: bool,
 }
 
 impl Blocks {
@@ -35,6 +37,9 @@ impl Blocks {
     /// Returns the number of sequences of `time` training tokens and the token after each.
     pub(super) fn sequences(self, time: usize) -> usize {
         let (period, room) = (BLOCK * HELD_OUT_EVERY, |run: usize| run.saturating_sub(time));
+        if self.is_whole {
+            return room(self.len);
+        }
         self.len / period * room(RUN) + room((self.len % period).min(RUN))
     }
 
@@ -46,6 +51,9 @@ impl Blocks {
             return None;
         }
         let index = below(random, starts);
+        if self.is_whole {
+            return Some(index);
+        }
         // All runs but the last have the same length, and the last is not longer.
         let each = RUN - time;
         Some(index / each * BLOCK * HELD_OUT_EVERY + index % each)
@@ -81,7 +89,7 @@ mod tests {
             (30, 3000, 3 * run + 3000 - 16),
         ];
         for (count, rest, expected) in cases {
-            let blocks = Blocks { len: count * BLOCK + rest };
+            let blocks = Blocks { len: count * BLOCK + rest, is_whole: false };
             assert_eq!(blocks.sequences(16), expected, "{count} blocks, {rest}");
             let starts: BTreeSet<usize> = (0..expected as u128)
                 .map(|i| {
@@ -95,7 +103,9 @@ mod tests {
             };
             assert!(starts.iter().all(within));
         }
-        assert_eq!(Blocks { len: 16 }.sequence_start(7, 16), None);
-        assert_eq!(Blocks { len: 100 * BLOCK }.sequence_start(7, RUN), None);
+        let start = |len, time, is_whole| Blocks { len, is_whole }.sequence_start(u64::MAX, time);
+        assert_eq!(start(16, 16, false), None);
+        assert_eq!(start(100 * BLOCK, RUN, false), None);
+        assert_eq!(start(100 * BLOCK, RUN, true), Some(100 * BLOCK - RUN - 1));
     }
 }

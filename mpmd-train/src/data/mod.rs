@@ -5,6 +5,7 @@
 
 mod blocks;
 mod buckets;
+mod packed;
 mod rows;
 mod text;
 mod tokens;
@@ -17,6 +18,7 @@ use mpmd_layout::topology::Mesh;
 
 pub use blocks::{BLOCK, HELD_OUT_EVERY};
 pub use buckets::Buckets;
+pub use packed::{Packed, Sequence};
 pub use text::{LARGEST_FILE, SEPARATOR, Text};
 pub use tokens::{TokenFile, TokenSource};
 pub use windows::Windows;
@@ -28,15 +30,21 @@ pub struct At {
     pub step: u64,
     /// Index of the microbatch in its step.
     pub microbatch: usize,
+    /// Number of training microbatches before this one, in all steps.
+    pub before: u64,
+    /// The seed of the training.
+    pub seed: u64,
     /// Random key of (seed, step, microbatch).
     pub key: Key,
 }
 
 impl At {
-    /// Creates the place of a microbatch in a training with this seed.
-    pub fn new(seed: u64, step: u64, microbatch: usize) -> Self {
+    /// Creates the place of a microbatch in a training with this seed and `count` microbatches a
+    /// step.
+    pub fn new(seed: u64, step: u64, microbatch: usize, count: usize) -> Self {
         let key = Key(seed).fold_in(step).fold_in(microbatch as u64);
-        Self { step, microbatch, key }
+        let before = step.saturating_sub(1) * count as u64 + microbatch as u64;
+        Self { step, microbatch, before, seed, key }
     }
 }
 

@@ -164,7 +164,7 @@ impl Text {
     }
 
     fn blocks(&self) -> Blocks {
-        Blocks { len: self.bytes.len() }
+        Blocks { len: self.bytes.len(), is_whole: false }
     }
 
     fn shifted(&self, start: usize, time: usize) -> (&[u8], &[u8]) {

@@ -24,10 +24,12 @@ const MOST_HELD_OUT: usize = 256;
 /// depend only on their source, the microbatch's key and the row.
 ///
 /// The source is cut into blocks of [`BLOCK`](super::BLOCK) tokens. Every tenth block is held out:
-/// no training window overlaps it.
+/// no training window overlaps it. With another source for evaluation nothing is held out.
 #[derive(Clone, Debug)]
 pub struct Windows {
     source: Arc<dyn TokenSource>,
+    /// The source for evaluation, if it is another one.
+    other: Option<Arc<dyn TokenSource>>,
     time: usize,
     rows: usize,
     dtype: DType,
@@ -47,24 +49,45 @@ impl Windows {
     ///
     /// If a size is zero, or the source has no training sequence of `time` tokens.
     pub fn new(source: &(impl TokenSource + Clone), time: usize, rows: usize) -> Result<Self> {
-        let blocks = Blocks { len: source.tokens() };
+        let blocks = Blocks { len: source.tokens(), is_whole: false };
         if time == 0 || rows == 0 || blocks.sequences(time) == 0 {
             return Err(Error::Environment(format!(
                 "{} tokens have no {rows} training windows of {time} tokens",
                 blocks.len
             )));
         }
-        let starts: Vec<usize> = blocks.held_out_starts(time).collect();
-        let every = starts.len().div_ceil(MOST_HELD_OUT * rows).max(1);
+        let held_out = some(blocks.held_out_starts(time).collect(), rows);
         Ok(Self {
             source: Arc::new(source.clone()),
+            other: None,
             time,
             rows,
             dtype: DType::U32,
             spec: Spec::default(),
             targets: Some("targets".to_owned()),
-            held_out: starts.into_iter().step_by(every).collect(),
+            held_out,
         })
+    }
+
+    /// Evaluates on windows of another source, of up to 256 microbatches, and trains on the whole
+    /// of the first.
+    ///
+    /// # Errors
+    ///
+    /// If the source has no sequence of `time` tokens.
+    pub fn evaluated_on(mut self, source: &(impl TokenSource + Clone)) -> Result<Self> {
+        let (len, time) = (source.tokens(), self.time);
+        let starts = (0..len).step_by(time).filter(|start| start + time < len);
+        self.held_out = some(starts.collect(), self.rows);
+        if self.held_out.len() < self.rows {
+            return Err(Error::Environment(format!(
+                "the text for evaluation has {len} tokens: {} windows of {time} and one more are \
+                 needed",
+                self.rows
+            )));
+        }
+        self.other = Some(Arc::new(source.clone()));
+        Ok(self)
     }
 
     /// Makes `u8` arrays in place of `u32` ones. A token above 255 then fails its array.
@@ -102,12 +125,13 @@ impl Windows {
         &self,
         p: &mut Program,
         meshes: &[Mesh],
+        source: &Arc<dyn TokenSource>,
         start: impl Fn(usize) -> usize + Clone + Send + Sync + 'static,
     ) -> Result<Microbatch<MpmdArray>> {
         let (first, last) = ends(meshes, &self.spec);
         let following = start.clone();
-        let inputs = self.array(p, &first, start)?;
-        let targets = self.array(p, &last, move |row| following(row) + 1)?;
+        let inputs = self.array(p, &first, source, start)?;
+        let targets = self.array(p, &last, source, move |row| following(row) + 1)?;
         let (microbatch, stage) = (Microbatch::new(inputs), meshes.len() - 1);
         Ok(match &self.targets {
             Some(name) => microbatch.side(stage, Named::from([(name.clone(), targets)])),
@@ -119,11 +143,12 @@ impl Windows {
         &self,
         p: &mut Program,
         sharding: &Sharding,
+        source: &Arc<dyn TokenSource>,
         start: impl Fn(usize) -> usize + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
         match self.dtype {
-            DType::U8 => self.array_of::<u8>(p, sharding, start),
-            _ => self.array_of::<u32>(p, sharding, start),
+            DType::U8 => self.array_of::<u8>(p, sharding, source, start),
+            _ => self.array_of::<u32>(p, sharding, source, start),
         }
     }
 
@@ -131,9 +156,10 @@ impl Windows {
         &self,
         p: &mut Program,
         sharding: &Sharding,
+        source: &Arc<dyn TokenSource>,
         start: impl Fn(usize) -> usize + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
-        let source = self.source.clone();
+        let source = source.clone();
         array_of_rows::<T>(p, sharding, [self.rows, self.time], move |row, columns, values| {
             let mut tokens = vec![0; values.len()];
             source.read(start(row) + columns.start, &mut tokens)?;
@@ -145,21 +171,33 @@ impl Windows {
         })
     }
 
+    /// Returns the blocks of the source for training.
+    fn blocks(&self) -> Blocks {
+        Blocks { len: self.source.tokens(), is_whole: self.other.is_some() }
+    }
+
     /// Returns a function from a row of a training microbatch to the index of its first token.
     fn training_start(&self, at: At) -> impl Fn(usize) -> usize + Clone + Send + Sync + 'static {
-        let (blocks, time) = (Blocks { len: self.source.tokens() }, self.time);
+        let (blocks, time) = (self.blocks(), self.time);
         // `new` has found a training window.
         move |row| blocks.sequence_start(random::bits(at.key, row as u64), time).unwrap_or(0)
     }
 }
 
+/// Returns at most [`MOST_HELD_OUT`] microbatches of `rows` starts, spread evenly.
+fn some(starts: Vec<usize>, rows: usize) -> Arc<[usize]> {
+    let every = starts.len().div_ceil(MOST_HELD_OUT * rows).max(1);
+    starts.into_iter().step_by(every).collect()
+}
+
 impl Data<MpmdArray> for Windows {
     fn compare(&self, p: &mut Program) -> Result<()> {
-        self.source.compare(p)
+        self.source.compare(p)?;
+        self.other.iter().try_for_each(|other| other.compare(p))
     }
 
     fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
-        self.microbatch(p, meshes, self.training_start(at))
+        self.microbatch(p, meshes, &self.source, self.training_start(at))
     }
 
     /// Returns the number of whole microbatches. The last held-out windows that fill none are
@@ -178,7 +216,8 @@ impl Data<MpmdArray> for Windows {
             return Err(Error::kernel(format!("there is no held-out microbatch {index}")));
         }
         let (held_out, first) = (self.held_out.clone(), index * self.rows);
-        self.microbatch(p, meshes, move |row| held_out[first + row])
+        let source = self.other.as_ref().unwrap_or(&self.source);
+        self.microbatch(p, meshes, source, move |row| held_out[first + row])
     }
 }
 
@@ -198,11 +237,12 @@ mod tests {
     fn values(processes: usize, windows: &Windows) -> (Vec<u32>, Vec<u32>) {
         let results = Simulation::new(processes, 4).run(|p| {
             let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
-            let start = windows.training_start(At::new(5, 2, 3));
+            let start = windows.training_start(At::new(5, 2, 3, 4));
             let following = start.clone();
             let (first, last) = ends(&meshes, &windows.spec);
-            let inputs = windows.array(p, &first, start)?;
-            let targets = windows.array(p, &last, move |row| following(row) + 1)?;
+            let source = &windows.source;
+            let inputs = windows.array(p, &first, source, start)?;
+            let targets = windows.array(p, &last, source, move |row| following(row) + 1)?;
             let to = Sharding::single_device(p.topology().device_ids()[0]);
             let arrays = p.device_put(&(inputs, targets), to)?;
             let host = |array: &MpmdArray| -> Result<Vec<u32>> {
@@ -232,6 +272,18 @@ mod tests {
         assert_eq!(windows.held_out_len(), all / 6);
         let few = Windows::new(&text(), 8, 1).unwrap();
         assert!(few.held_out_len() <= MOST_HELD_OUT && few.held_out_len() * 2 > MOST_HELD_OUT);
+    }
+
+    #[test]
+    fn another_source_is_for_evaluation_alone() {
+        let other = Text::of_files(&[vec![b'x'; 50]]).unwrap();
+        let windows = Windows::new(&text(), 8, 3).unwrap().evaluated_on(&other).unwrap();
+        // The file ends with a separator: 51 tokens.
+        assert_eq!(*windows.held_out, [0, 8, 16, 24, 32, 40]);
+        assert_eq!(windows.held_out_len(), 2);
+        assert_eq!(windows.blocks().sequences(8), text().bytes().len() - 8);
+        let short = Windows::new(&text(), 8, 7).unwrap().evaluated_on(&other);
+        assert!(short.unwrap_err().to_string().contains("evaluation has 51 tokens"));
     }
 
     #[test]

@@ -302,10 +302,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         data: &(impl Data<In> + ?Sized),
     ) -> Result<Vec<Microbatch<In>>> {
         let meshes = self.meshes();
+        let count = self.schedule.microbatches();
         let one = |microbatch| {
-            let at = At::new(self.seed, self.steps() + 1, microbatch);
+            let at = At::new(self.seed, self.steps() + 1, microbatch, count);
             Ok(data.training(p, &meshes, at)?.key(at.key))
         };
-        (0..self.schedule.microbatches()).map(one).collect()
+        (0..count).map(one).collect()
     }
 }

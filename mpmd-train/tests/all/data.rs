@@ -130,7 +130,7 @@ fn last_stage_gets_targets_and_weights_by_the_given_names() {
     let results = Simulation::new(1, 4).run(|p| {
         let meshes = meshes(p)?;
         let mut shapes = |data: &dyn Data<MpmdArray>| -> Result<_> {
-            Ok(data.training(p, &meshes, At::new(1, 2, 3))?.shapes())
+            Ok(data.training(p, &meshes, At::new(1, 2, 3, 4))?.shapes())
         };
         let tokens = ShapedArray::new(&[2, 6], DType::U32);
         let targets = || ("y".to_owned(), tokens.clone());
@@ -148,9 +148,11 @@ fn last_stage_gets_targets_and_weights_by_the_given_names() {
 
 #[test]
 fn keys_differ_by_seed_step_and_microbatch() {
-    let at = At::new(1, 2, 3);
-    assert_eq!(at, At::new(1, 2, 3));
-    for other in [At::new(2, 2, 3), At::new(1, 3, 3), At::new(1, 2, 4), At::new(1, 3, 2)] {
+    let at = At::new(1, 2, 3, 4);
+    assert_eq!(at, At::new(1, 2, 3, 4));
+    for other in
+        [At::new(2, 2, 3, 4), At::new(1, 3, 3, 4), At::new(1, 2, 4, 4), At::new(1, 3, 2, 4)]
+    {
         assert_ne!(at.key, other.key);
     }
 }

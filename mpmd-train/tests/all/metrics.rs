@@ -202,7 +202,7 @@ fn predictions_are_of_the_trained_parameters() {
             let errors = trainer.predict(p, Errors, &data)?;
             assert_eq!(errors.len(), data.held_out_len());
             let (meshes, schedule) = (trainer.meshes(), trainer.schedule().clone());
-            let batch = (0..4).map(|m| data.training(p, &meshes, At::new(0, 1, m)));
+            let batch = (0..4).map(|m| data.training(p, &meshes, At::new(0, 1, m, 4)));
             let batch = batch.collect::<Result<Vec<_>>>()?;
             let mut other = trainer.pipeline().with_last(Head)?;
             let error = other.train_step(p, &schedule, batch).unwrap_err().to_string();

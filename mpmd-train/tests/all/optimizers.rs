@@ -29,7 +29,7 @@ fn updated(rule: UpdateRule, clip: f64) -> [Vec<Vec<f32>>; 2] {
         let (mut found, mut plain) = (Vec::new(), Vec::new());
         let mut state: Vec<[Vec<f32>; 2]> = Vec::new();
         for step in 1..=3 {
-            let one = |m| data.training(p, &meshes, At::new(0, step, m));
+            let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
             let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
             let output = pipeline.train_step(p, &schedule, microbatches)?;
             let mut before = Vec::new();
@@ -103,7 +103,7 @@ fn sharded_parameters_get_the_same_bits() {
             let mut trainer = trainer(p, sharded, rule)?.rate(Rate::Constant(0.01));
             let (data, meshes) = (windows(), meshes(p)?);
             for step in 1..=3 {
-                let one = |m| data.training(p, &meshes, At::new(0, step, m));
+                let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
                 let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
                 trainer.step(p, microbatches)?.read()?;
             }
@@ -126,7 +126,7 @@ fn state_is_named_and_continues_a_training() {
         let (data, meshes) = (windows(), meshes(p)?);
         let steps = |p: &mut Program, trainer: &mut mpmd_train::Trainer<MpmdArray>, steps| {
             for step in steps {
-                let one = |m| data.training(p, &meshes, At::new(0, step, m));
+                let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
                 let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
                 trainer.step(p, microbatches)?.read()?;
             }
@@ -172,7 +172,7 @@ fn predicate_chooses_the_decaying_parameters() {
             let settings = OptimizerSettings::new(adamw).decays(decays);
             let mut trainer = trainer(p, false, settings)?;
             let (data, meshes) = (windows(), meshes(p)?);
-            let one = |m| data.training(p, &meshes, At::new(0, 1, m));
+            let one = |m| data.training(p, &meshes, At::new(0, 1, m, 4));
             let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
             trainer.step(p, microbatches)?.read()?;
             params(p, &trainer)

@@ -20,7 +20,7 @@ fn reports(p: &mut Program, replay: bool) -> Result<Vec<StepReport>> {
     let (data, meshes) = (windows(), meshes(p)?);
     let mut handles = Vec::new();
     for step in 1..=4 {
-        let one = |m| data.training(p, &meshes, At::new(9, step, m));
+        let one = |m| data.training(p, &meshes, At::new(9, step, m, MICROBATCHES));
         let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
         handles.push(trainer.step(p, microbatches)?);
     }
@@ -58,7 +58,7 @@ fn evaluation_equals_the_loss_of_a_step() {
             let mut trainer = trainer(p, false, Sgd::default())?;
             let (data, meshes) = (windows(), meshes(p)?);
             let mut microbatches = || -> Result<Vec<_>> {
-                (0..MICROBATCHES).map(|m| data.training(p, &meshes, At::new(0, 1, m))).collect()
+                (0..MICROBATCHES).map(|m| data.training(p, &meshes, At::new(0, 1, m, 4))).collect()
             };
             let (one, two) = (microbatches()?, microbatches()?);
             let evaluation = trainer.evaluate(p, one)?;

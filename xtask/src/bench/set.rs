@@ -78,17 +78,7 @@ pub(super) const SET: &[Measurement] = &[
     Measurement {
         name: "latency",
         program: "mpmd",
-        arguments: &[
-            "bench",
-            "p2p",
-            "--json",
-            "--level",
-            "array",
-            "--case",
-            "latency",
-            "--sizes",
-            "8,64Ki,1Mi,4Mi",
-        ],
+        arguments: &["bench", "p2p", "--json", "--case", "latency", "--sizes", "8,64Ki,1Mi,4Mi"],
         figures: &[
             median("array of 8 B to and fro, one way", "latency", "8,", "us", Lower),
             median("array of 64 KiB to and fro, one way", "latency", "64Ki,", "us", Lower),
@@ -103,8 +93,6 @@ pub(super) const SET: &[Measurement] = &[
             "bench",
             "p2p",
             "--json",
-            "--level",
-            "array",
             "--case",
             "bandwidth",
             "--sizes",
@@ -120,9 +108,7 @@ pub(super) const SET: &[Measurement] = &[
     Measurement {
         name: "handover",
         program: "mpmd",
-        arguments: &[
-            "bench", "p2p", "--json", "--level", "array", "--case", "handover", "--sizes", "64Mi",
-        ],
+        arguments: &["bench", "p2p", "--json", "--case", "handover", "--sizes", "64Mi"],
         figures: &[
             median("hand-over of 64 MiB", "handover", "64Mi,", "us", Lower),
             median("the first hand-overs of it", "handover warm-up", "64Mi,", "us", Lower),

@@ -83,7 +83,7 @@ fn probe(turn: &mut Turn<'_>) {
 fn hand_over(turn: &mut Turn<'_>) {
     // A benchmark prints its figures at its end: one command for each size.
     for size in turn.sized(["1Mi", "256Mi"], ["64Ki", "1Mi"]) {
-        let arguments = ["p2p", "--level", "array", "--case", "handover", "--sizes", size];
+        let arguments = ["p2p", "--case", "handover", "--sizes", size];
         let mut command = turn.bench(&arguments, &["--repeats", "2"]);
         // Both processes share one GPU, even if there are more.
         let visible = std::env::var(VISIBLE).unwrap_or_default();
@@ -156,7 +156,7 @@ fn memcheck(turn: &mut Turn<'_>) {
         });
         return;
     };
-    let handover = ["bench", "p2p", "--level", "array", "--case", "handover", "--sizes", "64Ki"];
+    let handover = ["bench", "p2p", "--case", "handover", "--sizes", "64Ki"];
     let handover = [&handover[..], &["--repeats", "2", "--device", "cuda", "--json"]].concat();
     for (program, arguments) in [("cuda_kernel", &[][..]), ("mpmd", &handover)] {
         let program = turn.place.kit.folder.join(program);

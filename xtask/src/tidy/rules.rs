@@ -29,13 +29,8 @@ const MOST_COLUMNS: usize = 100;
 
 /// The modules that may use a transport: execution, the program that connects it, and benchmarks of
 /// transports.
-const TRANSPORT_USERS: &[&str] = &[
-    "mpmd-transport",
-    "mpmd-core/src/exec",
-    "mpmd-core/src/api/program",
-    "mpmd-bench/src/p2p",
-    "mpmd-bench/src/issue",
-];
+const TRANSPORT_USERS: &[&str] =
+    &["mpmd-transport", "mpmd-core/src/exec", "mpmd-core/src/api/program", "mpmd-bench/src/issue"];
 
 /// The names through which a transport is used.
 const TRANSPORTS: &[&str] = &[

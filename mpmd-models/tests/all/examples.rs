@@ -1,0 +1,258 @@
+//! Examples of prompts and replies, against `transformers` and torch. `make_examples.py` makes
+//! their results again.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use mpmd::pipeline::Schedule;
+use mpmd::train::data::{Packed, Sequence};
+use mpmd::train::{Rate, Run};
+use mpmd_models::train::trainer;
+use mpmd_models::{Folder, Stages, read_examples, tokenizer};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::folders::{copy, open, path, simulate};
+use crate::training::args;
+
+/// The results of others.
+#[derive(Deserialize)]
+struct Expected {
+    templates: BTreeMap<String, String>,
+    conversations: Vec<Conversation>,
+    completions: Vec<Completion>,
+    rate: f64,
+    decay: f64,
+    /// The losses of steps on all completions.
+    losses: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Conversation {
+    template: String,
+    line: String,
+    /// Each token, and 1 if it has a loss.
+    examples: Vec<Vec<(u32, u8)>>,
+}
+
+#[derive(Deserialize)]
+struct Completion {
+    prompt: String,
+    completion: String,
+    example: Vec<(u32, u8)>,
+}
+
+fn expected() -> Expected {
+    let text = fs::read_to_string(path("examples.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+fn sequence(example: &[(u32, u8)]) -> Sequence {
+    example.iter().map(|(token, has_loss)| (*token, *has_loss == 1)).collect()
+}
+
+/// Reads lines as examples of at most `time + 1` tokens. An error is without the file's path.
+fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Sequence>, String> {
+    let file = folder.join("data.jsonl");
+    let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();
+    fs::write(&file, lines.join("\n")).unwrap();
+    let read = read_examples(&file, &Folder::open(folder).unwrap(), time);
+    let read = read.map(|lines| lines.concat());
+    read.map_err(|error| error.to_string().replace(&format!("{}/", folder.display()), ""))
+}
+
+/// Writes the settings of a tokenizer with this template.
+fn set_template(folder: &Path, template: impl Into<Value>) {
+    let settings = json!({ "bos_token": "<s>", "eos_token": { "content": "</s>" },
+        "chat_template": template.into() });
+    fs::write(folder.join("tokenizer_config.json"), settings.to_string()).unwrap();
+}
+
+fn completions(all: &[Completion]) -> Vec<Value> {
+    let line = |one: &Completion| json!({ "prompt": one.prompt, "completion": one.completion });
+    all.iter().map(line).collect()
+}
+
+#[test]
+fn conversations_have_the_tokens_of_transformers() {
+    let (expected, folder) = (expected(), copy("plain"));
+    for (at, conversation) in expected.conversations.iter().enumerate() {
+        let Conversation { template, line, examples } = conversation;
+        set_template(folder.path(), expected.templates[template].as_str());
+        let found = read(folder.path(), &[line], 1000).unwrap();
+        let examples: Vec<Sequence> = examples.iter().map(|one| sequence(one)).collect();
+        assert_eq!(found, examples, "conversation {at}, template {template}");
+    }
+}
+
+#[test]
+fn completions_have_a_loss_and_an_end() {
+    let (expected, folder) = (expected(), copy("plain"));
+    let found = read(folder.path(), &completions(&expected.completions), 1000).unwrap();
+    let examples = expected.completions.iter().map(|one| sequence(&one.example));
+    assert_eq!(found, examples.collect::<Vec<_>>());
+    // A token over the border of prompt and completion is one of the completion.
+    let line = json!({ "prompt": "A kernel ", "completion": "computes" });
+    let [across] = &read(folder.path(), &[line], 1000).unwrap()[..] else { panic!() };
+    let whole = json!({ "prompt": "A kernel", "completion": " computes" });
+    assert_eq!(*across, read(folder.path(), &[whole], 1000).unwrap()[0]);
+}
+
+#[test]
+fn lists_of_messages_have_a_loss_behind_the_prompt() {
+    let folder = copy("plain");
+    let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let all =
+        [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")];
+    for template in ["plain", "marked"] {
+        set_template(folder.path(), expected().templates[template].as_str());
+        let line = json!({ "prompt": all[..2], "completion": all[2..] });
+        let lines = [json!({ "messages": all }), line];
+        let [both, last] = &read(folder.path(), &lines, 1000).unwrap()[..] else { panic!() };
+        assert!(both.iter().map(|(token, _)| token).eq(last.iter().map(|(token, _)| token)));
+        let starts = |one: &Sequence| one.windows(2).filter(|pair| !pair[0].1 && pair[1].1).count();
+        assert_eq!((starts(both), starts(last)), (2, 1), "{template}");
+        let ends: Vec<_> = both.iter().zip(last).filter(|(_, last)| last.1).collect();
+        assert!(ends.iter().all(|(both, _)| both.1), "{template}");
+    }
+}
+
+/// Reads a line with a template, and returns the text of the tokens with a loss.
+fn replies(template: impl Into<Value>, line: &Value) -> Result<String, String> {
+    let folder = copy("plain");
+    set_template(folder.path(), template);
+    let tokens = read(folder.path(), std::slice::from_ref(line), 1000)?.concat();
+    let replies: Vec<u32> = tokens.into_iter().filter(|one| one.1).map(|one| one.0).collect();
+    Ok(tokenizer(&Folder::open(folder.path()).unwrap()).unwrap().decode(&replies, false).unwrap())
+}
+
+#[test]
+fn replies_are_found_where_templates_differ() {
+    let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+    let asks = |start: &str| format!("{turns}{{% if add_generation_prompt %}}{start}{{% endif %}}");
+    let (hello, question) = (turn("assistant", "Hello."), turn("user", "a kernel"));
+    let line = json!({ "messages": [question, turn("assistant", "runs"), question, hello] });
+    for start in ["<assistant>", "<assistant><think>\n", ""] {
+        let expected = if start.is_empty() { "<assistant>" } else { "" };
+        let expected = format!("{expected}runs{expected}Hello.");
+        assert_eq!(replies(asks(start), &line), Ok(expected), "{start}");
+    }
+    // Nothing comes before the first reply.
+    let line = json!({ "messages": [hello, question, turn("assistant", "runs")] });
+    let first = "{% if messages[0].role != 'tool' %}{% endif %}".to_owned() + &asks("<assistant>");
+    assert_eq!(replies(first.as_str(), &line), Ok("runs".to_owned()));
+    let other = format!("{}{turns}", "{% if add_generation_prompt %}Q{% endif %}");
+    let said = replies(other, &line).unwrap_err();
+    assert!(
+        said.contains("not follow its prompt: \"Q<assistant>Hello.<u\" in the prompt"),
+        "{said}"
+    );
+    // A template that marks two parts of each reply.
+    let marked = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content[:1] }}\
+                  {% endgeneration %}-{% generation %}{{ m.content[1:] }}{% endgeneration %}\
+                  {% endfor %}";
+    let line =
+        json!({ "prompt": [question, hello, question], "completion": [turn("assistant", "runs")] });
+    assert_eq!(replies(marked, &line), Ok("runs".to_owned()));
+    // Several templates.
+    let named = json!([{ "name": "default", "template": asks("<assistant>") },
+        { "name": "tool_use", "template": "{% for m in messages %}{{ m.content }} {% endfor %}" }]);
+    let line = |tools: Value| json!({ "prompt": "ignored", "messages": [question, hello], "tools": tools });
+    assert_eq!(replies(named.clone(), &line(json!([]))), Ok("Hello. ".to_owned()));
+    assert_eq!(replies(named, &line(Value::Null)), Ok("Hello.".to_owned()));
+}
+
+#[test]
+fn packed_completions_train_as_torch_does() {
+    let expected = expected();
+    let examples: Vec<Sequence> =
+        expected.completions.iter().map(|one| sequence(&one.example)).collect();
+    let time = 80;
+    let args = args(&format!("--weight-decay {}", expected.decay));
+    for (processes, stages) in [(1, 1), (2, 2), (3, 3)] {
+        let losses: Vec<f64> = simulate(processes, stages, |p, meshes| {
+            let rows = Packed::new(examples.clone(), None, time, 1)?.training_rows();
+            assert!(rows > 1 && rows < examples.len(), "{rows} rows");
+            // Each step has all rows.
+            let data = Packed::new(examples.clone(), Some(examples[..3].to_vec()), time, 1)?;
+            let schedule = Schedule::one_f_one_b(stages, rows)?;
+            let model = Stages::new(&open("plain"), stages, time)?.packed(true);
+            let trainer = trainer(p, &model, meshes, schedule, &args)?;
+            let mut trainer = trainer.rate(Rate::Constant(expected.rate)).seed(7);
+            let mut losses = Vec::new();
+            let run = Run::steps(expected.losses.len() as u64).progress(false);
+            trainer.run(p, run.on_step(|report| losses.push(report.loss)), &data)?;
+            Ok(Some(losses))
+        });
+        for (step, (found, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+            let off = (found - expected).abs();
+            assert!(off < 1e-4, "{stages} stages, step {step}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn wrong_lines_are_refused_by_number() {
+    let folder = copy("plain");
+    let good = json!({ "prompt": "a", "completion": "b" });
+    let chat = json!({ "messages": [{ "role": "user", "content": "a" }] });
+    let refused = |lines: &[String]| read(folder.path(), lines, 8).unwrap_err();
+    let behind = |line: &str| refused(&[good.to_string(), String::new(), line.to_owned()]);
+    let marked = format!("\u{feff}{good}");
+    assert_eq!(read(folder.path(), &[marked], 8), read(folder.path(), &[&good], 8));
+    let wrong_lists = [
+        r#"{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}"#,
+        r#"{"messages": {"role": "assistant", "content": "b"}}"#,
+        r#"{"messages": [{"role": "assistant", "content": null}]}"#,
+        r#"["a", "b", null, null]"#,
+    ];
+    for line in wrong_lists.into_iter().chain([
+        "{\"prompt\": \"a\"}",
+        "{}",
+        "[1]",
+        "{\"messages\": 3}",
+        "{\"prompt\": \"a\",",
+        "\"a\"",
+    ]) {
+        let said = behind(line);
+        assert!(
+            said.starts_with("data.jsonl: line 3: expected an object with `messages`"),
+            "{said}"
+        );
+    }
+    let said = behind(&chat.to_string());
+    assert!(said.contains("expected chat_template.jinja, or chat_template in tok"), "{said}");
+    set_template(folder.path(), expected().templates["pairs"].as_str());
+    let said = behind(&chat.to_string());
+    assert!(
+        said.contains("line 3: expected")
+            && said.contains("no reply of the role assistant behind a prompt, but user"),
+        "{said}"
+    );
+    let turn = |role: &str| json!({ "role": role, "content": "b" });
+    let turns = [turn("user"), turn("user"), turn("assistant")];
+    let said = behind(&json!({ "messages": turns }).to_string());
+    assert!(said.contains("line 3: expected") && said.contains("Roles must alternate"), "{said}");
+    let long =
+        |words: usize| json!({ "prompt": "x", "completion": " y".repeat(words) }).to_string();
+    let said = refused(&[long(20), good.to_string(), long(22), long(3)]);
+    let expected = "data.jsonl: line 3: expected at most 9 tokens, for --time 8, found 47, the \
+                    longest of 2 (of 4) that are too long";
+    assert!(said.starts_with(expected), "{said}");
+    assert!(refused(&[]).starts_with("data.jsonl: expected examples, found none"));
+}
+
+#[test]
+fn templates_that_never_end_are_refused() {
+    let folder = copy("plain");
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+    for (template, expected) in [(endless, "fuel"), ("{% if %}", "syntax error")] {
+        set_template(folder.path(), json!([{ "name": "default", "template": template }]));
+        let turn = |role: &str| json!({ "role": role, "content": "b" });
+        let line = json!({ "messages": [turn("user"), turn("assistant")] });
+        let said = read(folder.path(), &[line], 8).unwrap_err();
+        assert!(said.contains(expected), "{said}");
+    }
+}
