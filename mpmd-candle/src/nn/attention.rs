@@ -50,13 +50,30 @@ pub enum Mask {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
+    capped_attention(q, k, v, mask, scale, 1.0)
+}
+
+/// Does the same as [`attention`]. Unless `cap` is 1, a score becomes `cap tanh(score / cap)`, and
+/// the memory grows with the square of the sequence's length.
+///
+/// # Errors
+///
+/// As for [`attention`].
+pub fn capped_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Mask,
+    scale: f64,
+    cap: f64,
+) -> Result<Tensor> {
     let (mask, sight) = match mask {
         Mask::None => (None, Sight::All),
         Mask::Causal => (None, Sight::Causal),
         Mask::CausalFrom(first) => (None, Sight::From(first_keys(&first, Sizes::of(q, k, v)?)?)),
         Mask::Additive(mask) => (Some(mask), Sight::All),
     };
-    attend(q, k, v, (mask.as_ref(), sight), scale, 1.0)
+    attend(q, k, v, (mask.as_ref(), sight), scale, cap)
 }
 
 /// The keys that a query sees by its position.

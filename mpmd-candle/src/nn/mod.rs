@@ -46,7 +46,7 @@ mod tests;
 mod values;
 
 pub use activation::Activation;
-pub use attention::{Mask, attention};
+pub use attention::{Mask, attention, capped_attention};
 pub use conv::{Conv1d, Conv2d, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, embedding};

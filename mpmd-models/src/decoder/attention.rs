@@ -70,37 +70,25 @@ impl Attention {
         let q = rotated(normed(self.q.forward(x)?, 0)?)?.transpose(1, 2)?;
         let k = rotated(normed(self.k.forward(x)?, 1)?)?.transpose(1, 2)?;
         let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
-        let (first, scale) = (first_keys(self.layer.window, starts, time)?, self.layer.scale);
-        let out = match (self.cap, first) {
-            (None, None) => nn::attention(&q, &k, &v, Mask::Causal, scale)?,
-            (None, Some(first)) => nn::attention(&q, &k, &v, Mask::CausalFrom(first), scale)?,
-            (Some(cap), first) => {
-                let mask = first.map(|first| hidden(&first, time)).transpose()?;
-                nn::ops::sdpa(&q, &k, &v, mask.as_ref(), true, scale as f32, cap as f32)?
-            }
+        let (mask, scale) = (mask(self.layer.window, starts, time)?, self.layer.scale);
+        let out = match self.cap {
+            None => nn::attention(&q, &k, &v, mask, scale)?,
+            Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
         };
         self.o.forward(&out.transpose(1, 2)?.reshape((batch, time, ()))?)
     }
 }
 
-/// Returns the first key that each query sees, `[batch, time]` or `[1, time]`: that of its window and
-/// of its sequence. `None` if each sees all before it.
-fn first_keys(
-    window: Option<usize>,
-    starts: Option<&Tensor>,
-    time: usize,
-) -> Result<Option<Tensor>> {
-    let Some(window) = window.filter(|window| *window < time) else { return Ok(starts.cloned()) };
+/// Returns the mask of a causal attention, in which each query sees `window` keys at most, from its
+/// start on.
+fn mask(window: Option<usize>, starts: Option<&Tensor>, time: usize) -> Result<Mask> {
+    let Some(window) = window.filter(|window| *window < time) else {
+        return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
+    };
     let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
     let first = Tensor::from_vec(first.collect(), (1, time), &Device::Cpu)?;
-    starts.map_or(Ok(first.clone()), |starts| starts.broadcast_maximum(&first)).map(Some)
-}
-
-/// Returns the mask `[batch, 1, time, time]` that hides the keys before the first of each query.
-fn hidden(first: &Tensor, time: usize) -> Result<Tensor> {
-    let (batch, first) = (first.dim(0)?, first.flatten_all()?.to_vec1::<u32>()?);
-    let terms = first.iter().flat_map(|first| {
-        (0..time).map(|key| if key < *first as usize { f32::NEG_INFINITY } else { 0.0 })
-    });
-    Tensor::from_vec(terms.collect(), (batch, 1, time, time), &Device::Cpu)
+    Ok(Mask::CausalFrom(match starts {
+        Some(starts) => starts.broadcast_maximum(&first)?,
+        None => first,
+    }))
 }
