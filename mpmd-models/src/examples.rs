@@ -61,8 +61,8 @@ pub fn spread_examples(
     Ok(all)
 }
 
-/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a reply of the
-/// assistant. So has the token of the end behind a completion.
+/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a
+/// reply of the assistant. So has the token of the end behind a completion.
 ///
 /// # Errors
 ///

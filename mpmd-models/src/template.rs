@@ -207,7 +207,8 @@ impl Template {
                 if start < before.len() || !text.starts_with(&before) {
                     let next = |text: &str| text[start..].chars().take(20).collect::<String>();
                     return Err(format!(
-                        "a reply that does not follow its prompt: {:?} in the prompt, {:?} with the reply",
+                        "a reply that does not follow its prompt: {:?} in the prompt, {:?} with \
+                         the reply",
                         next(&prompt),
                         next(&text)
                     ));

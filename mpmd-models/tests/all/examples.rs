@@ -159,7 +159,8 @@ fn replies_are_found_where_templates_differ() {
     // Several templates.
     let named = json!([{ "name": "default", "template": asks("<assistant>") },
         { "name": "tool_use", "template": "{% for m in messages %}{{ m.content }} {% endfor %}" }]);
-    let line = |tools: Value| json!({ "prompt": "ignored", "messages": [question, hello], "tools": tools });
+    let messages = [question, hello];
+    let line = |tools: Value| json!({ "prompt": "ignored", "messages": messages, "tools": tools });
     assert_eq!(replies(named.clone(), &line(json!([]))), Ok("Hello. ".to_owned()));
     assert_eq!(replies(named, &line(Value::Null)), Ok("Hello.".to_owned()));
 }
