@@ -40,7 +40,8 @@ pub fn spread_examples(
     p: &mut Program,
     make: impl Fn() -> Result<Vec<Examples>>,
 ) -> Result<Vec<Examples>> {
-    // A line is the number of its examples. An example is its length, then twice each token, plus one if it has a loss.
+    // A line is the number of its examples. An example is its length, then twice each token, plus
+    // one if it has a loss.
     let words = |sequence: &Sequence| {
         let tokens = sequence.iter().map(|(token, has_loss)| token << 1 | u32::from(*has_loss));
         [sequence.len() as u32].into_iter().chain(tokens).collect::<Vec<u32>>()
