@@ -23,6 +23,23 @@ const CHUNK: usize = 256;
 
 /// A model for generation. Each stage has its weights, and the keys and values of the tokens so
 /// far, as its state.
+///
+/// ```no_run
+/// use mpmd::prelude::*;
+/// use mpmd_models::{Folder, Sampling, Stages};
+///
+/// fn main() -> Result<()> {
+///     let folder = Folder::open("model")?;
+///     Program::builder().devices(2).run(|p| {
+///         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+///         let mut generator = Stages::new(&folder, 2, 100)?.generator(p, &meshes)?;
+///         let greedy = Sampling::default();
+///         let tokens = generator.generate(p, &[5, 17, 3], &greedy, 20, |_, _| Ok(false))?;
+///         println!("{tokens:?}");
+///         Ok(())
+///     })
+/// }
+/// ```
 pub struct Generator {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
     meshes: Vec<Mesh>,

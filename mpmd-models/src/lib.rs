@@ -34,6 +34,7 @@ mod examples;
 mod family;
 mod files;
 mod folder;
+pub mod generate;
 mod generator;
 mod lora;
 mod rope;
