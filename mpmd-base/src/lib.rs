@@ -10,7 +10,7 @@ mod bytes;
 
 use std::fmt;
 
-pub use bytes::bytes_text;
+pub use bytes::{bytes_text, parse_bytes};
 use serde::{Deserialize, Serialize};
 
 /// The number of an operating-system process of the job, counted from 0.

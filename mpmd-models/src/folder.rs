@@ -174,6 +174,11 @@ impl Folder {
         self.sources.iter().map(|(name, (source, _))| (name.as_str(), source))
     }
 
+    /// Returns the shape of each parameter, by name.
+    pub(crate) fn params(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
+        self.sources.iter().map(|(name, (_, aval))| (name.as_str(), aval))
+    }
+
     /// Returns the names of further tensors in the files, which the model does not use.
     pub(crate) fn unused(&self) -> &[String] {
         &self.unused

@@ -9,9 +9,10 @@ use mpmd_job::{JobArgs, at_least, not_negative};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
+use crate::cut::CutArgs;
 use crate::folder::Folder;
 use crate::sample::Sampling;
-use crate::stages::Stages;
+use crate::stages::{Held, Stages};
 use crate::template::Templates;
 use crate::tokens::{check_inputs, check_rows, guarded, spread, tokenizer};
 
@@ -132,11 +133,12 @@ struct Generated<'a> {
 pub fn run(
     folder: &Folder,
     args: &GenerateArgs,
-    stages: usize,
+    cut: &CutArgs,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let (sampling, none) = (args.sampling(folder)?, <[&str; 0]>::default());
     check_inputs(folder, none, false)?;
+    let stages = cut.stages();
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
     mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
@@ -150,7 +152,9 @@ pub fn run(
             ))
             .into());
         }
-        let mut generator = Stages::new(folder, stages, positions)?.generator(p, &meshes)?;
+        let model = Stages::new(folder, stages, positions)?;
+        let mut generator =
+            model.cut(cut, Held::generation(folder, positions))?.generator(p, &meshes)?;
         let speaks = p.process() == ProcessId(0) && !p.is_dry_run();
         let text = match speaks {
             true => Some(Text::new(tokenizer(folder)?, args)),

@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod cut;
 mod decoder;
 mod examples;
 mod family;
@@ -53,6 +54,7 @@ use std::path::Path;
 use mpmd::Error;
 
 pub use config::{Config, HeadNorm, LayerConfig, Norm};
+pub use cut::CutArgs;
 pub use decoder::Part;
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
@@ -61,7 +63,7 @@ pub use lora::{Lora, merged};
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};
-pub use stages::Stages;
+pub use stages::{Held, Stages};
 pub use tokens::{Tokens, tokenizer};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or

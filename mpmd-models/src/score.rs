@@ -13,8 +13,9 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, Rejected, at_least};
 use serde::Serialize;
 
+use crate::cut::CutArgs;
 use crate::folder::Folder;
-use crate::stages::Stages;
+use crate::stages::{Held, Stages};
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
@@ -52,10 +53,11 @@ struct Score {
 pub fn run(
     folder: &Folder,
     (file, count): (&Path, usize),
-    stages: usize,
+    cut: &CutArgs,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    let model = Stages::new(folder, stages, count)?;
+    let stages = cut.stages();
+    let model = Stages::new(folder, stages, count)?.cut(cut, Held::FROZEN)?;
     check_inputs(folder, [file], true)?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;

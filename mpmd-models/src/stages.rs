@@ -10,8 +10,10 @@ use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, Program, Result};
+use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
+use crate::cut::{Cost, CutArgs, Layers, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Part};
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
@@ -26,7 +28,8 @@ const LOGITS_AT_ONCE: usize = 512;
 #[derive(Clone, Debug)]
 pub struct Stages {
     folder: Folder,
-    stages: usize,
+    /// The layers of each stage.
+    cut: Vec<Range<usize>>,
     positions: usize,
     angles: Vec<Angles>,
     lora: Option<Lora>,
@@ -35,8 +38,8 @@ pub struct Stages {
 }
 
 impl Stages {
-    /// Divides the layers of a model over `stages` stages. `positions` is the largest number of
-    /// tokens in a sequence.
+    /// Divides the layers of a model over `stages` stages, so that the stage with most work has as
+    /// little as possible. `positions` is the largest number of tokens in a sequence.
     ///
     /// # Errors
     ///
@@ -58,8 +61,17 @@ impl Stages {
         let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
-        let (folder, stages) = (folder.clone(), stages.max(1));
-        Ok(Self { folder, stages, positions, angles, lora: None, seed: 0, is_packed: false })
+        let cut = costs(folder, stages.max(1), Held::default()).cut(stages.max(1), &[]);
+        let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
+        Ok(Self {
+            folder: folder.clone(),
+            cut,
+            positions,
+            angles,
+            lora: None,
+            seed: 0,
+            is_packed: false,
+        })
     }
 
     /// Has the stages read the side inputs of [`Packed`](mpmd::train::data::Packed): `starts`, and
@@ -78,10 +90,72 @@ impl Stages {
         self
     }
 
-    /// Returns the layers of a stage.
-    pub fn layers(&self, stage: usize) -> Range<usize> {
+    /// Divides the layers as the arguments say. A stage may hold at most its bytes of
+    /// `args.memory`.
+    ///
+    /// # Errors
+    ///
+    /// If the given layers are not those of the model, each once, or some stage has too little
+    /// memory: with the bytes that it needs.
+    pub fn cut(mut self, args: &CutArgs, held: Held) -> Result<Self> {
+        let (stages, limits) = (self.cut.len(), &args.memory);
         let layers = self.folder.config().num_hidden_layers;
-        layers * stage / self.stages..layers * (stage + 1) / self.stages
+        let wrong = |what: &str, expected: String, found: String| {
+            Err(Error::Environment(format!("{what}: expected {expected}, found {found}")))
+        };
+        if !limits.is_empty() && limits.len() != stages {
+            return wrong(
+                "--memory",
+                format!("{stages} sizes, one for each stage"),
+                limits.len().to_string(),
+            );
+        }
+        let costs = costs(&self.folder, stages, held);
+        if args.cut.is_empty() {
+            self.cut = match costs.cut(stages, limits) {
+                Ok(cut) => cut,
+                Err(TooLittle { stage, needs }) => {
+                    let limit = limits.get(stage).copied().unwrap_or_default();
+                    let more = bytes_text(needs.saturating_sub(limit));
+                    let needs = format!("{} for stage {stage}, {more} more", bytes_text(needs));
+                    return wrong("--memory", needs, bytes_text(limit));
+                }
+            };
+            return Ok(self);
+        }
+        let mut end = 0;
+        for (stage, range) in args.cut.iter().enumerate() {
+            if range.start != end {
+                return wrong(
+                    "--cut",
+                    format!("stage {stage} to begin at layer {end}"),
+                    format!("{range:?}"),
+                );
+            }
+            end = range.end;
+            let bytes = costs.cost(range.clone(), stage, stages).bytes;
+            if let Some(limit) = limits.get(stage).filter(|limit| bytes > **limit) {
+                return wrong(
+                    "--memory",
+                    format!("{} for stage {stage}", bytes_text(bytes)),
+                    bytes_text(*limit),
+                );
+            }
+        }
+        if end != layers {
+            return wrong("--cut", format!("{layers} layers in all"), end.to_string());
+        }
+        self.cut.clone_from(&args.cut);
+        Ok(self)
+    }
+
+    /// Returns the layers of a stage.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such stage.
+    pub fn layers(&self, stage: usize) -> Range<usize> {
+        self.cut[stage].clone()
     }
 
     /// Creates a pipeline for training, and issues the reading of the weights. `meshes` are those
@@ -157,8 +231,7 @@ impl Stages {
     ///
     /// If there are fewer meshes than stages.
     pub fn generator(&self, p: &mut Program, meshes: &[Mesh]) -> Result<Generator> {
-        let layers: Vec<Range<usize>> = (0..self.stages).map(|stage| self.layers(stage)).collect();
-        Generator::new(p, &self.folder, &layers, &meshes[..self.stages], self.positions)
+        Generator::new(p, &self.folder, &self.cut, &meshes[..self.cut.len()], self.positions)
     }
 
     fn pipeline<Y: Tensors>(
@@ -170,7 +243,7 @@ impl Stages {
         shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
     ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
         self.folder.compare(p)?;
-        let (last, width) = (self.stages - 1, self.folder.config().hidden_size);
+        let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
         let middle = |i| {
             let is_packed = self.is_packed;
             let forward = move |part: &Part, x, cx: &mut Cx<'_>| {
@@ -242,6 +315,55 @@ impl Stages {
         }
         Ok(params)
     }
+}
+
+/// The bytes that a device holds of a stage.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Held {
+    /// For each element of a parameter.
+    pub element: u64,
+    /// For each layer beside.
+    pub layer: u64,
+}
+
+impl Held {
+    /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
+    /// moments.
+    pub const TRAINING: Self = Self { element: 5 * 4, layer: 0 };
+    /// Where parameters are not trained, in f32: the array, and the model's own.
+    pub const FROZEN: Self = Self { element: 2 * 4, layer: 0 };
+
+    /// In a [`Generator`] for `positions` tokens, in f32.
+    pub fn generation(folder: &Folder, positions: usize) -> Self {
+        let config = folder.config();
+        let token = 2 * config.num_key_value_heads * config.head_dim * 4;
+        Self { element: 4, layer: (positions * token) as u64 }
+    }
+}
+
+/// Returns the costs of the layers, and of what the first and the last of `stages` stages have
+/// beside. A layer's work is the number of its parameters. Of the embedding a token reads a row.
+fn costs(folder: &Folder, stages: usize, held: Held) -> Layers {
+    let cost = |work: u64, elements: u64| Cost { work, bytes: elements * held.element };
+    let elements = |aval: &ShapedArray| aval.elements() as u64;
+    let mut layers = vec![Cost { work: 0, bytes: held.layer }; folder.config().num_hidden_layers];
+    let (mut first, mut last) = (Cost::default(), Cost::default());
+    for (name, aval) in folder.params() {
+        let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
+        let (work, to) = match (layer, name) {
+            (Some(layer), _) => (elements(aval), layer),
+            (None, OUTPUT) => (elements(aval), &mut last),
+            (None, name) if name.starts_with("model.embed") => (0, &mut first),
+            _ => (0, &mut last),
+        };
+        *to = to.and(cost(work, elements(aval)));
+        if name == EMBEDDING && folder.config().tie_word_embeddings {
+            // A copy, unless it is in the same stage.
+            last = last.and(cost(elements(aval), if stages > 1 { elements(aval) } else { 0 }));
+        }
+    }
+    Layers::new(&layers, first, last)
 }
 
 /// Returns the function of the last stage that computes the loss. It computes the logits of

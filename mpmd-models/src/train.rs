@@ -15,11 +15,12 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, at_least, not_negative, say};
 use serde::Serialize;
 
+use crate::cut::CutArgs;
 use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
-use crate::stages::Stages;
+use crate::stages::{Held, Stages};
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
@@ -133,15 +134,18 @@ struct Trained {
 pub fn run(
     source: &Folder,
     args: &TrainArgs,
-    stages: usize,
+    cut: &CutArgs,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     if let Some((key, share)) = source.config().dropout {
         let file = source.path().join("config.json");
         return Err(unexpected(&file, key, 0, share).into());
     }
+    let stages = cut.stages();
     let schedule = args.schedule(stages)?;
-    let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
+    let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };
+    let model = Stages::new(source, stages, args.time)?.cut(cut, held)?;
+    let model = model.lora(args.lora(), args.seed);
     let model = model.packed(args.data.is_some());
     check_inputs(source, &args.paths, true)?;
     check_inputs(source, args.data.iter().chain(&args.held_out), args.data.is_none())?;

@@ -365,6 +365,9 @@ pub struct Readme;
 #[cfg(any(doc, doctest))]
 #[doc = include_str!("../../docs/guide/README.md")]
 pub mod guide {
+    #[doc = include_str!("../../docs/guide/add-a-family.md")]
+    pub mod add_a_family {}
+
     #[doc = include_str!("../../docs/guide/arrays-and-moves.md")]
     pub mod arrays_and_moves {}
 
@@ -390,6 +393,9 @@ pub mod guide {
 
     #[doc = include_str!("../../docs/guide/errors-and-hangs.md")]
     pub mod errors_and_hangs {}
+
+    #[doc = include_str!("../../docs/guide/families.md")]
+    pub mod families {}
 
     #[doc = include_str!("../../docs/guide/finetune.md")]
     pub mod finetune {}

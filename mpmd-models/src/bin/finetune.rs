@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_job::{JobArgs, at_least, say};
-use mpmd_models::Folder;
+use mpmd_job::{JobArgs, say};
 use mpmd_models::score::{self, ScoreArgs};
 use mpmd_models::train::{self, TrainArgs};
+use mpmd_models::{CutArgs, Folder};
 
 /// Train or score a model from a folder of a model hub, as a pipeline
 #[derive(Parser)]
@@ -16,9 +16,8 @@ struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Number of stages over which the layers are divided
-    #[arg(long, default_value_t = 1, value_parser = at_least(1))]
-    stages: usize,
+    #[command(flatten)]
+    cut: CutArgs,
     #[command(flatten)]
     training: TrainArgs,
     #[command(flatten)]
@@ -36,10 +35,10 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let Args { model, stages, training, scoring, job } = args;
+    let Args { model, cut, training, scoring, job } = args;
     let folder = Folder::open(model)?;
     match (&scoring.score, scoring.tokens) {
-        (Some(file), Some(tokens)) => score::run(&folder, (file, tokens), *stages, job),
-        _ => train::run(&folder, training, *stages, job),
+        (Some(file), Some(tokens)) => score::run(&folder, (file, tokens), cut, job),
+        _ => train::run(&folder, training, cut, job),
     }
 }

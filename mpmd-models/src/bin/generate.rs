@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_job::{JobArgs, at_least, say};
-use mpmd_models::Folder;
+use mpmd_job::{JobArgs, say};
 use mpmd_models::generate::{self, GenerateArgs};
+use mpmd_models::{CutArgs, Folder};
 
 /// Continue a text by a model from a folder of a model hub, as a pipeline
 #[derive(Parser)]
@@ -15,9 +15,8 @@ struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Number of stages over which the layers are divided
-    #[arg(long, default_value_t = 1, value_parser = at_least(1))]
-    stages: usize,
+    #[command(flatten)]
+    cut: CutArgs,
     #[command(flatten)]
     generation: GenerateArgs,
     #[command(flatten)]
@@ -25,8 +24,8 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let Args { model, stages, generation, job } = Args::parse();
-    let run = || generate::run(&Folder::open(model)?, &generation, stages, &job);
+    let Args { model, cut, generation, job } = Args::parse();
+    let run = || generate::run(&Folder::open(model)?, &generation, &cut, &job);
     run().unwrap_or_else(|error: anyhow::Error| {
         say(&format!("error: {error:#}"));
         ExitCode::FAILURE

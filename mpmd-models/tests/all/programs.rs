@@ -49,6 +49,38 @@ fn score_is_one_line_of_json_from_process_0() {
 }
 
 #[test]
+fn any_cut_gives_the_same_score_and_memory_is_respected() {
+    let (model, text) = (path("grouped"), text());
+    let arguments = ["--model", model.to_str().unwrap(), "--score", text.to_str().unwrap()];
+    let score = |processes: usize, cut: &[&str]| {
+        let ends = run(processes, &[&arguments[..], &["--tokens", "100"], cut].concat());
+        assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+        ends[0].stdout.clone()
+    };
+    let whole = score(1, &[]);
+    assert_eq!(score(2, &["--cut", "0..1,1..5"]), whole);
+    assert_eq!(score(3, &["--cut", "0..3,3..4,4..5"]), whole);
+    assert_eq!(score(2, &["--stages", "2", "--memory", "1MiB,300KiB"]), whole);
+    let refused = |cut: &[&str]| {
+        let output = bare(FINETUNE).args(arguments).args(["--tokens", "9"]).args(cut).output();
+        let output = output.unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && said.lines().count() == 1, "{said}");
+        said
+    };
+    for (cut, expected) in [
+        ("--cut 0..2,3..5", "--cut: expected stage 1 to begin at layer 2, found 3..5"),
+        ("--cut 0..2,2..4", "--cut: expected 5 layers in all, found 4"),
+        ("--stages 2 --memory 1MiB", "--memory: expected 2 sizes, one for each stage, found 1"),
+        ("--cut 0..4,4..5 --memory 9KiB,1MiB", "KiB for stage 0, found 9.0 KiB"),
+        ("--stages 2 --memory 200KiB,100KiB", "KiB for stage 0, 40.8 KiB more, found 200.0 KiB"),
+    ] {
+        let said = refused(&cut.split(' ').collect::<Vec<_>>());
+        assert!(said.contains(expected), "{said}");
+    }
+}
+
+#[test]
 fn score_that_is_no_number_is_an_error() {
     let folder = copy("plain");
     change(folder.path(), |tensors| {

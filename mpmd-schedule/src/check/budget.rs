@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use mpmd_base::parse_bytes;
+
 /// The maximum that a rank may keep at a time between forward and backward passes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Budget {
@@ -20,25 +22,9 @@ impl FromStr for Budget {
             Some(number) => number.trim().parse().map(Self::Activations).map_err(|_| {
                 format!("not a number of activations: {text:?}; there is 4activations")
             }),
-            None => bytes(text).map(Self::Bytes),
+            None => parse_bytes(text).map(Self::Bytes),
         }
     }
-}
-
-/// Parses a number of bytes with an optional unit KiB, MiB or GiB, as `0.5GiB`.
-fn bytes(text: &str) -> Result<u64, String> {
-    let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
-    let found = units.into_iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
-    let (number, unit) = found.unwrap_or((text, 1));
-    let wrong =
-        || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
-    if let Ok(number) = number.trim().parse::<u64>() {
-        return number.checked_mul(unit).ok_or_else(wrong);
-    }
-    let number: f64 = number.trim().parse().map_err(|_| wrong())?;
-    let product = number * unit as f64;
-    // Larger `f64` values are not exact numbers of bytes.
-    if (0.0..9e15).contains(&product) { Ok(product as u64) } else { Err(wrong()) }
 }
 
 #[cfg(test)]

@@ -1,0 +1,258 @@
+//! The division of layers over stages, by their costs and by memory.
+
+use std::ops::Range;
+
+use anyhow::{Context as _, ensure};
+use mpmd_base::parse_bytes;
+use mpmd_job::at_least;
+
+/// Arguments that divide a model over stages.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CutArgs {
+    /// Number of stages over which the layers are divided, by their work; the output counts too
+    #[arg(long, default_value_t = 1, value_parser = at_least(1), conflicts_with = "cut")]
+    pub stages: usize,
+    /// The layers of each stage, as in 0..9,9..22
+    #[arg(long, value_name = "LAYERS,…", value_delimiter = ',', value_parser = range)]
+    pub cut: Vec<Range<usize>>,
+    /// Memory of each stage for weights, gradients, the optimiser's state and caches, as in
+    /// 8GiB,16GiB; activations come on top
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = parse_bytes)]
+    pub memory: Vec<u64>,
+}
+
+impl CutArgs {
+    /// Returns the number of stages.
+    pub fn stages(&self) -> usize {
+        if self.cut.is_empty() { self.stages } else { self.cut.len() }
+    }
+}
+
+fn range(text: &str) -> anyhow::Result<Range<usize>> {
+    let (start, end) = text.split_once("..").context("no layers: there is 0..9")?;
+    let range = start.trim().parse()?..end.trim().parse()?;
+    ensure!(!range.is_empty(), "a stage needs a layer");
+    Ok(range)
+}
+
+/// The costs of a layer, or of what a first or last stage has beside its layers.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Cost {
+    /// Work of a token, in any unit.
+    pub(crate) work: u64,
+    /// Memory, in bytes.
+    pub(crate) bytes: u64,
+}
+
+impl Cost {
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self { work: self.work + other.work, bytes: self.bytes + other.bytes }
+    }
+}
+
+/// A stage that has too little memory for any division.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct TooLittle {
+    pub(crate) stage: usize,
+    /// The least memory that it needs, if all stages before it are filled.
+    pub(crate) needs: u64,
+}
+
+/// The layers of a model, and what the first and the last stage have beside them.
+#[derive(Clone, Debug)]
+pub(crate) struct Layers {
+    /// The costs of the first layers together, for each number of layers.
+    sums: Vec<Cost>,
+    first: Cost,
+    last: Cost,
+}
+
+impl Layers {
+    pub(crate) fn new(layers: &[Cost], first: Cost, last: Cost) -> Self {
+        let mut sums = vec![Cost::default()];
+        for layer in layers {
+            sums.push(sums[sums.len() - 1].and(*layer));
+        }
+        Self { sums, first, last }
+    }
+
+    fn len(&self) -> usize {
+        self.sums.len() - 1
+    }
+
+    /// Divides the layers over `stages` stages of one layer or more. The stage with most work has
+    /// as little as possible; among such divisions, the works are as equal as possible. A stage has
+    /// at most its bytes of `limits`, if it has any.
+    ///
+    /// # Errors
+    ///
+    /// If the limits are too low.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer layers than stages, or no stage.
+    pub(crate) fn cut(
+        &self,
+        stages: usize,
+        limits: &[u64],
+    ) -> Result<Vec<Range<usize>>, TooLittle> {
+        let most = self.least_work(stages, limits)?;
+        let layers = self.len();
+        // `best[n]`: the least sum of squared works of the stages so far with `n` layers together,
+        // and the layers before the last of them.
+        let mut best: Vec<Option<(u128, usize)>> = vec![None; layers + 1];
+        best[0] = Some((0, 0));
+        let mut chosen = Vec::new();
+        for stage in 0..stages {
+            let mut next = vec![None; layers + 1];
+            for start in 0..layers {
+                let Some((sum, _)) = best[start] else { continue };
+                for end in start + 1..=layers - (stages - 1 - stage) {
+                    let Cost { work, bytes } = self.cost(start..end, stage, stages);
+                    if work > most || limits.get(stage).is_some_and(|limit| bytes > *limit) {
+                        break;
+                    }
+                    let sum = sum + u128::from(work).pow(2);
+                    if next[end].is_none_or(|(least, _)| sum < least) {
+                        next[end] = Some((sum, start));
+                    }
+                }
+            }
+            chosen.push(std::mem::replace(&mut best, next));
+        }
+        chosen.push(best);
+        let mut end = layers;
+        let mut ranges = Vec::new();
+        for all in chosen[1..].iter().rev() {
+            let start = all[end].map_or(0, |(_, start)| start);
+            ranges.push(start..end);
+            end = start;
+        }
+        ranges.reverse();
+        Ok(ranges)
+    }
+
+    /// Returns the costs of a stage with these layers.
+    pub(crate) fn cost(&self, layers: Range<usize>, stage: usize, stages: usize) -> Cost {
+        let (before, all) = (self.sums[layers.start], self.sums[layers.end]);
+        let own = Cost { work: all.work - before.work, bytes: all.bytes - before.bytes };
+        let own = if stage == 0 { own.and(self.first) } else { own };
+        if stage + 1 == stages { own.and(self.last) } else { own }
+    }
+
+    /// Returns the least work that some division does not exceed in any stage.
+    fn least_work(&self, stages: usize, limits: &[u64]) -> Result<u64, TooLittle> {
+        let all = self.cost(0..self.len(), 0, 1).work;
+        self.fits(stages, limits, all)?;
+        let (mut low, mut high) = (0, all);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.fits(stages, limits, middle) {
+                Ok(()) => high = middle,
+                Err(_) => low = middle + 1,
+            }
+        }
+        Ok(high)
+    }
+
+    /// Fills one stage after another with as many layers as work and memory allow. Fails at the
+    /// first stage for which a layer does not fit, or at the last one if layers are left.
+    fn fits(&self, stages: usize, limits: &[u64], most: u64) -> Result<(), TooLittle> {
+        let mut start = 0;
+        for stage in 0..stages {
+            let last = self.len() - (stages - 1 - stage);
+            let limit = limits.get(stage).copied().unwrap_or(u64::MAX);
+            let fits = |end: &usize| {
+                let Cost { work, bytes } = self.cost(start..*end, stage, stages);
+                work <= most && bytes <= limit
+            };
+            // A last stage must take all that is left.
+            let least = if stage + 1 == stages { last } else { start + 1 };
+            let Some(end) = (least..=last).take_while(fits).last() else {
+                let needs = self.cost(start..least, stage, stages).bytes;
+                return Err(TooLittle { stage, needs });
+            };
+            start = end;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layers(works: &[u64], first: u64, last: u64) -> Layers {
+        let cost = |work: &u64| Cost { work: *work, bytes: 10 * work };
+        let all: Vec<Cost> = works.iter().map(cost).collect();
+        Layers::new(&all, cost(&first), cost(&last))
+    }
+
+    /// Returns the number of layers of each stage.
+    fn lengths(model: &Layers, stages: usize, limits: &[u64]) -> Vec<usize> {
+        let cut = model.cut(stages, limits).unwrap();
+        assert!(
+            cut.iter()
+                .map(|range| range.start)
+                .eq([0].into_iter().chain(cut.iter().map(|range| range.end)).take(stages))
+        );
+        cut.into_iter().map(|range| range.len()).collect()
+    }
+
+    /// Tries all divisions.
+    fn least(model: &Layers, start: usize, stage: usize, stages: usize) -> u64 {
+        let all = model.len();
+        if stage + 1 == stages {
+            return model.cost(start..all, stage, stages).work;
+        }
+        let of = |end| {
+            let own = model.cost(start..end, stage, stages).work;
+            own.max(least(model, end, stage + 1, stages))
+        };
+        (start + 1..=all - (stages - 1 - stage)).map(of).min().unwrap()
+    }
+
+    #[test]
+    fn equal_layers_are_divided_evenly() {
+        assert_eq!(lengths(&layers(&[3; 8], 0, 0), 4, &[]), [2, 2, 2, 2]);
+        assert_eq!(lengths(&layers(&[3; 7], 0, 0), 3, &[]).iter().sum::<usize>(), 7);
+        assert_eq!(lengths(&layers(&[3; 5], 0, 0), 5, &[]), [1; 5]);
+        assert_eq!(lengths(&layers(&[1; 5], 9, 9), 1, &[]), [5]);
+    }
+
+    #[test]
+    fn head_counts_as_layers_of_its_work() {
+        assert_eq!(lengths(&layers(&[2; 10], 0, 8), 2, &[]), [7, 3]);
+        assert_eq!(lengths(&layers(&[2; 6], 0, 100), 3, &[]), [2, 3, 1]);
+    }
+
+    #[test]
+    fn no_division_has_less_work_in_its_largest_stage() {
+        let mut state = 1u64;
+        let mut random = |end: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % end
+        };
+        for _ in 0..200 {
+            let works: Vec<u64> = (0..2 + random(7)).map(|_| random(20)).collect();
+            let model = layers(&works, random(30), random(30));
+            let stages = 1 + random(works.len() as u64) as usize;
+            let cut = model.cut(stages, &[]).unwrap();
+            let work = |(stage, range): (usize, &Range<usize>)| {
+                model.cost(range.clone(), stage, stages).work
+            };
+            let most = cut.iter().enumerate().map(work).max().unwrap();
+            assert_eq!(most, least(&model, 0, 0, stages), "{model:?}, {stages} stages: {cut:?}");
+        }
+    }
+
+    #[test]
+    fn limits_of_memory_hold_or_are_named() {
+        let model = layers(&[1; 10], 2, 4);
+        assert_eq!(lengths(&model, 2, &[]), [6, 4]);
+        assert_eq!(lengths(&model, 2, &[50, 1000]), [3, 7]);
+        assert_eq!(lengths(&model, 2, &[1000, 50]), [9, 1]);
+        assert_eq!(model.cut(2, &[20, 1000]), Err(TooLittle { stage: 0, needs: 30 }));
+        assert_eq!(model.cut(2, &[70, 80]), Err(TooLittle { stage: 1, needs: 90 }));
+    }
+}
