@@ -199,8 +199,8 @@ fn settings_that_a_family_lacks_are_refused() {
         ),
         (
             r#""qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]"#,
-            "layer_types: expected 2 times \"full_attention\" or \"sliding_attention\", one for each \
-             layer, found 1 of them",
+            "layer_types: expected 2 times \"full_attention\" or \"sliding_attention\", one for \
+             each layer, found 1 of them",
         ),
         (
             r#""phi3", "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}"#,
