@@ -140,6 +140,11 @@ pub fn run(
         let file = source.path().join("config.json");
         return Err(unexpected(&file, key, 0, share).into());
     }
+    if source.config().experts.is_some_and(|experts| experts.balance.is_some()) {
+        let expected = "false: the loss that balances experts is not computed";
+        let file = source.path().join("config.json");
+        return Err(unexpected(&file, "output_router_logits", expected, true).into());
+    }
     let schedule = args.schedule(stages)?;
     let model = Stages::new(source, stages, args.time)?.lora(args.lora(), args.seed);
     let model = model.packed(args.data.is_some());

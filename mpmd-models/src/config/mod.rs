@@ -66,6 +66,8 @@ pub struct Config {
     pub activation: Activation,
     /// True if the projections of the MLP have biases.
     pub mlp_bias: bool,
+    /// The experts of layers that have them in place of an MLP.
+    pub experts: Option<Experts>,
     /// True if attention and MLP of a layer have the same input.
     pub is_parallel: bool,
     /// Factor of what attention and MLP add to their input.
@@ -76,7 +78,7 @@ pub struct Config {
     pub logits_cap: Option<f64>,
     /// The rotary embeddings of the layers.
     pub ropes: Vec<Rope>,
-    /// The values of each layer's attention.
+    /// The values of each layer.
     pub layers: Vec<LayerConfig>,
     /// The first key by which training would drop values, and the share. Training needs none.
     pub dropout: Option<(&'static str, f64)>,
@@ -102,7 +104,22 @@ pub enum HeadNorm {
     Width,
 }
 
-/// The values of a layer's attention.
+/// MLPs of which each token takes some.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Experts {
+    /// Number of experts of a layer.
+    pub count: usize,
+    /// Number of experts that a token takes: those with the largest probabilities.
+    pub per_token: usize,
+    /// Width inside an expert.
+    pub width: usize,
+    /// True if the probabilities of a token's experts are divided by their sum.
+    pub normalizes: bool,
+    /// Factor of the loss that balances the experts in a training. `None` if there is none.
+    pub balance: Option<f64>,
+}
+
+/// The values of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerConfig {
     /// Number of keys that a query sees, its own included. `None` if it sees all before it.
@@ -111,6 +128,8 @@ pub struct LayerConfig {
     pub rope: Option<usize>,
     /// Factor of the products of queries and keys.
     pub scale: f64,
+    /// True if it has experts.
+    pub has_experts: bool,
 }
 
 impl Config {
