@@ -24,6 +24,9 @@ const LONGEST_LINE: u64 = 4 << 20;
 const FORMS: &str = "an object with `messages`, or with `prompt` and `completion`, both texts or \
                      both messages, each with `role` and `content`";
 
+/// The names of a message's thoughts.
+const THOUGHTS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
 /// The examples of a line: several where its replies cannot be in one text.
 type Examples = Vec<Sequence>;
 
@@ -37,7 +40,8 @@ pub fn spread_examples(
     p: &mut Program,
     make: impl Fn() -> Result<Vec<Examples>>,
 ) -> Result<Vec<Examples>> {
-    // A line is the number of its examples. An example is its length, then twice each token, plus one if it has a loss.
+    // A line is the number of its examples. An example is its length, then twice each token, plus
+    // one if it has a loss.
     let words = |sequence: &Sequence| {
         let tokens = sequence.iter().map(|(token, has_loss)| token << 1 | u32::from(*has_loss));
         [sequence.len() as u32].into_iter().chain(tokens).collect::<Vec<u32>>()
@@ -58,8 +62,8 @@ pub fn spread_examples(
     Ok(all)
 }
 
-/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a reply of the
-/// assistant. So has the token of the end behind a completion.
+/// Reads the examples of each line of a file. A token has a loss if it is of a completion or of a
+/// reply of the assistant. So has the token of the end behind a completion.
 ///
 /// # Errors
 ///
@@ -229,8 +233,16 @@ fn messages(value: &Value) -> Option<Vec<Value>> {
     let message = |value: Value| {
         let keys = (value.kind() == ValueKind::Map).then(|| value.try_iter().ok()).flatten()?;
         let pair = |key: Value| value.get_item(&key).ok().map(|value| (key, value));
-        let pairs: Vec<(Value, Value)> =
+        let mut pairs: Vec<(Value, Value)> =
             keys.filter_map(pair).filter(|(_, value)| !value.is_none()).collect();
+        let named = |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name));
+        // Templates read thoughts under the first name, or the second.
+        if let Some((_, thoughts)) = THOUGHTS.iter().find_map(|name| named(name)).cloned() {
+            let has_second = named(THOUGHTS[1]).is_some();
+            pairs.retain(|(key, _)| key.as_str() != Some(THOUGHTS[0]));
+            pairs.push((THOUGHTS[0].into(), thoughts.clone()));
+            pairs.extend((!has_second).then(|| (THOUGHTS[1].into(), thoughts)));
+        }
         let has = |name: &str| pairs.iter().any(|(key, _)| key.as_str() == Some(name));
         (has("role") && pairs.len() > 1).then(|| Value::from_pairs(pairs))
     };

@@ -13,6 +13,8 @@ use crate::unexpected;
 
 /// Name of the config.
 pub(crate) const CONFIG: &str = "config.json";
+/// Name of the settings of generation.
+pub(crate) const GENERATION: &str = "generation_config.json";
 /// Name of the tokenizer.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 /// Names of the files that may be beside the weights, and that a saved model gets, too.
@@ -23,7 +25,7 @@ const COMPANIONS: [&str; 13] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION,
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.model",

@@ -2,6 +2,7 @@
 //! safetensors files.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use serde_json::Value;
 use crate::config::{self, Config};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::family::{Family, Rows, Source, read};
-pub(crate) use crate::files::{CONFIG, TOKENIZER};
+pub(crate) use crate::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::files::{Found, LARGEST_FILE, checked, companions, find};
 use crate::rope::Rope;
 use crate::stored::{DTYPES, Stored, are_equal};
@@ -118,18 +119,33 @@ impl Folder {
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
     }
 
-    /// Returns the tokens that end a text: those of `generation_config.json`, or else those of the
-    /// config. Neither file need have any.
+    /// Returns the settings of generation: an object, or null if the folder has none.
+    ///
+    /// # Errors
+    ///
+    /// If the file is damaged.
+    pub(crate) fn generation(&self) -> Result<Value> {
+        if !self.companions.contains(&GENERATION) {
+            return Ok(Value::Null);
+        }
+        let failed = |why: &dyn Display| {
+            unexpected(&self.path.join(GENERATION), "", "settings of generation", why)
+        };
+        let bytes = self.small(GENERATION).map_err(|why| failed(&why))?;
+        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
+    }
+
+    /// Returns the tokens that end a text: those of the settings of generation, or else those of
+    /// the config. Neither need have any.
     pub(crate) fn end_tokens(&self) -> Vec<u32> {
         let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
-        let of = |name| {
-            let settings: Value = serde_json::from_slice(&self.small(name).ok()?).ok()?;
-            match &settings["eos_token_id"] {
-                Value::Array(several) => several.iter().map(number).collect(),
-                one => Some(vec![number(one)?]),
-            }
+        let of = |settings: Value| match &settings["eos_token_id"] {
+            Value::Array(several) => several.iter().map(number).collect(),
+            one => Some(vec![number(one)?]),
         };
-        of("generation_config.json").or_else(|| of(CONFIG)).unwrap_or_default()
+        let config = || serde_json::from_slice(&self.small(CONFIG).ok()?).ok();
+        let own = self.generation().ok().and_then(of);
+        own.or_else(|| config().and_then(of)).unwrap_or_default()
     }
 
     /// Returns the path of the folder.
@@ -242,6 +258,24 @@ impl Folder {
             }
         }
         Ok(key.0)
+    }
+
+    /// Reads a parameter as f32. The output of a model that ties it is its embedding.
+    ///
+    /// # Errors
+    ///
+    /// If the model has no such parameter, or the file cannot be read.
+    pub(crate) fn values(&self, name: &str) -> Result<Vec<f32>> {
+        let tied = name == OUTPUT && self.config.tie_word_embeddings;
+        let name = if tied { EMBEDDING } else { name };
+        let Some((source, aval)) = self.sources.get(name) else {
+            return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
+        };
+        let (stored, mut values) = (&self.tensors[&source.name], vec![0.0; aval.elements()]);
+        let bytes = aval.elements() * stored.aval.dtype().size();
+        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        stored.read(source, &Region::full(aval.shape()), &mut values)?;
+        Ok(values)
     }
 
     /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only

@@ -207,8 +207,9 @@ impl Scaling {
 #[derive(Clone, Debug)]
 pub struct Angles {
     rope: Rope,
-    /// Those of short sequences.
+    /// Those of short sequences, or of all.
     tables: [Tensor; 2],
+    is_fixed: bool,
 }
 
 impl Angles {
@@ -218,7 +219,19 @@ impl Angles {
     ///
     /// If candle fails.
     pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
-        Ok(Self { rope: rope.clone(), tables: Self::tables(rope, positions, 0)? })
+        let tables = Self::tables(rope, positions, 0)?;
+        Ok(Self { rope: rope.clone(), tables, is_fixed: false })
+    }
+
+    /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
+    /// length. So the angles of a sequence that grows stay the same.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub fn fixed(rope: &Rope, positions: usize) -> Result<Self> {
+        let tables = Self::tables(rope, positions, positions)?;
+        Ok(Self { rope: rope.clone(), tables, is_fixed: true })
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
@@ -235,18 +248,21 @@ impl Angles {
         Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
-    /// Rotates heads `[batch, time, heads, head_dim]`, where time begins at position 0 and is the
-    /// length of the sequence.
+    /// Rotates heads `[batch, time, heads, head_dim]`, where time begins at position `at`, and ends
+    /// with the sequence.
     ///
     /// # Errors
     ///
     /// If there are more positions than angles.
-    pub fn rotate(&self, heads: &Tensor) -> Result<Tensor> {
+    pub fn rotate(&self, heads: &Tensor, at: usize) -> Result<Tensor> {
         let (_, time, _, head_dim) = heads.dims4()?;
-        let [cos, sin] = match self.rope.is_long(time) {
-            true => Self::tables(&self.rope, time, time)?,
+        let length = at + time;
+        let tables = match !self.is_fixed && self.rope.is_long(length) {
+            true => Self::tables(&self.rope, length, length)?,
             false => self.tables.clone(),
         };
+        let own = |table: &Tensor| table.narrow(0, at, table.dim(0)?.saturating_sub(at));
+        let (cos, sin) = (own(&tables[0])?, own(&tables[1])?);
         let dim = 2 * self.rope.pairs();
         if dim == head_dim {
             return rope_thd(heads, &cos, &sin);

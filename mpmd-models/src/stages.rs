@@ -14,6 +14,7 @@ use mpmd::{Error, MpmdArray, Program, Result};
 use crate::config::POSITIONS;
 use crate::decoder::{EMBEDDING, OUTPUT, Part};
 use crate::folder::{CONFIG, Folder};
+use crate::generator::Generator;
 use crate::lora::{self, Lora};
 use crate::rope::Angles;
 use crate::unexpected;
@@ -26,6 +27,7 @@ const LOGITS_AT_ONCE: usize = 512;
 pub struct Stages {
     folder: Folder,
     stages: usize,
+    positions: usize,
     angles: Vec<Angles>,
     lora: Option<Lora>,
     seed: u64,
@@ -57,7 +59,7 @@ impl Stages {
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let (folder, stages) = (folder.clone(), stages.max(1));
-        Ok(Self { folder, stages, angles, lora: None, seed: 0, is_packed: false })
+        Ok(Self { folder, stages, positions, angles, lora: None, seed: 0, is_packed: false })
     }
 
     /// Has the stages read the side inputs of [`Packed`](mpmd::train::data::Packed): `starts`, and
@@ -140,6 +142,23 @@ impl Stages {
             part.logits(&part.forward(x, starts(cx, is_packed)?.as_ref())?)
         };
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
+    }
+
+    /// Creates a generator, and issues the reading of the weights. Its sequences have up to
+    /// `positions` tokens; scalings of the rotary embedding that depend on the length take that of
+    /// `positions`. A device keeps the weights once, as f32.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Pipeline::then`]. If a file cannot be read, or a device has too little memory, the
+    /// first call fails instead.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn generator(&self, p: &mut Program, meshes: &[Mesh]) -> Result<Generator> {
+        let layers: Vec<Range<usize>> = (0..self.stages).map(|stage| self.layers(stage)).collect();
+        Generator::new(p, &self.folder, &layers, &meshes[..self.stages], self.positions)
     }
 
     fn pipeline<Y: Tensors>(

@@ -8,7 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Output, State, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use mpmd::Result;
+use mpmd::{Error, Result};
 use serde::Serialize as _;
 use serde_json::ser::{Formatter, PrettyFormatter};
 
@@ -123,6 +123,20 @@ impl Templates {
         }
     }
 
+    /// Returns the text with which a model replies to a user's message.
+    ///
+    /// # Errors
+    ///
+    /// If the template refuses it.
+    pub(crate) fn prompt(&self, message: &str) -> Result<String> {
+        let pairs = [("role", "user"), ("content", message)];
+        let messages = [Value::from_pairs(pairs)];
+        let failed = |why: String| Error::Environment(format!("the chat template: {why}"));
+        let template = self.all.iter().rev().flatten().next();
+        let template = template.ok_or_else(|| failed("none".to_owned()))?;
+        Ok(template.render(&messages, None, true).map_err(|why| failed(detail(&why)))?.0)
+    }
+
     /// Returns the texts of a conversation in which the replies of the assistant from message
     /// `from` on are marked: each with the prompt that it would have in a chat. It is one text, if
     /// the template does not change earlier messages, or itself says what a reply is. A reply with
@@ -207,7 +221,8 @@ impl Template {
                 if start < before.len() || !text.starts_with(&before) {
                     let next = |text: &str| text[start..].chars().take(20).collect::<String>();
                     return Err(format!(
-                        "a reply that does not follow its prompt: {:?} in the prompt, {:?} with the reply",
+                        "a reply that does not follow its prompt: {:?} in the prompt, {:?} with \
+                         the reply",
                         next(&prompt),
                         next(&text)
                     ));

@@ -397,6 +397,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/first-program.md")]
     pub mod first_program {}
 
+    #[doc = include_str!("../../docs/guide/generate.md")]
+    pub mod generate {}
+
     #[doc = include_str!("../../docs/guide/install.md")]
     pub mod install {}
 

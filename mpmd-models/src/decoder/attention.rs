@@ -1,5 +1,8 @@
 //! The attention of a decoder's layer.
 
+use std::ops::Range;
+
+use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{self, Mask, VarBuilder};
 use mpmd::candle::{Device, Result, Tensor};
 
@@ -54,8 +57,16 @@ impl Attention {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+    /// Computes the attention of tokens to those of the pass, or also to those in `cache`, to which
+    /// it adds them.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        starts: Option<&Tensor>,
+        cache: Option<&mut KvCache>,
+    ) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
+        let before = cache.as_ref().map_or(0, |cache| cache.current_seq_len());
         // `[batch, time, heads, head_dim]`.
         let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
         let normed = |x: Tensor, which: usize| match &self.norms {
@@ -64,13 +75,18 @@ impl Attention {
             Some((HeadNorm::Width, norms)) => heads(norms[which].forward(&x)?),
         };
         let rotated = |x: Tensor| match &self.angles {
-            Some(angles) => angles.rotate(&x),
+            Some(angles) => angles.rotate(&x, before),
             None => Ok(x),
         };
         let q = rotated(normed(self.q.forward(x)?, 0)?)?.transpose(1, 2)?;
         let k = rotated(normed(self.k.forward(x)?, 1)?)?.transpose(1, 2)?;
         let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
-        let (mask, scale) = (mask(self.layer.window, starts, time)?, self.layer.scale);
+        let (k, v) = match cache {
+            Some(cache) => cache.append(&k.contiguous()?, &v.contiguous()?)?,
+            None => (k, v),
+        };
+        let mask = mask(self.layer.window, starts, before..before + time)?;
+        let scale = self.layer.scale;
         let out = match self.cap {
             None => nn::attention(&q, &k, &v, mask, scale)?,
             Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
@@ -79,13 +95,14 @@ impl Attention {
     }
 }
 
-/// Returns the mask of a causal attention, in which each query sees `window` keys at most, from its
-/// start on.
-fn mask(window: Option<usize>, starts: Option<&Tensor>, time: usize) -> Result<Mask> {
-    let Some(window) = window.filter(|window| *window < time) else {
+/// Returns the mask of a causal attention of the queries at these positions, in which each sees
+/// `window` keys at most, from its start on.
+fn mask(window: Option<usize>, starts: Option<&Tensor>, queries: Range<usize>) -> Result<Mask> {
+    let Some(window) = window.filter(|window| *window < queries.end) else {
         return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
     };
-    let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
+    let time = queries.len();
+    let first = queries.map(|query| (query + 1).saturating_sub(window) as u32);
     let first = Tensor::from_vec(first.collect(), (1, time), &Device::Cpu)?;
     Ok(Mask::CausalFrom(match starts {
         Some(starts) => starts.broadcast_maximum(&first)?,

@@ -1,6 +1,7 @@
 //! A layer of a decoder.
 
 use mpmd::candle::nn::VarBuilder;
+use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::{Result, Tensor};
 
 use super::attention::Attention;
@@ -60,8 +61,13 @@ impl Layer {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
-        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts))?)?;
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        starts: Option<&Tensor>,
+        cache: Option<&mut KvCache>,
+    ) -> Result<Tensor> {
+        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {
@@ -75,7 +81,7 @@ impl Layer {
         &self,
         x: &Tensor,
         first: usize,
-        part: impl Fn(&Tensor) -> Result<Tensor>,
+        part: impl FnOnce(&Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut y = match &self.norms[first] {
             Some(norm) => part(&norm.forward(x)?)?,

@@ -15,6 +15,7 @@ use std::ops::Range;
 use mpmd::Result as CoreResult;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::candle_core::bail;
+use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use mpmd::candle::{Device, Result, Tensor, stage};
 
@@ -90,24 +91,48 @@ impl Part {
     }
 
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
-    /// outputs of the part before. `starts` is the first token that each token sees, `[batch,
-    /// time]`, if it is not the sequence's first. Returns `[batch, time, hidden_size]`, from the
-    /// last part too.
+    /// outputs of the part before. `starts` `[batch, time]` are the columns at which the tokens'
+    /// sequences start, if a row has several. Returns `[batch, time, hidden_size]`, from the last
+    /// part too.
     ///
     /// # Errors
     ///
     /// If a token has no row in the embedding, or shapes do not fit.
     pub fn forward(&self, x: Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
+        self.run(x, starts, None)
+    }
+
+    /// Computes the part's layers for the tokens that follow those of the caches, and adds them.
+    /// The shapes are those of [`Part::forward`], with a batch of one.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Part::forward`], and if the caches are full.
+    pub(crate) fn follow(&self, x: Tensor, caches: &mut Caches) -> Result<Tensor> {
+        self.run(x, None, Some(caches))
+    }
+
+    fn run(
+        &self,
+        x: Tensor,
+        starts: Option<&Tensor>,
+        mut caches: Option<&mut Caches>,
+    ) -> Result<Tensor> {
+        let before = caches.as_deref().map_or(0, Caches::tokens) as u32;
         let mut x = match &self.embedding {
             Some(embedding) => scaled(embedding.forward(&x)?, self.embedding_scale)?,
             None => x,
         };
         if let Some(positions) = &self.positions {
-            let at = Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?;
+            let at = Tensor::arange(before, before + x.dim(1)? as u32, &Device::Cpu)?;
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
         }
-        self.layers.iter().try_fold(x, |x, layer| layer.forward(&x, starts))
+        for (at, layer) in self.layers.iter().enumerate() {
+            let cache = caches.as_deref_mut().map(|caches| &mut caches.0[at]);
+            x = layer.forward(&x, starts, cache)?;
+        }
+        Ok(x)
     }
 
     /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
@@ -126,6 +151,27 @@ impl Part {
             Some(cap) => (logits / cap)?.tanh()? * cap,
             None => Ok(logits),
         }
+    }
+}
+
+/// The keys and values of the tokens so far, for each layer of a part.
+pub(crate) struct Caches(Vec<KvCache>);
+
+impl Caches {
+    /// Creates empty caches for `layers` layers and up to `tokens` tokens.
+    pub(crate) fn new(layers: usize, tokens: usize) -> Self {
+        // `[1, heads, tokens, head_dim]`.
+        Self((0..layers).map(|_| KvCache::new(2, tokens)).collect())
+    }
+
+    /// Returns the number of tokens.
+    pub(crate) fn tokens(&self) -> usize {
+        self.0.first().map_or(0, KvCache::current_seq_len)
+    }
+
+    /// Forgets all tokens.
+    pub(crate) fn clear(&mut self) {
+        self.0.iter_mut().for_each(KvCache::reset);
     }
 }
 

@@ -203,7 +203,8 @@ fn settings_that_a_family_lacks_are_refused() {
              each layer, found 1 of them",
         ),
         (
-            r#""phi3", "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}"#,
+            r#""phi3", "rope_scaling":
+               {"type": "longrope", "short_factor": [1], "long_factor": [1]}"#,
             "rope_scaling.short_factor: expected a list of 48 numbers, found 1 numbers",
         ),
         (

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use mpmd::pipeline::Schedule;
-use mpmd::train::data::{Packed, Sequence};
+use mpmd::train::data::{Data as _, Packed, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd_models::train::trainer;
 use mpmd_models::{Folder, Stages, read_examples, tokenizer};
@@ -159,7 +159,8 @@ fn replies_are_found_where_templates_differ() {
     // Several templates.
     let named = json!([{ "name": "default", "template": asks("<assistant>") },
         { "name": "tool_use", "template": "{% for m in messages %}{{ m.content }} {% endfor %}" }]);
-    let line = |tools: Value| json!({ "prompt": "ignored", "messages": [question, hello], "tools": tools });
+    let messages = [question, hello];
+    let line = |tools: Value| json!({ "prompt": "ignored", "messages": messages, "tools": tools });
     assert_eq!(replies(named.clone(), &line(json!([]))), Ok("Hello. ".to_owned()));
     assert_eq!(replies(named, &line(Value::Null)), Ok("Hello.".to_owned()));
 }
@@ -190,6 +191,42 @@ fn packed_completions_train_as_torch_does() {
             let off = (found - expected).abs();
             assert!(off < 1e-4, "{stages} stages, step {step}: {found}, not {expected}");
         }
+    }
+}
+
+/// Returns the loss of examples in packed rows, and the mean of that of each by itself.
+fn together_and_apart(name: &str, examples: &[Sequence], time: usize) -> (f64, f64) {
+    simulate(1, 2, |p, meshes| {
+        let schedule = Schedule::gpipe(2, 1)?;
+        let model = Stages::new(&open(name), 2, time)?.packed(true);
+        let mut trainer = trainer(p, &model, meshes, schedule, &args(""))?;
+        let mut evaluate = |examples: &[Sequence]| -> mpmd::Result<_> {
+            let data = Packed::new(examples.to_vec(), Some(examples.to_vec()), time, 1)?;
+            let rows = (0..data.held_out_len()).map(|row| data.held_out(p, meshes, row));
+            let rows = rows.collect::<mpmd::Result<Vec<_>>>()?;
+            let report = trainer.evaluate(p, rows)?.read()?;
+            Ok((report.loss() * report.weight, report.weight))
+        };
+        let mut apart = (0.0, 0.0);
+        for example in examples {
+            let (sum, weight) = evaluate(std::slice::from_ref(example))?;
+            apart = (apart.0 + sum, apart.1 + weight);
+        }
+        let (sum, weight) = evaluate(examples)?;
+        assert_eq!(weight, apart.1);
+        Ok(Some((sum / weight, apart.0 / apart.1)))
+    })
+}
+
+#[test]
+fn packed_examples_do_not_see_each_other_in_any_family() {
+    let completions = expected().completions;
+    let examples: Vec<Sequence> = completions.iter().map(|one| sequence(&one.example)).collect();
+    let short: Vec<Sequence> = examples.into_iter().filter(|one| one.len() <= 28).collect();
+    // Learned positions, windows shorter than a row with and without a cap, and all others.
+    for name in ["gpt2", "qwen3-window", "gemma2", "gemma3", "phi3", "neox", "llama3"] {
+        let (packed, apart) = together_and_apart(name, &short, 32);
+        assert!((packed - apart).abs() < 1e-5 * apart, "{name}: {packed}, not {apart}");
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod examples;
 mod folders;
+mod generation;
 mod guide;
 mod inputs;
 mod programs;

@@ -1,0 +1,261 @@
+//! Generation of text over the stages, one token after another.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use mpmd::aval::{DType, ShapedArray, f32s};
+use mpmd::candle::candle_core::{self, bail};
+use mpmd::candle::nn::VarBuilder;
+use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, named, stage};
+use mpmd::object::ObjectBytes;
+use mpmd::pipeline::{Microbatch, Pipeline};
+use mpmd::topology::Mesh;
+use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+
+use crate::config::Config;
+use crate::decoder::{Caches, Part};
+use crate::folder::Folder;
+use crate::rope::Angles;
+use crate::sample::Sampling;
+
+/// Number of a prompt's tokens that a pass computes.
+const CHUNK: usize = 256;
+
+/// A model for generation. Each stage has its weights, and the keys and values of the tokens so
+/// far, as its state.
+///
+/// ```no_run
+/// use mpmd::prelude::*;
+/// use mpmd_models::{Folder, Sampling, Stages};
+///
+/// fn main() -> Result<()> {
+///     let folder = Folder::open("model")?;
+///     Program::builder().devices(2).run(|p| {
+///         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+///         let mut generator = Stages::new(&folder, 2, 100)?.generator(p, &meshes)?;
+///         let greedy = Sampling::default();
+///         let tokens = generator.generate(p, &[5, 17, 3], &greedy, 20, |_, _| Ok(false))?;
+///         println!("{tokens:?}");
+///         Ok(())
+///     })
+/// }
+/// ```
+pub struct Generator {
+    pipeline: Pipeline<MpmdArray, MpmdArray>,
+    meshes: Vec<Mesh>,
+    /// Number of tokens so far.
+    tokens: usize,
+    /// The process that has the logits.
+    owner: ProcessId,
+}
+
+/// The state of a stage on a device.
+struct Loaded {
+    part: Part,
+    caches: Caches,
+    bytes: u64,
+}
+
+impl ObjectBytes for Loaded {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// A part of a model that is to be loaded.
+#[derive(Clone)]
+struct Plan {
+    folder: Folder,
+    angles: Vec<Angles>,
+    layers: Range<usize>,
+    positions: usize,
+    params: Vec<(String, ShapedArray)>,
+}
+
+impl Plan {
+    /// Creates the plan of some layers, for sequences of up to `positions` tokens.
+    fn new(
+        folder: &Folder,
+        angles: &[Angles],
+        layers: Range<usize>,
+        positions: usize,
+    ) -> Result<Self> {
+        let (config, all) = (folder.config().clone(), layers.clone());
+        let part = stage(
+            move |vb| Part::new(&config, None, &[], all.clone(), &vb),
+            |part, x: Tensor, _| part.forward(x, None),
+        )?;
+        let (folder, angles) = (folder.clone(), angles.to_vec());
+        Ok(Self { folder, angles, layers, positions, params: part.shapes().into_iter().collect() })
+    }
+
+    /// Returns the bytes of weights and caches.
+    fn bytes(&self) -> u64 {
+        let Config { num_key_value_heads: heads, head_dim, .. } = self.folder.config();
+        let token = 2 * self.layers.len() * heads * head_dim * DType::F32.size();
+        let weights: usize = self.params.iter().map(|(_, aval)| aval.bytes()).sum();
+        (weights + self.positions * token) as u64
+    }
+
+    /// Reads the weights, one after another.
+    fn load(&self) -> Result<Loaded> {
+        let failed = |why: candle_core::Error| Error::kernel(why.to_string());
+        let mut tensors = HashMap::new();
+        for (name, aval) in &self.params {
+            let values = self.folder.values(name)?;
+            let tensor = Tensor::from_vec(values, aval.shape(), &Device::Cpu).map_err(failed)?;
+            tensors.insert(name.clone(), tensor);
+        }
+        let vb = VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
+        let part = Part::new(self.folder.config(), None, &self.angles, self.layers.clone(), &vb);
+        let caches = Caches::new(self.layers.len(), self.positions);
+        Ok(Loaded { part: part.map_err(failed)?, caches, bytes: self.bytes() })
+    }
+
+    /// Returns the stage that computes with what is loaded. The last stage of a model returns the
+    /// logits of the last token, `[1, vocab_size]`.
+    fn stage(&self) -> Result<CandleStage<(), Tensor, Tensor>> {
+        let config = self.folder.config();
+        let is_last = self.layers.end == config.num_hidden_layers;
+        let (width, tokens) = (config.hidden_size, config.vocab_size);
+        let shape = move |time: usize| match is_last {
+            true => vec![1, tokens],
+            false => vec![1, time, width],
+        };
+        let forward = move |(): &(), x: Tensor, cx: &mut Cx<'_>| {
+            let time = x.dim(1)?;
+            let Some(mut loaded) = cx.state::<Loaded>()? else {
+                return Tensor::zeros(shape(time), candle_core::DType::F32, &Device::Cpu);
+            };
+            follow(&mut loaded, x, cx, is_last)
+        };
+        let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
+        let stage = stage(|_| Ok(()), forward)?.named(name);
+        Ok(stage.outputs(move |x| Ok(f32s(shape(x.shape()[1])))).frozen())
+    }
+}
+
+/// Computes the tokens of a pass. The side input `at` is the number of tokens before them.
+fn follow(loaded: &mut Loaded, x: Tensor, cx: &Cx<'_>, is_last: bool) -> CandleResult<Tensor> {
+    let (Loaded { part, caches, .. }, time) = (loaded, x.dim(1)?);
+    let at = cx.side("at")?.to_vec1::<u32>()?[0] as usize;
+    if at == 0 {
+        caches.clear();
+    }
+    if at != caches.tokens() {
+        bail!("a pass at position {at}, where {} tokens are known", caches.tokens());
+    }
+    let x = part.follow(x, caches)?;
+    if is_last { part.logits(&x.narrow(1, time - 1, 1)?)?.squeeze(1) } else { Ok(x) }
+}
+
+impl Generator {
+    /// Creates the pipeline, and issues the reading of the weights, in which each process reads
+    /// those of its own stages. `layers` are those of the stages; `meshes` are theirs, in order.
+    pub(crate) fn new(
+        p: &mut Program,
+        folder: &Folder,
+        layers: &[Range<usize>],
+        meshes: &[Mesh],
+        positions: usize,
+    ) -> Result<Self> {
+        folder.compare(p)?;
+        let angles = folder.config().ropes.iter().map(|rope| Angles::fixed(rope, positions));
+        let angles = angles.collect::<CandleResult<Vec<_>>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+        let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
+        for (index, (layers, mesh)) in layers.iter().zip(meshes).enumerate() {
+            let plan = Plan::new(folder, &angles, layers.clone(), positions)?;
+            let (stage, bytes) = (plan.stage()?, plan.bytes());
+            let state = p.object_of_bytes(mesh, bytes, move |_| plan.load())?;
+            let mut more = match pipeline.take() {
+                None => Pipeline::first(stage, mesh, Default::default())?,
+                Some(pipeline) => pipeline.then(stage, mesh, Default::default())?,
+            };
+            more.state(index, &state)?;
+            pipeline = Some(more);
+        }
+        let none = || Error::kernel("a model without stages");
+        let (mut pipeline, last) = (pipeline.ok_or_else(none)?, meshes.last().ok_or_else(none)?);
+        let first = microbatch(p, meshes, &[0], 0)?;
+        pipeline.probe(p, &first.shapes())?;
+        let owner = last.devices().first().and_then(|device| p.topology().process_of(*device));
+        Ok(Self { pipeline, meshes: meshes.to_vec(), tokens: 0, owner: owner.ok_or_else(none)? })
+    }
+
+    /// Generates up to `most` tokens that follow a prompt, and returns them on every process. All
+    /// must call it with the same arguments, and block until it ends. It ends early once `is_end`
+    /// returns true: all processes call it after each token, with the tokens so far, and must get
+    /// the same answer. Tokens of an earlier call are forgotten.
+    ///
+    /// # Errors
+    ///
+    /// If the prompt is empty, a token has no row in the embedding, or there are more tokens than
+    /// positions. If the model's logits are not finite, or `is_end` fails.
+    pub fn generate(
+        &mut self,
+        p: &mut Program,
+        prompt: &[u32],
+        sampling: &Sampling,
+        most: usize,
+        mut is_end: impl FnMut(&mut Program, &[u32]) -> Result<bool>,
+    ) -> Result<Vec<u32>> {
+        if prompt.is_empty() {
+            return Err(Error::Environment("the prompt has no tokens".to_owned()));
+        }
+        self.tokens = 0;
+        let (mut text, mut logits) = (Vec::new(), None);
+        for part in prompt.chunks(CHUNK) {
+            logits = Some(self.pass(p, part)?);
+        }
+        while text.len() < most {
+            let choose = || {
+                let host = logits.take().map(|logits| logits.to_host()).transpose()?.flatten();
+                let Some(host) = host else { return Ok(None) };
+                Ok(sampling.next(host.to_vec::<f32>()?, prompt, &text))
+            };
+            let Some(next) = p.broadcast_value(self.owner, Some(0), choose)? else {
+                return Err(Error::kernel(
+                    "the model's logits are not finite: its weights are not, or its activations \
+                     overflow",
+                ));
+            };
+            text.push(next);
+            if is_end(p, &text)? {
+                break;
+            }
+            if text.len() < most {
+                logits = Some(self.pass(p, &[next])?);
+            }
+        }
+        Ok(text)
+    }
+
+    /// Issues the pass of the next tokens. Returns the logits of the last one.
+    fn pass(&mut self, p: &mut Program, tokens: &[u32]) -> Result<MpmdArray> {
+        let microbatch = microbatch(p, &self.meshes, tokens, self.tokens)?;
+        self.tokens += tokens.len();
+        self.pipeline.forward(p, microbatch)
+    }
+}
+
+/// Issues the making of the input of a pass with these tokens, of which `at` are before.
+fn microbatch(
+    p: &mut Program,
+    meshes: &[Mesh],
+    tokens: &[u32],
+    at: usize,
+) -> Result<Microbatch<MpmdArray>> {
+    let mut array = |mesh: &Mesh, shape: &[usize], values: Vec<u32>| {
+        let aval = ShapedArray::try_new(shape, DType::U32)?;
+        p.array_from_fn(aval, mesh.replicated(), move |_, mut view| {
+            view.as_mut_slice::<u32>()?.copy_from_slice(&values);
+            Ok(())
+        })
+    };
+    let inputs = array(&meshes[0], &[1, tokens.len()], tokens.to_vec())?;
+    meshes.iter().enumerate().try_fold(Microbatch::new(inputs), |microbatch, (stage, mesh)| {
+        let at = array(mesh, &[1], vec![at as u32])?;
+        Ok(microbatch.side(stage, named([("at", at)])))
+    })
+}
