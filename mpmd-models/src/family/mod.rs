@@ -96,6 +96,7 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
     let config = Config { family: family.name, ..(family.read)(&keys)? };
     keys.only("is_encoder_decoder", false)?;
     keys.only("add_cross_attention", false)?;
+    keys.only("rope_interleaved", false)?;
     // Both are true in some folders, and change nothing here.
     for key in ["is_decoder", "tie_encoder_decoder"] {
         keys.flag(key, false)?;
