@@ -18,7 +18,7 @@ const SHOWN: usize = 60;
 
 /// Keys that no decoder's results depend on. Others that nothing has read are refused.
 pub(crate) const HARMLESS: &[&str] = &[
-    // Where the folder comes from, and how programs load it.
+    // The origin of a folder, and settings of programs that load it.
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -36,7 +36,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // How they compute, which changes speed and memory.
+    // Settings of speed and memory.
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_flash_attn_2_enabled",
@@ -52,7 +52,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "use_cache",
     "use_flash_attention",
     "use_flash_attn",
-    // What they return beside the results.
+    // Outputs beside the results.
     "output_attentions",
     "output_hidden_states",
     "output_past",

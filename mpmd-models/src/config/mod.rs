@@ -1,5 +1,5 @@
-//! The config of a model: the values that choose the parts of a decoder, and what reads them from
-//! the `config.json` of a folder.
+//! The config of a model: the values that choose the parts of a decoder, and functions that read
+//! keys of the `config.json` of a folder.
 
 mod keys;
 mod rope;
@@ -46,7 +46,7 @@ pub struct Config {
     pub embedding_scale: f64,
     /// True if a table of positions is added to the embedding.
     pub learned_positions: bool,
-    /// How inputs are normed.
+    /// The kind of its norms.
     pub norm: Norm,
     /// Number that is added to the variance or the mean square in a norm.
     pub norm_eps: f64,
@@ -56,7 +56,7 @@ pub struct Config {
     pub qkv_bias: bool,
     /// True if the projection of the attention's result has a bias.
     pub out_bias: bool,
-    /// What norms of queries and keys take together. `None` if there are none.
+    /// The extent of the norms of queries and keys. `None` if there are none.
     pub head_norm: Option<HeadNorm>,
     /// Largest score of attention. A score `x` becomes `cap tanh(x / cap)`.
     pub score_cap: Option<f64>,
@@ -70,7 +70,7 @@ pub struct Config {
     pub experts: Option<Experts>,
     /// True if attention and MLP of a layer have the same input.
     pub is_parallel: bool,
-    /// Factor of what attention and MLP add to their input.
+    /// Factor of the results of attention and MLP, before they are added to their inputs.
     pub residual_scale: f64,
     /// Divisor of the logits.
     pub logits_divisor: f64,
@@ -95,7 +95,7 @@ pub enum Norm {
     Layer,
 }
 
-/// What a norm of queries or keys takes together.
+/// The elements of queries or keys that a norm takes together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum HeadNorm {
     /// The elements of one head.

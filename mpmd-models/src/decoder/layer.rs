@@ -23,7 +23,7 @@ pub(super) struct Layer {
     residual_scale: f64,
 }
 
-/// What follows the attention.
+/// The part of a layer behind the attention.
 enum Feed {
     Mlp(Box<Mlp>),
     Experts(Experts),
@@ -76,7 +76,8 @@ impl Layer {
             })?
     }
 
-    /// Returns what a part of the layer adds. `first` is the index of the norm before it.
+    /// Returns the term that a part of the layer adds to its input. `first` is the index of the norm
+    /// before the part.
     fn part(
         &self,
         x: &Tensor,

@@ -6,7 +6,7 @@ use mpmd::candle::{Result, Tensor};
 use crate::config::Config;
 use crate::lora::{Lora, Projection};
 
-/// Two projections with an activation function between them, whose result a third one may gate.
+/// Two projections with an activation function between them, and a third one for a gate.
 pub(super) struct Mlp {
     gate: Option<Projection>,
     up: Projection,
