@@ -76,8 +76,8 @@ impl Layer {
             })?
     }
 
-    /// Returns the term that a part of the layer adds to its input. `first` is the index of the norm
-    /// before the part.
+    /// Returns the term that a part of the layer adds to its input. `first` is the index of the
+    /// norm before the part.
     fn part(
         &self,
         x: &Tensor,

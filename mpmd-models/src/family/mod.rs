@@ -298,8 +298,8 @@ fn check_heads(keys: &Keys<'_>, config: &Config) -> Result<()> {
     keys.only("num_key_value_heads", config.num_attention_heads)
 }
 
-/// Reads the settings of experts. `count` and `per_token` are the defaults of the number of experts,
-/// and of a token's experts.
+/// Reads the settings of experts. `count` is the default of their number, and `per_token` of the
+/// number that a token takes.
 fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Result<Experts> {
     const KEY: &str = "num_local_experts";
     let count = keys.size(KEY, count)?;
