@@ -53,7 +53,7 @@ use std::path::Path;
 
 use mpmd::Error;
 
-pub use config::{Config, HeadNorm, LayerConfig, Norm};
+pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
 pub use cut::CutArgs;
 pub use decoder::Part;
 pub use examples::{read_examples, spread_examples};

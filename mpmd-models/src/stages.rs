@@ -342,7 +342,8 @@ impl Held {
 }
 
 /// Returns the costs of the layers, and of what the first and the last of `stages` stages have
-/// beside. A layer's work is the number of its parameters. Of the embedding a token reads a row.
+/// beside. A layer's work is the number of its parameters, of experts of those that a token takes.
+/// Of the embedding a token reads a row.
 fn costs(folder: &Folder, stages: usize, held: Held) -> Layers {
     let cost = |work: u64, elements: u64| Cost { work, bytes: elements * held.element };
     let elements = |aval: &ShapedArray| aval.elements() as u64;
@@ -351,8 +352,14 @@ fn costs(folder: &Folder, stages: usize, held: Held) -> Layers {
     for (name, aval) in folder.params() {
         let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
         let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
+        let taken = |elements: u64| match folder.config().experts {
+            Some(experts) if name.contains(".experts.") => {
+                elements * experts.per_token as u64 / experts.count as u64
+            }
+            _ => elements,
+        };
         let (work, to) = match (layer, name) {
-            (Some(layer), _) => (elements(aval), layer),
+            (Some(layer), _) => (taken(elements(aval)), layer),
             (None, OUTPUT) => (elements(aval), &mut last),
             (None, name) if name.starts_with("model.embed") => (0, &mut first),
             _ => (0, &mut last),

@@ -122,3 +122,45 @@ pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
     }
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+
+    use mpmd::train::tensors::header;
+
+    use super::*;
+    use crate::family::Rows;
+
+    #[test]
+    fn tensors_of_several_blocks_are_read_in_order() {
+        let (height, width) = (1300, 500);
+        let at = |row: usize, column: usize| bf16::from_f32((row * 7 + column * 3) as f32 % 256.0);
+        let values = (0..height).flat_map(|row| (0..width).map(move |column| at(row, column)));
+        let aval = ShapedArray::new(&[height, width], DType::Bf16);
+        let arrays = [("a".to_owned(), aval.clone())];
+        let (mut bytes, _) = header(&arrays, &BTreeMap::new()).unwrap();
+        bytes.extend(values.flat_map(|value| value.to_le_bytes()));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), bytes).unwrap();
+        let file = TensorFile::open(file.path()).unwrap();
+        let stored = Stored { file, name: "a".to_owned(), aval };
+        for is_transposed in [false, true] {
+            // The parameter is the tensor without its first rows or columns.
+            let (rows, columns) = if is_transposed { (480, 1300) } else { (1280, 500) };
+            let source =
+                Source { name: "a".to_owned(), rows: Rows::block(20, rows), is_transposed };
+            let region = Region::new(vec![3..rows, 1..columns]);
+            let mut found = vec![0.0; region.elements()];
+            stored.read(&source, &region, &mut found).unwrap();
+            let place = |row: usize, column| match is_transposed {
+                true => at(column, row + 20),
+                false => at(row + 20, column),
+            };
+            let expected = (3..rows).flat_map(|row| (1..columns).map(move |column| (row, column)));
+            let expected = expected.map(|(row, column)| place(row, column).to_f32());
+            assert!(found.into_iter().eq(expected), "transposed: {is_transposed}");
+        }
+    }
+}

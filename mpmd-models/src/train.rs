@@ -141,6 +141,11 @@ pub fn run(
         let file = source.path().join("config.json");
         return Err(unexpected(&file, key, 0, share).into());
     }
+    if source.config().experts.is_some_and(|experts| experts.balance.is_some()) {
+        let expected = "false: the loss that balances experts is not computed";
+        let file = source.path().join("config.json");
+        return Err(unexpected(&file, "output_router_logits", expected, true).into());
+    }
     let stages = cut.stages();
     let schedule = args.schedule(stages)?;
     let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };

@@ -85,6 +85,7 @@ NEOX = dict(
     rms_norm_eps=None,
     layer_norm_eps=1e-5,
 )
+MOE = dict(ODD, hidden_size=16, intermediate_size=12, head_dim=6, num_experts_per_tok=2)
 # A folder's place is its seed. `family` is llama unless it is set.
 FOLDERS = {
     "bf16": dict(num_key_value_heads=1),
@@ -232,6 +233,31 @@ FOLDERS = {
         hidden_act="gelu_new",
         rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5),
     ),
+    "mixtral": dict(MOE, family="mixtral", num_local_experts=3),
+    "mixtral-window": dict(
+        MOE,
+        family="mixtral",
+        num_key_value_heads=3,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-moe": dict(
+        MOE, family="qwen3_moe", num_experts=6, moe_intermediate_size=8, norm_topk_prob=True
+    ),
+    "qwen3-moe-sparse": dict(
+        MOE,
+        family="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        num_hidden_layers=6,
+        tie_word_embeddings=True,
+    ),
 }
 # Folders whose weights are bf16.
 HALF = ["bf16", "mistral-bf16", "gemma3-old", "gemma2-bf16"]
@@ -351,10 +377,16 @@ class LoraLinear(torch.nn.Module):
 
 
 def add_lora(model):
-    """Freezes the model, and adds LoRA to all projections of its layers."""
+    """Freezes the model, and adds LoRA to all projections of its layers.
+
+    A model with experts gets it in the attention alone.
+    """
     model.requires_grad_(False)
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
+    has_experts = hasattr(model.config, "num_experts_per_tok")
     for module in list(layers.modules()):
+        if has_experts and "Attention" not in type(module).__name__:
+            continue
         for name, child in list(module.named_children()):
             if isinstance(child, (torch.nn.Linear, Conv1D)):
                 shape = child.weight.shape

@@ -18,20 +18,25 @@ const SHOWN: usize = 60;
 
 /// Keys that no decoder's results depend on. Others that nothing has read are refused.
 pub(crate) const HARMLESS: &[&str] = &[
-    // Where the folder comes from, and how programs load it.
+    // The origin of a folder, and settings of programs that load it.
     "_name_or_path",
     "architectures",
     "auto_map",
     "base_model_name_or_path",
+    "custom_pipelines",
     "dtype",
+    "is_llama_config",
+    "max_sequence_length",
+    "model_max_length",
     "model_name",
     "name_or_path",
     "tokenizer_class",
     "torch_dtype",
+    "transformers.js_config",
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // How they compute, which changes speed and memory.
+    // Settings of speed and memory.
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_flash_attn_2_enabled",
@@ -47,7 +52,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "use_cache",
     "use_flash_attention",
     "use_flash_attn",
-    // What they return beside the results.
+    // Outputs beside the results.
     "output_attentions",
     "output_hidden_states",
     "output_past",
@@ -57,6 +62,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     // The first values of a training from scratch.
     "initializer_range",
     // Heads of other tasks.
+    "_num_labels",
     "classifier_dropout",
     "finetuning_task",
     "id2label",
@@ -83,6 +89,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "forced_bos_token_id",
     "forced_eos_token_id",
     "length_penalty",
+    "mask_token_id",
     "max_length",
     "min_length",
     "no_repeat_ngram_size",

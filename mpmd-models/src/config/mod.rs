@@ -1,5 +1,5 @@
-//! The config of a model: the values that choose the parts of a decoder, and what reads them from
-//! the `config.json` of a folder.
+//! The config of a model: the values that choose the parts of a decoder, and functions that read
+//! keys of the `config.json` of a folder.
 
 mod keys;
 mod rope;
@@ -46,7 +46,7 @@ pub struct Config {
     pub embedding_scale: f64,
     /// True if a table of positions is added to the embedding.
     pub learned_positions: bool,
-    /// How inputs are normed.
+    /// The kind of its norms.
     pub norm: Norm,
     /// Number that is added to the variance or the mean square in a norm.
     pub norm_eps: f64,
@@ -56,7 +56,7 @@ pub struct Config {
     pub qkv_bias: bool,
     /// True if the projection of the attention's result has a bias.
     pub out_bias: bool,
-    /// What norms of queries and keys take together. `None` if there are none.
+    /// The extent of the norms of queries and keys. `None` if there are none.
     pub head_norm: Option<HeadNorm>,
     /// Largest score of attention. A score `x` becomes `cap tanh(x / cap)`.
     pub score_cap: Option<f64>,
@@ -66,9 +66,11 @@ pub struct Config {
     pub activation: Activation,
     /// True if the projections of the MLP have biases.
     pub mlp_bias: bool,
+    /// The experts of layers that have them in place of an MLP.
+    pub experts: Option<Experts>,
     /// True if attention and MLP of a layer have the same input.
     pub is_parallel: bool,
-    /// Factor of what attention and MLP add to their input.
+    /// Factor of the results of attention and MLP, before they are added to their inputs.
     pub residual_scale: f64,
     /// Divisor of the logits.
     pub logits_divisor: f64,
@@ -76,7 +78,7 @@ pub struct Config {
     pub logits_cap: Option<f64>,
     /// The rotary embeddings of the layers.
     pub ropes: Vec<Rope>,
-    /// The values of each layer's attention.
+    /// The values of each layer.
     pub layers: Vec<LayerConfig>,
     /// The first key by which training would drop values, and the share. Training needs none.
     pub dropout: Option<(&'static str, f64)>,
@@ -93,7 +95,7 @@ pub enum Norm {
     Layer,
 }
 
-/// What a norm of queries or keys takes together.
+/// The elements of queries or keys that a norm takes together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum HeadNorm {
     /// The elements of one head.
@@ -102,7 +104,22 @@ pub enum HeadNorm {
     Width,
 }
 
-/// The values of a layer's attention.
+/// MLPs of which each token takes some.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Experts {
+    /// Number of experts of a layer.
+    pub count: usize,
+    /// Number of experts that a token takes: those with the largest probabilities.
+    pub per_token: usize,
+    /// Width inside an expert.
+    pub width: usize,
+    /// True if the probabilities of a token's experts are divided by their sum.
+    pub normalizes: bool,
+    /// Factor of the loss that balances the experts in a training. `None` if there is none.
+    pub balance: Option<f64>,
+}
+
+/// The values of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerConfig {
     /// Number of keys that a query sees, its own included. `None` if it sees all before it.
@@ -111,6 +128,8 @@ pub struct LayerConfig {
     pub rope: Option<usize>,
     /// Factor of the products of queries and keys.
     pub scale: f64,
+    /// True if it has experts.
+    pub has_experts: bool,
 }
 
 impl Config {

@@ -27,7 +27,7 @@ const OTHERS: &[&str] = &[
     "type",
 ];
 
-/// What the settings of a rotary embedding are without their keys.
+/// The settings of a rotary embedding whose keys are absent.
 pub(crate) struct RopeDefaults {
     /// Key at the top of a config in the old form, and its default.
     pub(crate) theta: (&'static str, f64),

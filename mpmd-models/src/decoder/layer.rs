@@ -5,6 +5,7 @@ use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::{Result, Tensor};
 
 use super::attention::Attention;
+use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
 
@@ -15,11 +16,17 @@ use crate::rope::Angles;
 /// Attention and MLP, each added to its input, with norms before and after.
 pub(super) struct Layer {
     attention: Attention,
-    mlp: Mlp,
+    mlp: Feed,
     /// Before and after the attention, before and after the MLP.
     norms: [Option<Norm>; 4],
     is_parallel: bool,
     residual_scale: f64,
+}
+
+/// The part of a layer behind the attention.
+enum Feed {
+    Mlp(Box<Mlp>),
+    Experts(Experts),
 }
 
 impl Layer {
@@ -35,9 +42,19 @@ impl Layer {
             name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name))).transpose()
         };
         let layer = config.layers[index];
+        let vb_mlp = vb.pp("mlp");
+        let mlp = match config.experts.filter(|_| layer.has_experts) {
+            Some(experts) => Feed::Experts(Experts::new(config, experts, &vb_mlp)?),
+            None => {
+                // Of a model with experts, `peft` knows no matrices of LoRA but the attention's.
+                let lora = lora.filter(|_| config.experts.is_none());
+                let mlp = Mlp::new(config, config.intermediate_size, lora, &vb_mlp)?;
+                Feed::Mlp(Box::new(mlp))
+            }
+        };
         Ok(Self {
             attention: Attention::new(config, lora, layer, angles, &vb.pp("self_attn"))?,
-            mlp: Mlp::new(config, lora, &vb.pp("mlp"))?,
+            mlp,
             norms: [norm(0)?, norm(1)?, norm(2)?, norm(3)?],
             is_parallel: config.is_parallel,
             residual_scale: config.residual_scale,
@@ -52,10 +69,15 @@ impl Layer {
     ) -> Result<Tensor> {
         let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
-        &attended + self.part(inputs, 2, |x| self.mlp.forward(x))?
+        &attended
+            + self.part(inputs, 2, |x| match &self.mlp {
+                Feed::Mlp(mlp) => mlp.forward(x),
+                Feed::Experts(experts) => experts.forward(x),
+            })?
     }
 
-    /// Returns what a part of the layer adds. `first` is the index of the norm before it.
+    /// Returns the term that a part of the layer adds to its input. `first` is the index of the
+    /// norm before the part.
     fn part(
         &self,
         x: &Tensor,

@@ -6,7 +6,7 @@ use mpmd::candle::{Result, Tensor};
 use crate::config::Config;
 use crate::lora::{Lora, Projection};
 
-/// Two projections with an activation function between them, whose result a third one may gate.
+/// Two projections with an activation function between them, and a third one for a gate.
 pub(super) struct Mlp {
     gate: Option<Projection>,
     up: Projection,
@@ -15,8 +15,14 @@ pub(super) struct Mlp {
 }
 
 impl Mlp {
-    pub(super) fn new(config: &Config, lora: Option<Lora>, vb: &VarBuilder<'_>) -> Result<Self> {
-        let (width, inner) = (config.hidden_size, config.intermediate_size);
+    /// Creates an MLP with `inner` elements between the projections.
+    pub(super) fn new(
+        config: &Config,
+        inner: usize,
+        lora: Option<Lora>,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
+        let width = config.hidden_size;
         let projection = |name, inputs, outputs| {
             Projection::new((inputs, outputs), config.mlp_bias, lora, &vb.pp(name))
         };

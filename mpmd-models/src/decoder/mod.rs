@@ -4,6 +4,7 @@
 //! Its parameters have the same names and forms for all families: those of Llama on model hubs.
 
 mod attention;
+mod experts;
 mod layer;
 mod mlp;
 mod norm;

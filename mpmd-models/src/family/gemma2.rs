@@ -33,7 +33,7 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     divides: true,
 };
 
-/// Reads what Gemma 2 and 3 share.
+/// Reads the common settings of Gemma 2 and 3.
 pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> Result<Config> {
     let mut config = base(keys, or)?;
     config.qkv_bias = keys.flag("attention_bias", false)?;

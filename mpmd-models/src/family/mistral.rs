@@ -14,7 +14,7 @@ pub(super) const FAMILY: Family = Family {
     ..PLAIN
 };
 
-const DEFAULTS: Defaults = Defaults {
+pub(super) const DEFAULTS: Defaults = Defaults {
     intermediate_size: 14_336,
     groups: Some(8),
     rope: RopeDefaults { positions: 4096 * 32, ..LLAMA.rope },

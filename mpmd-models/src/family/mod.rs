@@ -8,10 +8,12 @@ mod gpt_neox;
 mod granite;
 mod llama;
 mod mistral;
+mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 #[cfg(test)]
 mod tests;
 
@@ -24,13 +26,15 @@ use mpmd::train::tensors::read_regular;
 use serde_json::{Map, Value};
 
 use crate::config::{
-    Config, EXPECTED, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS, RopeDefaults,
-    rope, word,
+    Config, EXPECTED, Experts, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS,
+    RopeDefaults, rope, word,
 };
 use crate::unexpected;
 
 /// Limit on the number of layers, whose names are kept in memory.
 const MOST_LAYERS: usize = 10_000;
+/// Limit on the number of experts of all layers.
+const MOST_EXPERTS: usize = 100_000;
 /// Names of the norms of a layer that norms only inputs.
 const BEFORE: [Option<&str>; 4] =
     [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
@@ -53,11 +57,13 @@ pub(crate) struct Family {
 }
 
 /// All families, in the order of the guide.
-pub(crate) static FAMILIES: [Family; 11] = [
+pub(crate) static FAMILIES: [Family; 13] = [
     llama::FAMILY,
     mistral::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
+    mixtral::FAMILY,
+    qwen3_moe::FAMILY,
     gemma2::FAMILY,
     gemma3::FAMILY,
     phi3::FAMILY,
@@ -90,6 +96,7 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
     let config = Config { family: family.name, ..(family.read)(&keys)? };
     keys.only("is_encoder_decoder", false)?;
     keys.only("add_cross_attention", false)?;
+    keys.only("rope_interleaved", false)?;
     // Both are true in some folders, and change nothing here.
     for key in ["is_decoder", "tie_encoder_decoder"] {
         keys.flag(key, false)?;
@@ -229,7 +236,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         return Err(keys.unexpected("num_key_value_heads", expected, groups));
     }
     let (rope_of_layer, scale) = (rope.as_ref().map(|_| 0), (head_dim as f64).sqrt().recip());
-    let layer = LayerConfig { window: None, rope: rope_of_layer, scale };
+    let layer = LayerConfig { window: None, rope: rope_of_layer, scale, has_experts: false };
     Ok(Config {
         family: "",
         vocab_size: keys.size("vocab_size", or.vocab_size)?,
@@ -253,6 +260,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         is_gated: true,
         activation: activation(keys, or.activation)?,
         mlp_bias: false,
+        experts: None,
         is_parallel: false,
         residual_scale: 1.0,
         logits_divisor: 1.0,
@@ -288,6 +296,25 @@ fn dropout(keys: &Keys<'_>, shares: &[(&'static str, f64)]) -> Result<Option<(&'
 fn check_heads(keys: &Keys<'_>, config: &Config) -> Result<()> {
     keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
     keys.only("num_key_value_heads", config.num_attention_heads)
+}
+
+/// Reads the settings of experts. `count` is the default of their number, and `per_token` of the
+/// number that a token takes.
+fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Result<Experts> {
+    const KEY: &str = "num_local_experts";
+    let count = keys.size(KEY, count)?;
+    let most = MOST_EXPERTS / layers;
+    if count > most {
+        return Err(keys.unexpected(KEY, format!("at most {most} in {layers} layers"), count));
+    }
+    let per_token = keys.size("num_experts_per_tok", per_token)?;
+    if per_token > count {
+        let expected = format!("at most {count}, the number of experts");
+        return Err(keys.unexpected("num_experts_per_tok", expected, per_token));
+    }
+    let factor = keys.number("router_aux_loss_coef", 0.001)?;
+    let balance = keys.flag("output_router_logits", false)?.then_some(factor);
+    Ok(Experts { count, per_token, width: 0, normalizes: true, balance })
 }
 
 /// Reads the size of a sliding window.

@@ -211,6 +211,14 @@ fn settings_that_a_family_lacks_are_refused() {
             r#""gpt_neox", "rotary_pct": 1.5"#,
             "rotary_pct: expected a number from 0 to 1, found 1.5",
         ),
+        (
+            r#""mixtral", "num_local_experts": 2000000000"#,
+            "num_local_experts: expected at most 3125 in 32 layers, found 2000000000",
+        ),
+        (
+            r#""qwen3_moe", "num_experts": 4"#,
+            "num_experts_per_tok: expected at most 4, the number of experts, found 8",
+        ),
         (r#""mistral", "layer_types": []"#, "layer_types: expected no such key"),
     ] {
         let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();

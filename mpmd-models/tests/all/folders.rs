@@ -14,7 +14,7 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
-pub(crate) const ALL: [&str; 25] = [
+pub(crate) const ALL: [&str; 29] = [
     "plain",
     "grouped",
     "llama3",
@@ -26,6 +26,10 @@ pub(crate) const ALL: [&str; 25] = [
     "qwen2-window",
     "qwen3",
     "qwen3-window",
+    "mixtral",
+    "mixtral-window",
+    "qwen3-moe",
+    "qwen3-moe-sparse",
     "gemma2",
     "gemma2-bf16",
     "gemma3",

@@ -58,6 +58,11 @@ fn row(name: &str, folder: &Folder) -> String {
         Some(HeadNorm::Head) => "norms of each head",
         Some(HeadNorm::Width) => "norms of all heads",
     };
+    let experts = config.experts.map_or_else(String::new, |experts| {
+        let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
+        let (taken, count, all) = (experts.per_token, experts.count, config.layers.len());
+        format!("{taken} of {count} experts in {layers} of {all} layers")
+    });
     let usual = (config.head_dim as f64).sqrt();
     let factors = [
         (config.embedding_scale != 1.0, "embedding"),
@@ -76,6 +81,7 @@ fn row(name: &str, folder: &Folder) -> String {
     let besides = [
         list("biases", &biases),
         head_norm.to_owned(),
+        experts,
         list("factors", &factors),
         list("caps", &caps),
         is(config.is_parallel, "attention beside the MLP"),

@@ -122,7 +122,7 @@ fn mistakes_in_arguments_start_no_process() {
 }
 
 #[test]
-fn dropout_refuses_a_training_and_no_score() {
+fn what_training_lacks_is_refused_and_scored() {
     let (folder, text) = (copy("gpt2"), text());
     change_config(folder.path(), |config| {
         // The default is a tenth.
@@ -138,6 +138,12 @@ fn dropout_refuses_a_training_and_no_score() {
     assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     let output = run(&["--tokens", "9", "--score"]);
     assert!(output.status.success(), "{output:?}");
+    // Nor is there the loss that balances experts.
+    let folder = copy("mixtral");
+    change_config(folder.path(), |config| config["output_router_logits"] = true.into());
+    let output = bare(FINETUNE).arg("--model").arg(folder.path()).arg(&text).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("config.json: output_router_logits: expected false"), "{said}");
 }
 
 #[test]

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::pipeline::Microbatch;
-use mpmd::sharding::Sharding;
+use mpmd::sharding::{Sharding, Spec, SpecEntry};
+use mpmd::topology::Mesh;
 use mpmd::train::data::Text;
 use mpmd_models::score::nats_per_token;
 use mpmd_models::{Folder, Stages, Tokens};
@@ -179,6 +180,47 @@ fn each_process_reads_only_its_share() {
             let read: Vec<u64> = folders.iter().map(Folder::bytes_read).collect();
             let model = Stages::new(&folders[0], stages, 1).unwrap();
             assert_eq!(read, shares(&folders[0], &model, stages), "{name}, {stages} stages");
+        }
+    }
+}
+
+#[test]
+fn regions_of_parameters_are_read_alone() {
+    // Of tensors as they are, fused, transposed, head by head, and in bf16.
+    for (name, parameter) in [
+        ("plain", "mlp.down_proj.weight"),
+        ("phi3", "self_attn.k_proj.weight"),
+        ("gpt2-hub", "self_attn.v_proj.weight"),
+        ("gpt2-hub", "self_attn.v_proj.bias"),
+        ("gpt2", "mlp.down_proj.weight"),
+        ("neox", "self_attn.k_proj.weight"),
+        ("neox", "self_attn.q_proj.bias"),
+        ("bf16", "self_attn.q_proj.weight"),
+    ] {
+        let parameter = format!("model.layers.1.{parameter}");
+        let load = |sharding: &(dyn Fn(&Mesh) -> Sharding + Sync)| {
+            simulate(1, 3, |p, meshes| {
+                let folder = open(name);
+                let mesh = p.mesh(&[("part", 3)])?;
+                let array = folder.load(p, &parameter, &sharding(&mesh))?;
+                // Waits until all parts are read.
+                let whole = p.device_put(&array, meshes[0].replicated())?.to_host()?;
+                let values = whole.map(|whole| whole.to_vec::<f32>()).transpose()?;
+                Ok(values.map(|values| (array.aval().clone(), values, folder.bytes_read())))
+            })
+        };
+        let (aval, whole, _) = load(&|mesh| mesh.replicated());
+        let bytes = whole.len() * if name == "bf16" { 2 } else { 4 };
+        for axis in 0..aval.shape().len() {
+            if aval.shape()[axis] % 3 == 0 {
+                let split = |mesh: &Mesh| {
+                    let entries = (0..aval.shape().len()).map(|at| (at == axis).then_some("part"));
+                    mesh.sharding(Spec::new(entries.map(SpecEntry::from).collect()))
+                };
+                let (_, parts, read) = load(&split);
+                assert_eq!(parts, whole, "{name}: {parameter} by axis {axis}");
+                assert_eq!(read, bytes as u64, "{name}: {parameter} by axis {axis}");
+            }
         }
     }
 }

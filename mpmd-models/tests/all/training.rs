@@ -5,7 +5,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::named;
 use mpmd::pipeline::{Loss, Microbatch, Pipeline, Schedule};
 use mpmd::topology::Mesh;
-use mpmd::train::data::{At, Data};
+use mpmd::train::data::{At, Data, Packed, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd::{MpmdArray, Program, Result};
 use mpmd_models::Stages;
@@ -150,5 +150,35 @@ fn only_lora_matrices_are_trained() {
         let expected = expected("grouped").losses;
         assert!((losses[0] - expected[0]).abs() < 1e-5, "{} not {}", losses[0], expected[0]);
         assert!(losses[0] - losses[19] > 0.3, "{losses:?}");
+    }
+}
+
+#[test]
+fn sequences_of_one_row_train_as_alone() {
+    let sequences: Vec<Sequence> = expected("plain").windows[0]
+        .iter()
+        .flatten()
+        .zip([11, 8])
+        .map(|(row, tokens)| row[..tokens].iter().map(|token| (*token, true)).collect())
+        .collect();
+    let args = args("");
+    for name in ALL {
+        // The rows are no longer than the shortest context that scales with the length.
+        let losses = |time: usize, rows: usize| {
+            simulate(1, 2, |p, meshes| {
+                let data = Packed::new(sequences.clone(), None, time, 1)?;
+                assert_eq!(data.training_rows(), rows);
+                let schedule = Schedule::one_f_one_b(2, rows)?;
+                let model = Stages::new(&open(name), 2, time)?.packed(true);
+                let trainer = trainer(p, &model, meshes, schedule, &args)?;
+                let (mut trainer, mut losses) = (trainer.rate(Rate::Constant(3e-3)), Vec::new());
+                let run = Run::steps(3).progress(false);
+                trainer.run(p, run.on_step(|report| losses.push(report.loss)), &data)?;
+                Ok(Some(losses))
+            })
+        };
+        for (one, alone) in losses(18, 1).iter().zip(losses(10, 2)) {
+            assert!((one - alone).abs() < 1e-3, "{name}: {one} in one row, {alone} alone");
+        }
     }
 }
