@@ -1,0 +1,309 @@
+//! Products with a weight that is packed once, for inference.
+//!
+//! Each element of a product is a sum over the columns of the weight in one order: sums of 256
+//! columns, added up. So a row of the result has the same bits whatever the number of rows, which
+//! [`multiply`](super::matmul::multiply) does not promise. With fused multiply-add instructions the bits differ from those without.
+//!
+//! The weight is cut into panels of [`PANEL`] rows. A panel has the rows' elements of one column
+//! next to each other, so a processor multiplies them together.
+
+use std::ops::Range;
+
+use half::bf16;
+
+/// Number of rows of a panel.
+pub const PANEL: usize = 32;
+/// Number of columns that are multiplied at once: a panel's part stays in the cache nearest to the
+/// processor.
+const COLUMNS: usize = 256;
+/// Number of rows of the other matrix that are multiplied at once, so that their part stays in the
+/// next cache.
+const ROWS: usize = 256;
+
+/// Number of rows that stay in the cache as a whole: then a panel is read from its start to its end.
+const FEW_ROWS: usize = 16;
+
+/// A weight `[rows, columns]` of `f32` or `bf16` elements.
+#[derive(Clone, Debug)]
+pub struct Packed {
+    rows: usize,
+    columns: usize,
+    panels: Panels,
+}
+
+/// The panels `[columns, PANEL]` one after another. Rows beyond the last are zeros.
+#[derive(Clone, Debug)]
+enum Panels {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl Packed {
+    /// Creates a weight of zeros. With `in_half`, its elements are `bf16`; sums are in `f32`.
+    pub fn zeros(rows: usize, columns: usize, in_half: bool) -> Self {
+        let elements = rows.next_multiple_of(PANEL) * columns;
+        let panels = match in_half {
+            true => Panels::Bf16(vec![bf16::ZERO; elements]),
+            false => Panels::F32(vec![0.0; elements]),
+        };
+        Self { rows, columns, panels }
+    }
+
+    /// Sets some rows, beginning at row `first`. `values` are row-major. Rounds them to `bf16` if
+    /// the weight has such elements.
+    ///
+    /// # Panics
+    ///
+    /// If `values` has no whole rows, or more than there are.
+    pub fn set_rows(&mut self, first: usize, values: &[f32]) {
+        let Self { rows, columns, panels } = self;
+        let count = values.len() / (*columns).max(1);
+        assert!(count * *columns == values.len() && first + count <= *rows, "rows of the weight");
+        let place =
+            |row: usize, column: usize| (row / PANEL * *columns + column) * PANEL + row % PANEL;
+        for (row, values) in (first..).zip(values.chunks_exact((*columns).max(1))) {
+            match panels {
+                Panels::F32(all) => values
+                    .iter()
+                    .enumerate()
+                    .for_each(|(column, value)| all[place(row, column)] = *value),
+                Panels::Bf16(all) => values.iter().enumerate().for_each(|(column, value)| {
+                    all[place(row, column)] = bf16::from_f32(*value);
+                }),
+            }
+        }
+    }
+
+    /// Returns the number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Returns the number of columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Returns the number of panels.
+    pub fn panels(&self) -> usize {
+        self.rows.div_ceil(PANEL)
+    }
+
+    /// Returns the bytes that the elements take.
+    pub fn bytes(&self) -> u64 {
+        match &self.panels {
+            Panels::F32(all) => size_of_val(&all[..]) as u64,
+            Panels::Bf16(all) => size_of_val(&all[..]) as u64,
+        }
+    }
+
+    /// Computes `x wᵀ` for some panels of the weight, where `x` is `[m, columns]`, on the calling
+    /// thread. `out` is `[panels, m, PANEL]`.
+    ///
+    /// # Panics
+    ///
+    /// If the shapes do not fit each other, or there are no such panels.
+    pub fn multiply(&self, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
+        let m = if self.columns == 0 { 0 } else { x.len() / self.columns };
+        assert!(x.len() == m * self.columns, "rows of {} columns", self.columns);
+        assert_eq!(out.len(), panels.len() * m * PANEL, "a result of whole panels");
+        let elements = panels.start * PANEL * self.columns..panels.end * PANEL * self.columns;
+        match &self.panels {
+            Panels::F32(all) => dispatch(&all[elements], x, self.columns, out),
+            Panels::Bf16(all) => dispatch(&all[elements], x, self.columns, out),
+        }
+    }
+}
+
+/// An element of a weight.
+trait Element: Copy {
+    fn value(self) -> f32;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn value(self) -> f32 {
+        self
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn value(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+/// Multiplies with the best instructions that the processor has.
+fn dispatch<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the processor has these instructions.
+            return unsafe { with_avx512(weight, x, columns, out) };
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the processor has these instructions.
+            return unsafe { with_avx2(weight, x, columns, out) };
+        }
+    }
+    #[cfg(target_arch = "x86_64")]
+    blocks::<T, 2, false>(weight, x, columns, out);
+    // Others have the instruction always.
+    #[cfg(not(target_arch = "x86_64"))]
+    blocks::<T, 4, true>(weight, x, columns, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn with_avx512<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+    blocks::<T, 4, true>(weight, x, columns, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn with_avx2<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+    blocks::<T, 3, true>(weight, x, columns, out);
+}
+
+/// Multiplies block by block, `TILE` rows of `x` at a time.
+#[inline(always)]
+fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
+    weight: &[T],
+    x: &[f32],
+    columns: usize,
+    out: &mut [f32],
+) {
+    let m = x.len() / columns.max(1);
+    for rows in (0..m).step_by(ROWS).map(|start| start..m.min(start + ROWS)) {
+        // Few rows of `x` stay in the cache as a whole.
+        let run = if m <= FEW_ROWS { columns } else { COLUMNS };
+        for start in (0..columns).step_by(run) {
+            let panels = weight.chunks_exact(columns * PANEL).zip(out.chunks_exact_mut(m * PANEL));
+            for (panel, out) in panels {
+                for first in (start..columns.min(start + run)).step_by(COLUMNS) {
+                    let (panel, _) = panel[first * PANEL..].as_chunks::<PANEL>();
+                    let panel = &panel[..COLUMNS.min(columns - first)];
+                    let (out, _) = out.as_chunks_mut::<PANEL>();
+                    let is_first = first == 0;
+                    let mut row = rows.start;
+                    while row + TILE <= rows.end {
+                        let x = &x[row * columns + first..];
+                        tile::<T, TILE, FUSED>(panel, x, columns, &mut out[row..], is_first);
+                        row += TILE;
+                    }
+                    while row < rows.end {
+                        let x = &x[row * columns + first..];
+                        tile::<T, 1, FUSED>(panel, x, columns, &mut out[row..], is_first);
+                        row += 1;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of `TILE` rows of `x` and the columns of a panel to the rows of `out`, whose
+/// old values do not count for the first columns.
+#[inline(always)]
+fn tile<T: Element, const TILE: usize, const FUSED: bool>(
+    panel: &[[T; PANEL]],
+    x: &[f32],
+    stride: usize,
+    out: &mut [[f32; PANEL]],
+    is_first: bool,
+) {
+    let mut sums = [[0.0f32; PANEL]; TILE];
+    let rows: [&[f32]; TILE] = std::array::from_fn(|row| &x[row * stride..][..panel.len()]);
+    for (column, weights) in panel.iter().enumerate() {
+        let weights: [f32; PANEL] = std::array::from_fn(|at| weights[at].value());
+        for (sums, row) in sums.iter_mut().zip(&rows) {
+            let x = row[column];
+            for (sum, weight) in sums.iter_mut().zip(&weights) {
+                *sum = if FUSED { x.mul_add(*weight, *sum) } else { *sum + x * *weight };
+            }
+        }
+    }
+    for (out, sums) in out.iter_mut().zip(&sums) {
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = if is_first { *sum } else { *out + *sum };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 512.0 - 1.0).collect()
+    }
+
+    /// Returns `x wᵀ` `[m, rows]`, computed in two parts.
+    fn product(weight: &Packed, x: &[f32], m: usize) -> Vec<f32> {
+        let mut parts = vec![f32::NAN; weight.panels() * m * PANEL];
+        let middle = weight.panels() / 2;
+        let (left, right) = parts.split_at_mut(middle * m * PANEL);
+        weight.multiply(x, 0..middle, left);
+        weight.multiply(x, middle..weight.panels(), right);
+        let at = |i: usize| {
+            let (row, column) = (i / weight.rows(), i % weight.rows());
+            parts[(column / PANEL * m + row) * PANEL + column % PANEL]
+        };
+        (0..m * weight.rows()).map(at).collect()
+    }
+
+    fn packed(rows: usize, columns: usize, in_half: bool) -> (Packed, Vec<f32>) {
+        let values = numbers(rows * columns, 3);
+        let mut weight = Packed::zeros(rows, columns, in_half);
+        let half = rows / 2;
+        weight.set_rows(half, &values[half * columns..]);
+        weight.set_rows(0, &values[..half * columns]);
+        let rounded = |value: f32| if in_half { bf16::from_f32(value).to_f32() } else { value };
+        (weight, values.into_iter().map(rounded).collect())
+    }
+
+    #[test]
+    fn products_equal_sums_in_double_precision() {
+        for (m, rows, columns) in [(1, 1, 1), (1, 33, 700), (9, 70, 257), (19, 64, 40), (300, 5, 9)]
+        {
+            for in_half in [false, true] {
+                let (weight, values) = packed(rows, columns, in_half);
+                let x = numbers(m * columns, 1);
+                let found = product(&weight, &x, m);
+                for (at, found) in found.iter().enumerate() {
+                    let (x, w) = (&x[at / rows * columns..], &values[at % rows * columns..]);
+                    let terms = x.iter().zip(w).take(columns);
+                    let terms = terms.map(|(x, w)| f64::from(*x) * f64::from(*w));
+                    let (expected, size) =
+                        terms.fold((0.0, 0.0), |sums, term| (sums.0 + term, sums.1 + term.abs()));
+                    let off = (f64::from(*found) - expected).abs();
+                    assert!(off < 4e-6 * size, "{m} {rows} {columns}: {found} {expected}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_have_the_same_bits_whatever_their_number() {
+        let (rows, columns) = (100, 613);
+        for in_half in [false, true] {
+            let (weight, _) = packed(rows, columns, in_half);
+            let x = numbers(300 * columns, 5);
+            let whole = product(&weight, &x, 300);
+            for (first, m) in [(0, 1), (299, 1), (17, 2), (40, 7), (100, 64), (3, 297)] {
+                let part = product(&weight, &x[first * columns..(first + m) * columns], m);
+                let expected = &whole[first * rows..(first + m) * rows];
+                let same = part.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "rows {first} to {}", first + m);
+            }
+        }
+    }
+
+    #[test]
+    fn empty_products_have_no_elements() {
+        let (weight, _) = packed(3, 4, false);
+        weight.multiply(&[], 0..1, &mut []);
+        Packed::zeros(0, 5, true).multiply(&[0.0; 5], 0..0, &mut []);
+    }
+}
