@@ -46,4 +46,13 @@ mod tests {
         let texts = [0, 1023, 1024, 1536, 1_048_575, 1 << 20, 3 << 30].map(bytes_text);
         assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "3.0 GiB"]);
     }
+    #[test]
+    fn bytes_have_units() {
+        assert_eq!(parse_bytes("1000"), Ok(1000));
+        assert_eq!(parse_bytes("2MiB"), Ok(2 << 20));
+        assert_eq!(parse_bytes("0.5 GiB"), Ok(1 << 29));
+        for wrong in ["", "MiB", "-1", "1MB", "NaN", "1e300GiB"] {
+            assert!(parse_bytes(wrong).is_err(), "{wrong}");
+        }
+    }
 }

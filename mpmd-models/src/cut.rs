@@ -6,6 +6,8 @@ use anyhow::{Context as _, ensure};
 use mpmd_base::parse_bytes;
 use mpmd_job::at_least;
 
+use crate::folder::Folder;
+
 /// Arguments that divide a model over stages.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CutArgs {
@@ -33,6 +35,30 @@ fn range(text: &str) -> anyhow::Result<Range<usize>> {
     let range = start.trim().parse()?..end.trim().parse()?;
     ensure!(!range.is_empty(), "a stage needs a layer");
     Ok(range)
+}
+
+/// The bytes that a device holds of a stage.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Held {
+    /// For each element of a parameter.
+    pub element: u64,
+    /// For each layer beside.
+    pub layer: u64,
+}
+
+impl Held {
+    /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
+    /// moments.
+    pub const TRAINING: Self = Self { element: 5 * 4, layer: 0 };
+    /// Where parameters are not trained, in f32: the array, and the model's own.
+    pub const FROZEN: Self = Self { element: 2 * 4, layer: 0 };
+
+    /// In a [`Generator`](crate::Generator) for `positions` tokens, with weights in f32 or `bf16`.
+    pub fn generation(folder: &Folder, positions: usize, in_half: bool) -> Self {
+        let config = folder.config();
+        let token = 2 * config.num_key_value_heads * config.head_dim * 4;
+        Self { element: if in_half { 2 } else { 4 }, layer: (positions * token) as u64 }
+    }
 }
 
 /// The costs of a layer, or of what a first or last stage has beside its layers.
@@ -105,16 +131,17 @@ impl Layers {
         let mut chosen = Vec::new();
         for stage in 0..stages {
             let mut next = vec![None; layers + 1];
-            for start in 0..layers {
-                let Some((sum, _)) = best[start] else { continue };
-                for end in start + 1..=layers - (stages - 1 - stage) {
+            for (start, found) in best.iter().enumerate().take(layers) {
+                let Some((sum, _)) = *found else { continue };
+                let last = layers - (stages - 1 - stage);
+                for (end, best) in next.iter_mut().enumerate().take(last + 1).skip(start + 1) {
                     let Cost { work, bytes } = self.cost(start..end, stage, stages);
                     if work > most || limits.get(stage).is_some_and(|limit| bytes > *limit) {
                         break;
                     }
                     let sum = sum + u128::from(work).pow(2);
-                    if next[end].is_none_or(|(least, _)| sum < least) {
-                        next[end] = Some((sum, start));
+                    if best.is_none_or(|(least, _)| sum < least) {
+                        *best = Some((sum, start));
                     }
                 }
             }

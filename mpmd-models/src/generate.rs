@@ -9,10 +9,10 @@ use mpmd_job::{JobArgs, at_least, not_negative};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
-use crate::cut::CutArgs;
+use crate::cut::{CutArgs, Held};
 use crate::folder::Folder;
 use crate::sample::Sampling;
-use crate::stages::{Held, Stages};
+use crate::stages::Stages;
 use crate::template::Templates;
 use crate::tokens::{check_inputs, check_rows, guarded, spread, tokenizer};
 
@@ -66,9 +66,21 @@ pub struct GenerateArgs {
     /// Do not end at the model's end tokens
     #[arg(long)]
     pub ignore_eos: bool,
+    /// Type of the weights in memory; sums are in f32 in any case
+    #[arg(long, value_enum, default_value = "f32")]
+    pub dtype: WeightType,
     /// Print one line of JSON with the new tokens and their text
     #[arg(long)]
     pub json: bool,
+}
+
+/// The type of a model's weights in memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+pub enum WeightType {
+    /// Single precision.
+    F32,
+    /// The upper half of single precision.
+    Bf16,
 }
 
 impl GenerateArgs {
@@ -138,7 +150,7 @@ pub fn run(
 ) -> anyhow::Result<ExitCode> {
     let (sampling, none) = (args.sampling(folder)?, <[&str; 0]>::default());
     check_inputs(folder, none, false)?;
-    let stages = cut.stages();
+    let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
     mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
@@ -153,8 +165,9 @@ pub fn run(
             .into());
         }
         let model = Stages::new(folder, stages, positions)?;
-        let mut generator =
-            model.cut(cut, Held::generation(folder, positions))?.generator(p, &meshes)?;
+        let mut generator = model
+            .cut(cut, Held::generation(folder, positions, in_half))?
+            .generator(p, &meshes, in_half)?;
         let speaks = p.process() == ProcessId(0) && !p.is_dry_run();
         let text = match speaks {
             true => Some(Text::new(tokenizer(folder)?, args)),

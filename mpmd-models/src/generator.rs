@@ -12,8 +12,8 @@ use mpmd::pipeline::{Microbatch, Pipeline};
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 
-use crate::config::Config;
-use crate::decoder::{Caches, Part};
+use crate::cut::Held;
+use crate::decoder::{Caches, OUTPUT, Part};
 use crate::folder::Folder;
 use crate::rope::Angles;
 use crate::sample::Sampling;
@@ -32,7 +32,7 @@ const CHUNK: usize = 256;
 ///     let folder = Folder::open("model")?;
 ///     Program::builder().devices(2).run(|p| {
 ///         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-///         let mut generator = Stages::new(&folder, 2, 100)?.generator(p, &meshes)?;
+///         let mut generator = Stages::new(&folder, 2, 100)?.generator(p, &meshes, false)?;
 ///         let greedy = Sampling::default();
 ///         let tokens = generator.generate(p, &[5, 17, 3], &greedy, 20, |_, _| Ok(false))?;
 ///         println!("{tokens:?}");
@@ -69,7 +69,8 @@ struct Plan {
     angles: Vec<Angles>,
     layers: Range<usize>,
     positions: usize,
-    params: Vec<(String, ShapedArray)>,
+    in_half: bool,
+    bytes: u64,
 }
 
 impl Plan {
@@ -79,37 +80,41 @@ impl Plan {
         angles: &[Angles],
         layers: Range<usize>,
         positions: usize,
+        in_half: bool,
     ) -> Result<Self> {
-        let (config, all) = (folder.config().clone(), layers.clone());
-        let part = stage(
-            move |vb| Part::new(&config, None, &[], all.clone(), &vb),
-            |part, x: Tensor, _| part.forward(x, None),
-        )?;
+        let Held { element, layer } = Held::generation(folder, positions, in_half);
+        let elements = |(_, aval): (String, ShapedArray)| {
+            let rows = aval.shape().first().copied().unwrap_or(1);
+            // Rows of a matrix are filled up.
+            let rows = if aval.shape().len() > 1 { rows.next_multiple_of(32) } else { 2 * rows };
+            (rows * aval.shape().iter().skip(1).product::<usize>()) as u64
+        };
+        let params = params_of(folder, layers.clone())?;
+        let bytes = params.into_iter().map(elements).sum::<u64>() * element;
+        let bytes = bytes + layers.len() as u64 * layer;
         let (folder, angles) = (folder.clone(), angles.to_vec());
-        Ok(Self { folder, angles, layers, positions, params: part.shapes().into_iter().collect() })
+        Ok(Self { folder, angles, layers, positions, in_half, bytes })
     }
 
-    /// Returns the bytes of weights and caches.
-    fn bytes(&self) -> u64 {
-        let Config { num_key_value_heads: heads, head_dim, .. } = self.folder.config();
-        let token = 2 * self.layers.len() * heads * head_dim * DType::F32.size();
-        let weights: usize = self.params.iter().map(|(_, aval)| aval.bytes()).sum();
-        (weights + self.positions * token) as u64
-    }
-
-    /// Reads the weights, one after another.
+    /// Reads the weights layer by layer, and packs them.
     fn load(&self) -> Result<Loaded> {
-        let failed = |why: candle_core::Error| Error::kernel(why.to_string());
-        let mut tensors = HashMap::new();
-        for (name, aval) in &self.params {
-            let values = self.folder.values(name)?;
-            let tensor = Tensor::from_vec(values, aval.shape(), &Device::Cpu).map_err(failed)?;
-            tensors.insert(name.clone(), tensor);
-        }
-        let vb = VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
-        let part = Part::new(self.folder.config(), None, &self.angles, self.layers.clone(), &vb);
-        let caches = Caches::new(self.layers.len(), self.positions);
-        Ok(Loaded { part: part.map_err(failed)?, caches, bytes: self.bytes() })
+        let Self { folder, layers, positions, bytes, .. } = self;
+        let params = |own: Range<usize>| {
+            let mut tensors = HashMap::new();
+            for (name, aval) in params_of(folder, own).map_err(candle_core::Error::wrap)? {
+                // The embedding of an earlier layer's part serves as the output.
+                let is_shared = layers.start == 0 && folder.config().tie_word_embeddings;
+                if !(name == OUTPUT && is_shared) {
+                    let values = folder.values(&name).map_err(candle_core::Error::wrap)?;
+                    tensors.insert(name, Tensor::from_vec(values, aval.shape(), &Device::Cpu)?);
+                }
+            }
+            Ok(VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu))
+        };
+        let part =
+            Part::packed(folder.config(), &self.angles, layers.clone(), self.in_half, params);
+        let part = part.map_err(|why| Error::kernel(why.to_string()))?;
+        Ok(Loaded { part, caches: Caches::new(layers.len(), *positions), bytes: *bytes })
     }
 
     /// Returns the stage that computes with what is loaded. The last stage of a model returns the
@@ -135,6 +140,19 @@ impl Plan {
     }
 }
 
+/// Returns the names and shapes of the parameters of some layers.
+fn params_of(
+    folder: &Folder,
+    layers: Range<usize>,
+) -> Result<impl IntoIterator<Item = (String, ShapedArray)> + use<>> {
+    let config = folder.config().clone();
+    let part = stage(
+        move |vb| Part::new(&config, None, &[], layers.clone(), &vb),
+        |part, x: Tensor, _| part.forward(x, None),
+    )?;
+    Ok(part.shapes())
+}
+
 /// Computes the tokens of a pass. The side input `at` is the number of tokens before them.
 fn follow(loaded: &mut Loaded, x: Tensor, cx: &Cx<'_>, is_last: bool) -> CandleResult<Tensor> {
     let (Loaded { part, caches, .. }, time) = (loaded, x.dim(1)?);
@@ -152,12 +170,13 @@ fn follow(loaded: &mut Loaded, x: Tensor, cx: &Cx<'_>, is_last: bool) -> CandleR
 impl Generator {
     /// Creates the pipeline, and issues the reading of the weights, in which each process reads
     /// those of its own stages. `layers` are those of the stages; `meshes` are theirs, in order.
+    /// The weights are `bf16` if `in_half` is set.
     pub(crate) fn new(
         p: &mut Program,
         folder: &Folder,
         layers: &[Range<usize>],
         meshes: &[Mesh],
-        positions: usize,
+        (positions, in_half): (usize, bool),
     ) -> Result<Self> {
         folder.compare(p)?;
         let angles = folder.config().ropes.iter().map(|rope| Angles::fixed(rope, positions));
@@ -165,8 +184,8 @@ impl Generator {
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
         for (index, (layers, mesh)) in layers.iter().zip(meshes).enumerate() {
-            let plan = Plan::new(folder, &angles, layers.clone(), positions)?;
-            let (stage, bytes) = (plan.stage()?, plan.bytes());
+            let plan = Plan::new(folder, &angles, layers.clone(), positions, in_half)?;
+            let (stage, bytes) = (plan.stage()?, plan.bytes);
             let state = p.object_of_bytes(mesh, bytes, move |_| plan.load())?;
             let mut more = match pipeline.take() {
                 None => Pipeline::first(stage, mesh, Default::default())?,

@@ -38,6 +38,7 @@ mod folder;
 pub mod generate;
 mod generator;
 mod lora;
+mod matrix;
 mod rope;
 mod sample;
 mod save;
@@ -54,7 +55,7 @@ use std::path::Path;
 use mpmd::Error;
 
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
-pub use cut::CutArgs;
+pub use cut::{CutArgs, Held};
 pub use decoder::Part;
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
@@ -63,7 +64,7 @@ pub use lora::{Lora, merged};
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};
-pub use stages::{Held, Stages};
+pub use stages::Stages;
 pub use tokens::{Tokens, tokenizer};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or

@@ -11,6 +11,8 @@ use mpmd::sharding::Sharding;
 use mpmd::tree::Tree;
 use mpmd::{MpmdArray, Program, Result};
 
+use crate::matrix::Matrix;
+
 /// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
 /// `[outputs, rank]`.
 pub(crate) const MATRICES: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
@@ -37,7 +39,7 @@ impl Lora {
 
 /// A linear layer, with LoRA's matrices if the model has them.
 pub(crate) struct Projection {
-    base: Linear,
+    base: Matrix,
     /// A, B, and the factor of their product.
     lora: Option<(Linear, Linear, f64)>,
 }
@@ -49,7 +51,7 @@ impl Projection {
         lora: Option<Lora>,
         vb: &VarBuilder<'_>,
     ) -> CandleResult<Self> {
-        let base = linear_b(inputs, outputs, bias, vb.clone())?;
+        let base = Matrix::Plain(linear_b(inputs, outputs, bias, vb.clone())?);
         let Some(lora) = lora else { return Ok(Self { base, lora: None }) };
         let matrix = |shape, name| {
             let weight = vb.get_with_hints(shape, name, Init::Const(0.0))?;
@@ -58,6 +60,11 @@ impl Projection {
         let a = matrix((lora.rank, inputs), MATRICES[0])?;
         let b = matrix((outputs, lora.rank), MATRICES[1])?;
         Ok(Self { base, lora: Some((a, b, lora.scale())) })
+    }
+
+    /// Packs the weight for inference, as [`Matrix::pack`] does.
+    pub(crate) fn pack(&mut self, in_half: bool) -> CandleResult<()> {
+        self.base.pack(in_half)
     }
 
     pub(crate) fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {

@@ -13,9 +13,9 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, Rejected, at_least};
 use serde::Serialize;
 
-use crate::cut::CutArgs;
+use crate::cut::{CutArgs, Held};
 use crate::folder::Folder;
-use crate::stages::{Held, Stages};
+use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 

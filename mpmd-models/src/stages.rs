@@ -13,7 +13,7 @@ use mpmd::{Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
-use crate::cut::{Cost, CutArgs, Layers, TooLittle};
+use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Part};
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
@@ -220,7 +220,8 @@ impl Stages {
 
     /// Creates a generator, and issues the reading of the weights. Its sequences have up to
     /// `positions` tokens; scalings of the rotary embedding that depend on the length take that of
-    /// `positions`. A device keeps the weights once, as f32.
+    /// `positions`. A device keeps the weights once, in f32, or in `bf16` if `in_half` is set. Sums
+    /// are in f32 in any case.
     ///
     /// # Errors
     ///
@@ -230,8 +231,9 @@ impl Stages {
     /// # Panics
     ///
     /// If there are fewer meshes than stages.
-    pub fn generator(&self, p: &mut Program, meshes: &[Mesh]) -> Result<Generator> {
-        Generator::new(p, &self.folder, &self.cut, &meshes[..self.cut.len()], self.positions)
+    pub fn generator(&self, p: &mut Program, meshes: &[Mesh], in_half: bool) -> Result<Generator> {
+        let meshes = &meshes[..self.cut.len()];
+        Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
     }
 
     fn pipeline<Y: Tensors>(
@@ -314,30 +316,6 @@ impl Stages {
             params.insert(name, array);
         }
         Ok(params)
-    }
-}
-
-/// The bytes that a device holds of a stage.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Held {
-    /// For each element of a parameter.
-    pub element: u64,
-    /// For each layer beside.
-    pub layer: u64,
-}
-
-impl Held {
-    /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
-    /// moments.
-    pub const TRAINING: Self = Self { element: 5 * 4, layer: 0 };
-    /// Where parameters are not trained, in f32: the array, and the model's own.
-    pub const FROZEN: Self = Self { element: 2 * 4, layer: 0 };
-
-    /// In a [`Generator`] for `positions` tokens, in f32.
-    pub fn generation(folder: &Folder, positions: usize) -> Self {
-        let config = folder.config();
-        let token = 2 * config.num_key_value_heads * config.head_dim * 4;
-        Self { element: 4, layer: (positions * token) as u64 }
     }
 }
 

@@ -15,12 +15,12 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, at_least, not_negative, say};
 use serde::Serialize;
 
-use crate::cut::CutArgs;
+use crate::cut::{CutArgs, Held};
 use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
 use crate::save::{save, save_adapter};
-use crate::stages::{Held, Stages};
+use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 

@@ -38,6 +38,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod loss;
 pub mod ops;
+mod packed;
 pub mod rotary_emb;
 mod self_attention;
 mod softmax;
@@ -54,4 +55,5 @@ pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
+pub use packed::PackedLinear;
 pub use self_attention::self_attention;

@@ -2,7 +2,8 @@
 //!
 //! Each element of a product is a sum over the columns of the weight in one order: sums of 256
 //! columns, added up. So a row of the result has the same bits whatever the number of rows, which
-//! [`multiply`](super::matmul::multiply) does not promise. With fused multiply-add instructions the bits differ from those without.
+//! [`multiply`](super::matmul::multiply) does not promise. With fused multiply-add instructions the
+//! bits differ from those without.
 //!
 //! The weight is cut into panels of [`PANEL`] rows. A panel has the rows' elements of one column
 //! next to each other, so a processor multiplies them together.
@@ -20,7 +21,8 @@ const COLUMNS: usize = 256;
 /// next cache.
 const ROWS: usize = 256;
 
-/// Number of rows that stay in the cache as a whole: then a panel is read from its start to its end.
+/// Number of rows that stay in the cache as a whole: then a panel is read from its start to its
+/// end.
 const FEW_ROWS: usize = 16;
 
 /// A weight `[rows, columns]` of `f32` or `bf16` elements.
@@ -57,19 +59,30 @@ impl Packed {
     /// If `values` has no whole rows, or more than there are.
     pub fn set_rows(&mut self, first: usize, values: &[f32]) {
         let Self { rows, columns, panels } = self;
-        let count = values.len() / (*columns).max(1);
-        assert!(count * *columns == values.len() && first + count <= *rows, "rows of the weight");
-        let place =
-            |row: usize, column: usize| (row / PANEL * *columns + column) * PANEL + row % PANEL;
-        for (row, values) in (first..).zip(values.chunks_exact((*columns).max(1))) {
-            match panels {
-                Panels::F32(all) => values
-                    .iter()
-                    .enumerate()
-                    .for_each(|(column, value)| all[place(row, column)] = *value),
-                Panels::Bf16(all) => values.iter().enumerate().for_each(|(column, value)| {
-                    all[place(row, column)] = bf16::from_f32(*value);
-                }),
+        let (columns, count) = (*columns, values.len() / (*columns).max(1));
+        assert!(count * columns == values.len() && first + count <= *rows, "rows of the weight");
+        match panels {
+            Panels::F32(all) => set(all, columns, first, values, |value| value),
+            Panels::Bf16(all) => set(all, columns, first, values, bf16::from_f32),
+        }
+    }
+
+    /// Copies a row to `out`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such row, or `out` has another length.
+    pub fn row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.columns, "row {row} of {}", self.rows);
+        let start = row / PANEL * PANEL * self.columns + row % PANEL;
+        let out = out.iter_mut();
+        match &self.panels {
+            Panels::F32(all) => {
+                out.zip(all[start..].iter().step_by(PANEL)).for_each(|(to, from)| *to = *from);
+            }
+            Panels::Bf16(all) => {
+                out.zip(all[start..].iter().step_by(PANEL))
+                    .for_each(|(to, from)| *to = from.value());
             }
         }
     }
@@ -104,7 +117,7 @@ impl Packed {
     ///
     /// If the shapes do not fit each other, or there are no such panels.
     pub fn multiply(&self, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
-        let m = if self.columns == 0 { 0 } else { x.len() / self.columns };
+        let m = x.len().checked_div(self.columns).unwrap_or(0);
         assert!(x.len() == m * self.columns, "rows of {} columns", self.columns);
         assert_eq!(out.len(), panels.len() * m * PANEL, "a result of whole panels");
         let elements = panels.start * PANEL * self.columns..panels.end * PANEL * self.columns;
@@ -112,6 +125,29 @@ impl Packed {
             Panels::F32(all) => dispatch(&all[elements], x, self.columns, out),
             Panels::Bf16(all) => dispatch(&all[elements], x, self.columns, out),
         }
+    }
+}
+
+/// Writes rows, panel by panel, so that the writes follow each other.
+fn set<T>(
+    panels: &mut [T],
+    columns: usize,
+    first: usize,
+    values: &[f32],
+    convert: impl Fn(f32) -> T,
+) {
+    let count = values.len() / columns.max(1);
+    let mut row = first;
+    while row < first + count {
+        let end = (first + count).min((row / PANEL + 1) * PANEL);
+        let values = &values[(row - first) * columns..(end - first) * columns];
+        let panel = &mut panels[row / PANEL * PANEL * columns..][..PANEL * columns];
+        for (column, to) in panel.chunks_exact_mut(PANEL).enumerate() {
+            let to = &mut to[row % PANEL..][..end - row];
+            let from = values[column..].iter().step_by(columns);
+            to.iter_mut().zip(from).for_each(|(to, value)| *to = convert(*value));
+        }
+        row = end;
     }
 }
 
@@ -296,6 +332,19 @@ mod tests {
                 let expected = &whole[first * rows..(first + m) * rows];
                 let same = part.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "rows {first} to {}", first + m);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_those_that_were_set() {
+        let (rows, columns) = (75, 9);
+        for in_half in [false, true] {
+            let (weight, values) = packed(rows, columns, in_half);
+            for (row, values) in values.chunks_exact(columns).enumerate() {
+                let mut found = vec![f32::NAN; columns];
+                weight.row(row, &mut found);
+                assert_eq!(found, values, "row {row}");
             }
         }
     }

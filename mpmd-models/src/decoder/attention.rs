@@ -57,6 +57,11 @@ impl Attention {
         })
     }
 
+    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+        let all = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
+        all.into_iter().try_for_each(|projection| projection.pack(in_half))
+    }
+
     /// Computes the attention of tokens to those of the pass, or also to those in `cache`, to which
     /// it adds them.
     pub(super) fn forward(

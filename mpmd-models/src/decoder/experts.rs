@@ -29,6 +29,10 @@ impl Experts {
         })
     }
 
+    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+        self.experts.iter_mut().try_for_each(|expert| expert.pack(in_half))
+    }
+
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;

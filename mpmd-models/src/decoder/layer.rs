@@ -61,6 +61,15 @@ impl Layer {
         })
     }
 
+    /// Packs the weights of all projections for inference.
+    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+        self.attention.pack(in_half)?;
+        match &mut self.mlp {
+            Feed::Mlp(mlp) => mlp.pack(in_half),
+            Feed::Experts(experts) => experts.pack(in_half),
+        }
+    }
+
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -35,6 +35,11 @@ impl Mlp {
         })
     }
 
+    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+        let all = self.gate.iter_mut().chain([&mut self.up, &mut self.down]);
+        all.into_iter().try_for_each(|projection| projection.pack(in_half))
+    }
+
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let inner = match &self.gate {
             Some(gate) => (self.activation.forward(&gate.forward(x)?)? * self.up.forward(x)?)?,

@@ -14,13 +14,14 @@ use std::ops::Range;
 
 use mpmd::Result as CoreResult;
 use mpmd::aval::{DType, ShapedArray};
-use mpmd::candle::candle_core::bail;
+use mpmd::candle::candle_core::{Error as CandleError, bail};
 use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
 use mpmd::candle::{Device, Result, Tensor, stage};
 
 use crate::config::Config;
 use crate::lora::Lora;
+use crate::matrix::{Matrix, Table};
 use crate::rope::Angles;
 use layer::{Layer, scaled};
 use norm::Norm;
@@ -32,12 +33,12 @@ pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// Some layers of a model. The first part has the embedding too, the last part the output.
 pub struct Part {
-    embedding: Option<Embedding>,
+    embedding: Option<Table>,
     /// The table of learned positions.
     positions: Option<Embedding>,
     embedding_scale: f64,
     layers: Vec<Layer>,
-    head: Option<(Norm, Linear)>,
+    head: Option<(Norm, Matrix)>,
     logits_divisor: f64,
     logits_cap: Option<f64>,
 }
@@ -59,6 +60,18 @@ impl Part {
         layers: Range<usize>,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
+        Self::with_output(config, lora, angles, layers, None, vb)
+    }
+
+    /// Does the same as [`Part::new`], with this output in place of one from the parameters.
+    fn with_output(
+        config: &Config,
+        lora: Option<Lora>,
+        angles: &[Angles],
+        layers: Range<usize>,
+        output: Option<Matrix>,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
         let (tokens, width) = (config.vocab_size, config.hidden_size);
         let model = vb.pp("model");
         let first = layers.start == 0;
@@ -68,11 +81,12 @@ impl Part {
         let embedding = first.then(|| embedding(tokens, width, model.pp("embed_tokens")));
         let embedding = embedding.transpose()?;
         let head = if layers.end == config.num_hidden_layers {
-            let output = match &embedding {
-                Some(embedding) if config.tie_word_embeddings => {
-                    Linear::new(embedding.embeddings().clone(), None)
+            let output = match (output, &embedding) {
+                (Some(output), _) => output,
+                (None, Some(embedding)) if config.tie_word_embeddings => {
+                    Matrix::Plain(Linear::new(embedding.embeddings().clone(), None))
                 }
-                _ => linear_no_bias(width, tokens, vb.pp("lm_head"))?,
+                _ => Matrix::Plain(linear_no_bias(width, tokens, vb.pp("lm_head"))?),
             };
             Some((Norm::new(config, width, model.pp("norm"))?, output))
         } else {
@@ -80,7 +94,7 @@ impl Part {
         };
         let layer = |layer| Layer::new(config, lora, layer, angles, &model.pp("layers").pp(layer));
         Ok(Self {
-            embedding,
+            embedding: embedding.map(Table::Plain),
             positions,
             embedding_scale: config.embedding_scale,
             layers: layers.map(layer).collect::<Result<_>>()?,
@@ -88,6 +102,53 @@ impl Part {
             logits_divisor: config.logits_divisor,
             logits_cap: config.logits_cap,
         })
+    }
+
+    /// Creates the layers as [`Part::new`] does, for inference. Their weights are packed layer by
+    /// layer, so that others are needed for one layer alone. `params` returns the parameters of
+    /// these layers.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Part::new`].
+    pub(crate) fn packed(
+        config: &Config,
+        angles: &[Angles],
+        layers: Range<usize>,
+        in_half: bool,
+        params: impl Fn(Range<usize>) -> Result<VarBuilder<'static>>,
+    ) -> Result<Self> {
+        let mut whole: Option<Self> = None;
+        for layer in layers {
+            let own = layer..layer + 1;
+            let vb = params(own.clone())?;
+            let first = whole.as_mut().and_then(|whole| whole.embedding.as_mut());
+            let tied = first.filter(|_| config.tie_word_embeddings);
+            let tied = tied.map(|table| table.pack(in_half)).transpose()?.map(Matrix::Packed);
+            let mut part = Self::with_output(config, None, angles, own, tied, &vb)?;
+            drop(vb);
+            part.pack(config, in_half)?;
+            match &mut whole {
+                None => whole = Some(part),
+                Some(whole) => {
+                    whole.layers.append(&mut part.layers);
+                    whole.head = part.head;
+                }
+            }
+        }
+        whole.ok_or_else(|| CandleError::msg("a part without layers"))
+    }
+
+    fn pack(&mut self, config: &Config, in_half: bool) -> Result<()> {
+        let table = self.embedding.as_mut().map(|table| table.pack(in_half)).transpose()?;
+        match (&mut self.head, table) {
+            (Some((_, output)), Some(table)) if config.tie_word_embeddings => {
+                *output = Matrix::Packed(table);
+            }
+            (Some((_, output)), _) => output.pack(in_half)?,
+            (None, _) => {}
+        }
+        self.layers.iter_mut().try_for_each(|layer| layer.pack(in_half))
     }
 
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the

@@ -10,11 +10,16 @@ use mpmd_models::{Sampling, Stages};
 use crate::folders::{ALL, Expected, copy, expected, open, path, simulate};
 
 /// Generates `most` tokens, and once more, with other lengths of the prompt's passes in between.
-fn generated(name: &str, (processes, stages): (usize, usize), most: usize) -> Vec<u32> {
+fn generated(
+    name: &str,
+    (processes, stages): (usize, usize),
+    most: usize,
+    in_half: bool,
+) -> Vec<u32> {
     let (folder, Expected { prompt, .. }) = (open(name), expected(name));
     simulate(processes, stages, |p, meshes| {
         let stages = Stages::new(&folder, stages, prompt.len() + most)?;
-        let mut generator = stages.generator(p, meshes)?;
+        let mut generator = stages.generator(p, meshes, in_half)?;
         let sampling = Sampling::default();
         let mut ends_at = |most: usize, end: usize| -> Result<Vec<u32>> {
             generator.generate(p, &prompt, &sampling, most, |_, text| Ok(text.len() == end))
@@ -31,9 +36,19 @@ fn generated_tokens_equal_those_of_transformers() {
     for name in ALL {
         let greedy = expected(name).greedy;
         for job in [(1, 1), (2, 2), (3, 3)] {
-            assert_eq!(generated(name, job, greedy.len()), greedy, "{name} {job:?}");
+            assert_eq!(generated(name, job, greedy.len(), false), greedy, "{name} {job:?}");
         }
     }
+}
+
+#[test]
+fn weights_in_bf16_change_nothing_if_the_folder_has_such() {
+    for name in ["bf16", "gemma2-bf16", "mistral-bf16"] {
+        let greedy = expected(name).greedy;
+        assert_eq!(generated(name, (2, 2), greedy.len(), true), greedy, "{name}");
+    }
+    let rounded = generated("plain", (1, 1), 40, true);
+    assert_eq!(generated("plain", (2, 2), 40, true), rounded);
 }
 
 /// Runs the program as `processes` processes, each with a stage. Returns what process 0 prints.

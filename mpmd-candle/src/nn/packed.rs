@@ -1,0 +1,97 @@
+//! A linear layer for inference, whose weight is packed once.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::Module;
+use mpmd_device::cpu::packed::{PANEL, Packed};
+use rayon::prelude::*;
+
+use super::linear::Linear;
+use super::values::{single, values};
+
+/// A linear layer without gradients: `y = x wᵀ + b`. A row of the result has the same bits whatever
+/// the number of rows. Clones share the weight.
+#[derive(Clone, Debug)]
+pub struct PackedLinear {
+    weight: Arc<Packed>,
+    bias: Option<Tensor>,
+}
+
+impl PackedLinear {
+    /// Packs the weight of a layer. With `in_half` its elements are rounded to `bf16`; sums are in
+    /// f32 in any case.
+    ///
+    /// # Errors
+    ///
+    /// If the weight is not of a float type in host memory.
+    pub fn new(layer: &Linear, in_half: bool) -> Result<Self> {
+        let (rows, columns) = layer.weight().dims2()?;
+        let mut weight = Packed::zeros(rows, columns, in_half);
+        let source = single(layer.weight())?.contiguous()?;
+        weight.set_rows(0, &values(&source)?);
+        let bias = layer.bias().map(single).transpose()?;
+        Ok(Self { weight: Arc::new(weight), bias })
+    }
+
+    /// Returns the bytes that the elements of the weight take.
+    pub fn bytes(&self) -> u64 {
+        self.weight.bytes()
+    }
+
+    /// Returns rows of the weight: of the shape of `indices` and the number of columns.
+    ///
+    /// # Errors
+    ///
+    /// If `indices` are not of type u32, or there is no such row.
+    pub fn rows(&self, indices: &Tensor) -> Result<Tensor> {
+        let (rows, columns) = (self.weight.rows(), self.weight.columns());
+        let mut shape = indices.dims().to_vec();
+        shape.push(columns);
+        let indices = indices.flatten_all()?.to_vec1::<u32>()?;
+        let mut out = vec![0.0; indices.len() * columns];
+        for (index, out) in indices.iter().zip(out.chunks_exact_mut(columns.max(1))) {
+            if *index as usize >= rows {
+                bail!("index {index} of an embedding with {rows} rows");
+            }
+            self.weight.row(*index as usize, out);
+        }
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    }
+}
+
+impl Module for PackedLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (rows, columns) = (self.weight.rows(), self.weight.columns());
+        let Some((&last, leading)) = x.dims().split_last() else {
+            bail!("the input has no dimension: expected [..., {columns}]");
+        };
+        if last != columns || x.dtype() != DType::F32 {
+            bail!("the input is {:?} {:?}: expected F32 [..., {columns}]", x.dtype(), x.dims());
+        }
+        let (m, panels) = (leading.iter().product::<usize>(), self.weight.panels());
+        let x = x.contiguous()?;
+        let x = values(&x)?;
+        // `[panels, m, PANEL]`. Each thread gets several panels, and so reads `x` less often.
+        let mut parts = vec![0.0; panels * m * PANEL];
+        let each = panels.div_ceil(4 * rayon::current_num_threads()).max(1);
+        let all = parts.par_chunks_mut((each * m * PANEL).max(1)).enumerate();
+        all.for_each(|(at, out)| {
+            let first = at * each;
+            self.weight.multiply(&x, first..panels.min(first + each), out);
+        });
+        let mut out = vec![0.0; m * rows];
+        out.par_chunks_mut(rows.max(1)).enumerate().for_each(|(row, out)| {
+            for (panel, out) in out.chunks_mut(PANEL).enumerate() {
+                out.copy_from_slice(&parts[(panel * m + row) * PANEL..][..out.len()]);
+            }
+        });
+        let mut shape = leading.to_vec();
+        shape.push(rows);
+        let y = Tensor::from_vec(out, shape, &Device::Cpu)?;
+        match &self.bias {
+            Some(bias) => y.broadcast_add(bias),
+            None => Ok(y),
+        }
+    }
+}
