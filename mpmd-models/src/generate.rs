@@ -4,13 +4,15 @@ use std::cell::RefCell;
 use std::io::{Write as _, stdout};
 use std::process::ExitCode;
 
+use anyhow::ensure;
+use clap::builder::NonEmptyStringValueParser;
 use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, at_least, not_negative};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
 use crate::cut::{CutArgs, Held};
-use crate::folder::Folder;
+use crate::folder::{Folder, GENERATION};
 use crate::sample::Sampling;
 use crate::stages::Stages;
 use crate::template::Templates;
@@ -20,10 +22,11 @@ use crate::tokens::{check_inputs, check_rows, guarded, spread, tokenizer};
 #[derive(Clone, Debug, clap::Args)]
 pub struct GenerateArgs {
     /// The text to continue
-    #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_ids", "chat"])]
+    #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// The tokens to continue
-    #[arg(long, value_name = "ID,…", value_delimiter = ',', conflicts_with = "prompt")]
+    #[arg(long, value_name = "ID,…", value_delimiter = ',', value_parser = token,
+        conflicts_with = "prompt")]
     pub prompt_ids: Option<Vec<u32>>,
     /// A message to reply to, by the folder's chat template
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["prompt", "prompt_ids"])]
@@ -35,8 +38,8 @@ pub struct GenerateArgs {
     /// of positions that depend on the length of a sequence take that of this one
     #[arg(long, value_name = "N", value_parser = at_least(1))]
     pub max_len: Option<usize>,
-    /// Divisor of the logits; 0 takes the most probable token. The default of this and the next
-    /// three is that of generation_config.json
+    /// Divisor of the logits; 0 takes the most probable token. Without it, tokens are drawn if
+    /// generation_config.json says `do_sample`; it also has the defaults of the next four
     #[arg(long, value_parser = not_negative)]
     pub temperature: Option<f64>,
     /// Choose among this number of the most probable tokens; 0: among all
@@ -61,7 +64,7 @@ pub struct GenerateArgs {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// End where the new text has this text, and leave it out; may be repeated
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
     /// Do not end at the model's end tokens
     #[arg(long)]
@@ -88,8 +91,39 @@ impl GenerateArgs {
     ///
     /// # Errors
     ///
-    /// If `generation_config.json` is damaged.
+    /// If `generation_config.json` is damaged, or a value is out of its range. If an argument would
+    /// do nothing.
     pub fn sampling(&self, folder: &Folder) -> Result<Sampling> {
+        let sampling = self.unchecked(folder)?;
+        let Sampling { temperature, top_p, min_p, repetition_penalty, .. } = sampling;
+        for (key, value, is_right, expected) in [
+            ("temperature", temperature, temperature >= 0.0, "0 or more"),
+            ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "more than 0, and 1 at most"),
+            ("min_p", min_p, (0.0..=1.0).contains(&min_p), "0 to 1"),
+            ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0, "more than 0"),
+        ] {
+            if !is_right || !value.is_finite() {
+                let file = folder.path().join(GENERATION);
+                let from = format!("--{}, or in {}", key.replace('_', "-"), file.display());
+                return Err(Error::Environment(format!(
+                    "{from}: expected {expected}, found {value}"
+                )));
+            }
+        }
+        let draws = [
+            ("--top-p", self.top_p.is_some()),
+            ("--min-p", self.min_p.is_some()),
+            ("--top-k", self.top_k.is_some()),
+        ];
+        match draws.iter().find(|(_, is_given)| *is_given && temperature == 0.0) {
+            Some((name, _)) => Err(Error::Environment(format!(
+                "{name}: the most probable token is taken; to draw tokens add --temperature 1"
+            ))),
+            None => Ok(sampling),
+        }
+    }
+
+    fn unchecked(&self, folder: &Folder) -> Result<Sampling> {
         let own = folder.generation()?;
         let number = |key: &str, default: f64| own[key].as_f64().unwrap_or(default);
         // Without it, the settings of the file do not count.
@@ -119,13 +153,25 @@ impl GenerateArgs {
             Ok(guarded(|| tokenizer.encode(text, special))?.get_ids().to_vec())
         };
         let ids = match (&self.prompt_ids, &self.chat, &self.prompt) {
-            (Some(ids), ..) => ids.clone(),
+            (Some(ids), ..) => {
+                let rows = folder.config().vocab_size;
+                if let Some(id) = ids.iter().find(|id| **id as usize >= rows) {
+                    let expected = format!("--prompt-ids: expected tokens below {rows}");
+                    return Err(Error::Environment(format!("{expected}, found {id}")));
+                }
+                ids.clone()
+            }
             (_, Some(message), _) => of(&Templates::of(folder)?.prompt(message)?, false)?,
             (.., prompt) => of(prompt.as_deref().unwrap_or_default(), true)?,
         };
         check_rows(folder, &tokenizer, ids.iter())?;
         Ok(ids)
     }
+}
+
+/// Reads the number of a token.
+fn token(text: &str) -> Result<u32, std::num::ParseIntError> {
+    text.trim().parse()
 }
 
 /// The line of `--json`.
@@ -149,8 +195,15 @@ pub fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let (sampling, none) = (args.sampling(folder)?, <[&str; 0]>::default());
+    ensure!(
+        args.prompt.is_some() || args.prompt_ids.is_some() || args.chat.is_some(),
+        "there is nothing to continue: give --prompt, --chat or --prompt-ids"
+    );
     check_inputs(folder, none, false)?;
     let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
+    // Found before processes start. The prompt's tokens are not known yet.
+    let held = Held::generation(folder, args.max_len.unwrap_or(args.tokens), in_half);
+    Stages::new(folder, stages, 1)?.cut(cut, held)?;
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
     mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
@@ -161,6 +214,15 @@ pub fn run(
             let expected = format!("at least {needed}, the prompt's tokens and --tokens");
             return Err(Error::Environment(format!(
                 "--max-len: expected {expected}, found {positions}"
+            ))
+            .into());
+        }
+        let most = folder.config().positions();
+        if positions > most {
+            let given = prompt.len();
+            return Err(Error::Environment(format!(
+                "--tokens or --max-len: the model has {most} positions, and {positions} are asked \
+                 for; the prompt has {given}"
             ))
             .into());
         }
@@ -223,20 +285,19 @@ impl<'a> Text<'a> {
             let held = self.args.stop.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
             let whole = text.trim_end_matches('\u{fffd}').len();
             let until = if stops || is_end { text.len() } else { whole.min(text.len() - held) };
-            self.print(&text, until)?;
+            self.print(&text, until);
         }
         Ok(stops)
     }
 
-    fn print(&self, text: &str, until: usize) -> Result<()> {
+    fn print(&self, text: &str, until: usize) {
         let mut printed = self.printed.borrow_mut();
         if let Some(more) = text.get(*printed..until) {
-            let failed = |why| Error::Environment(format!("cannot write to stdout: {why}"));
-            let mut out = stdout().lock();
-            out.write_all(more.as_bytes()).and_then(|()| out.flush()).map_err(failed)?;
+            print!("{more}");
+            // If it fails, the next line does, and ends the program.
+            _ = stdout().flush();
             *printed = until;
         }
-        Ok(())
     }
 
     /// Prints the rest, or the line of JSON.
@@ -246,7 +307,7 @@ impl<'a> Text<'a> {
             println!("{}", serde_json::to_string(&Generated { tokens, text })?);
             return Ok(());
         }
-        self.print(&text, text.len())?;
+        self.print(&text, text.len());
         println!();
         Ok(())
     }

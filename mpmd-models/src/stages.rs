@@ -117,8 +117,11 @@ impl Stages {
                 Err(TooLittle { stage, needs }) => {
                     let limit = limits.get(stage).copied().unwrap_or_default();
                     let more = bytes_text(needs.saturating_sub(limit));
-                    let needs = format!("{} for stage {stage}, {more} more", bytes_text(needs));
-                    return wrong("--memory", needs, bytes_text(limit));
+                    return Err(Error::Environment(format!(
+                        "--memory: stage {stage} needs {}, and has {}: {more} more, or more stages",
+                        bytes_text(needs),
+                        bytes_text(limit)
+                    )));
                 }
             };
             return Ok(self);

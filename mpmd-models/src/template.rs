@@ -184,7 +184,7 @@ impl Template {
         environment.add_function("raise_exception", |why: String| -> Result<Value, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, why))
         });
-        environment.add_template_owned("chat", source)?;
+        environment.add_template_owned(KEY, source)?;
         Ok(Self { environment, special, marks_replies })
     }
 
@@ -202,7 +202,7 @@ impl Template {
         let replies: Vec<usize> = (from.max(1)..messages.len()).filter(is_reply).collect();
         if replies.is_empty() {
             let roles: Vec<String> = messages.iter().map(|one| role(one).to_string()).collect();
-            let roles = roles.join(", ");
+            let roles = if roles.is_empty() { "no messages".to_owned() } else { roles.join(", ") };
             return Err(format!("no reply of the role assistant behind a prompt, but {roles}"));
         }
         if self.marks_replies {
@@ -252,7 +252,7 @@ impl Template {
         let messages = Value::from(messages.to_vec());
         let given = context! { messages, tools, documents => (), add_generation_prompt => asks };
         let context = context! { ..given, ..special };
-        let text = self.environment.get_template("chat")?.render(context)?;
+        let text = self.environment.get_template(KEY)?.render(context)?;
         let (mut plain, mut replies, mut start) = (String::new(), Vec::new(), 0);
         for part in text.split_inclusive(MARKS) {
             plain += part.trim_end_matches(MARKS);

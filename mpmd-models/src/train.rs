@@ -31,7 +31,7 @@ const KEPT: usize = 2;
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainArgs {
     /// Texts to train on: files and folders
-    #[arg(value_name = "TEXT", required_unless_present_any = ["score", "data"])]
+    #[arg(value_name = "TEXT")]
     pub paths: Vec<PathBuf>,
     /// Train on the completions and replies of this file, in place of texts: lines of JSON with
     /// `prompt` and `completion`, or `messages` for the folder's chat template
@@ -146,6 +146,10 @@ pub fn run(
         let file = source.path().join("config.json");
         return Err(unexpected(&file, "output_router_logits", expected, true).into());
     }
+    ensure!(
+        !args.paths.is_empty() || args.data.is_some(),
+        "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
+    );
     let stages = cut.stages();
     let schedule = args.schedule(stages)?;
     let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };

@@ -141,8 +141,15 @@ fn chat_template_makes_the_prompt() {
 fn wrong_generations_are_refused_with_the_reason() {
     let plain = path("plain");
     for (args, expected) in [
-        (&["--prompt-ids", "5,320"][..], "expected tokens below 320"),
-        (&["--prompt", "a", "--tokens", "2000"], "max_position_embeddings: expected at least 2002"),
+        (&["--prompt-ids", "5, 320"][..], "--prompt-ids: expected tokens below 320, found 320"),
+        (&["--prompt", "a", "--top-p", "0.9"], "--top-p: the most probable token is taken"),
+        (&["--prompt", "a", "--temperature", "1", "--min-p", "2"], "expected 0 to 1, found 2"),
+        (&["--prompt", "a", "--repetition-penalty", "0"], "expected more than 0, found 0"),
+        (&["--json"], "give --prompt, --chat or --prompt-ids"),
+        (
+            &["--prompt", "a", "--tokens", "2000"],
+            "the model has 1024 positions, and 2002 are asked for",
+        ),
         (&["--prompt", "a", "--max-len", "9"], "--max-len: expected at least 130"),
         (&["--chat", "a"], "expected chat_template.jinja"),
     ] {

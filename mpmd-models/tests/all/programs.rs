@@ -73,7 +73,10 @@ fn any_cut_gives_the_same_score_and_memory_is_respected() {
         ("--cut 0..2,2..4", "--cut: expected 5 layers in all, found 4"),
         ("--stages 2 --memory 1MiB", "--memory: expected 2 sizes, one for each stage, found 1"),
         ("--cut 0..4,4..5 --memory 9KiB,1MiB", "KiB for stage 0, found 9.0 KiB"),
-        ("--stages 2 --memory 200KiB,100KiB", "KiB for stage 0, 40.8 KiB more, found 200.0 KiB"),
+        (
+            "--stages 2 --memory 200KiB,100KiB",
+            "stage 0 needs 240.8 KiB, and has 200.0 KiB: 40.8 KiB more",
+        ),
     ] {
         let said = refused(&cut.split(' ').collect::<Vec<_>>());
         assert!(said.contains(expected), "{said}");

@@ -52,7 +52,7 @@ impl Windows {
         let blocks = Blocks { len: source.tokens(), is_whole: false };
         if time == 0 || rows == 0 || blocks.sequences(time) == 0 {
             return Err(Error::Environment(format!(
-                "{} tokens have no {rows} training windows of {time} tokens",
+                "the training text has {} tokens: a window of {time} and one more are needed",
                 blocks.len
             )));
         }
