@@ -299,6 +299,42 @@ fn attention_equals_the_composition() {
 }
 
 #[test]
+fn packed_linear_equals_the_plain_one() {
+    for (rows, columns, bias) in [(1, 1, false), (70, 33, true), (64, 300, false)] {
+        let single = |shape: &[usize], seed| random(shape, seed).to_dtype(DType::F32).unwrap();
+        let bias = bias.then(|| single(&[rows], 3));
+        let weight = single(&[rows, columns], 1);
+        let plain = nn::Linear::new(weight.clone(), bias);
+        let halves = weight.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
+        for (in_half, exact) in [(false, &weight), (true, &halves)] {
+            let packed = nn::PackedLinear::new(&plain, in_half).unwrap();
+            let expected = nn::Linear::new(exact.clone(), plain.bias().cloned());
+            for shape in [vec![columns], vec![2, 3, columns], vec![0, columns]] {
+                let x = single(&shape, 2);
+                let (found, expected) = (packed.forward(&x), expected.forward(&x));
+                assert_near("packed", &found.unwrap(), &expected.unwrap(), 1e-5);
+            }
+            let indices = Tensor::new(&[[rows as u32 - 1], [0]], &Device::Cpu).unwrap();
+            let found = packed.rows(&indices).unwrap();
+            assert_eq!(found.dims(), [2, 1, columns]);
+            let expected = exact.index_select(&indices.flatten_all().unwrap(), 0).unwrap();
+            assert_eq!(doubles(&found), doubles(&expected), "in half {in_half}");
+            let read = |block: std::ops::Range<usize>, values: &mut [f32]| {
+                let part = weight.narrow(0, block.start, block.len())?.flatten_all()?;
+                values.copy_from_slice(&part.to_vec1::<f32>()?);
+                Result::Ok(())
+            };
+            let of_rows = nn::PackedLinear::of_rows((rows, columns), in_half, read).unwrap();
+            assert_eq!(doubles(&of_rows.rows(&indices).unwrap()), doubles(&expected));
+            let beyond = Tensor::new(&[rows as u32], &Device::Cpu).unwrap();
+            assert!(packed.rows(&beyond).unwrap_err().to_string().contains("of an embedding with"));
+            let wrong = packed.forward(&single(&[2, columns + 1], 2)).unwrap_err().to_string();
+            assert!(wrong.contains(&format!("expected F32 [..., {columns}]")), "{wrong}");
+        }
+    }
+}
+
+#[test]
 fn trainable_mask_gets_its_gradient() {
     let arguments = [
         random(&[1, 2, 5, 8], 1),

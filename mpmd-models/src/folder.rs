@@ -265,22 +265,22 @@ impl Folder {
         Ok(key.0)
     }
 
-    /// Reads a parameter as f32. The output of a model that ties it is its embedding.
+    /// Reads a region of a parameter as f32, row-major. The output of a model that ties it is its
+    /// embedding.
     ///
     /// # Errors
     ///
     /// If the model has no such parameter, or the file cannot be read.
-    pub(crate) fn values(&self, name: &str) -> Result<Vec<f32>> {
+    pub(crate) fn read(&self, name: &str, region: &Region, values: &mut [f32]) -> Result<()> {
         let tied = name == OUTPUT && self.config.tie_word_embeddings;
         let name = if tied { EMBEDDING } else { name };
-        let Some((source, aval)) = self.sources.get(name) else {
+        let Some((source, _)) = self.sources.get(name) else {
             return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
         };
-        let (stored, mut values) = (&self.tensors[&source.name], vec![0.0; aval.elements()]);
-        let bytes = aval.elements() * stored.aval.dtype().size();
+        let stored = &self.tensors[&source.name];
+        let bytes = values.len() * stored.aval.dtype().size();
         self.read.fetch_add(bytes as u64, Ordering::Relaxed);
-        stored.read(source, &Region::full(aval.shape()), &mut values)?;
-        Ok(values)
+        stored.read(source, region, values)
     }
 
     /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only

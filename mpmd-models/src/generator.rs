@@ -5,15 +5,16 @@ use std::ops::Range;
 
 use mpmd::aval::{DType, ShapedArray, f32s};
 use mpmd::candle::candle_core::{self, bail};
-use mpmd::candle::nn::VarBuilder;
+use mpmd::candle::nn::{PackedLinear, VarBuilder};
 use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, named, stage};
 use mpmd::object::ObjectBytes;
 use mpmd::pipeline::{Microbatch, Pipeline};
+use mpmd::region::Region;
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 
 use crate::cut::Held;
-use crate::decoder::{Caches, OUTPUT, Part};
+use crate::decoder::{Caches, EMBEDDING, OUTPUT, Part};
 use crate::folder::Folder;
 use crate::rope::Angles;
 use crate::sample::Sampling;
@@ -45,6 +46,8 @@ pub struct Generator {
     meshes: Vec<Mesh>,
     /// Number of tokens so far.
     tokens: usize,
+    /// Number of tokens for which the caches have room.
+    positions: usize,
     /// The process that has the logits.
     owner: ProcessId,
 }
@@ -98,26 +101,33 @@ impl Plan {
 
     /// Reads the weights layer by layer, and packs them.
     fn load(&self) -> Result<Loaded> {
-        let Self { folder, layers, positions, bytes, .. } = self;
+        let Self { folder, angles, layers, positions, bytes, in_half } = self;
+        let (config, failed) = (folder.config(), |why: Error| candle_core::Error::wrap(why));
+        let table = |name: &str| {
+            let (tokens, width) = (config.vocab_size, config.hidden_size);
+            let read = |rows: Range<usize>, values: &mut [f32]| {
+                folder.read(name, &Region::new(vec![rows, 0..width]), values).map_err(failed)
+            };
+            PackedLinear::of_rows((tokens, width), *in_half, read)
+        };
         let params = |own: Range<usize>| {
             let mut tensors = HashMap::new();
-            for (name, aval) in params_of(folder, own).map_err(candle_core::Error::wrap)? {
-                // The embedding of an earlier layer's part serves as the output.
-                let is_shared = layers.start == 0 && folder.config().tie_word_embeddings;
-                if !(name == OUTPUT && is_shared) {
-                    let values = folder.values(&name).map_err(candle_core::Error::wrap)?;
+            for (name, aval) in params_of(folder, own).map_err(failed)? {
+                if name != EMBEDDING && name != OUTPUT {
+                    let mut values = vec![0.0; aval.elements()];
+                    let all = Region::full(aval.shape());
+                    folder.read(&name, &all, &mut values).map_err(failed)?;
                     tensors.insert(name, Tensor::from_vec(values, aval.shape(), &Device::Cpu)?);
                 }
             }
             Ok(VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu))
         };
-        let part =
-            Part::packed(folder.config(), &self.angles, layers.clone(), self.in_half, params);
+        let part = Part::packed(config, angles, layers.clone(), *in_half, table, params);
         let part = part.map_err(|why| Error::kernel(why.to_string()))?;
         Ok(Loaded { part, caches: Caches::new(layers.len(), *positions), bytes: *bytes })
     }
 
-    /// Returns the stage that computes with what is loaded. The last stage of a model returns the
+    /// Returns the stage that computes with the loaded part. The last one of a model returns the
     /// logits of the last token, `[1, vocab_size]`.
     fn stage(&self) -> Result<CandleStage<(), Tensor, Tensor>> {
         let config = self.folder.config();
@@ -199,7 +209,8 @@ impl Generator {
         let first = microbatch(p, meshes, &[0], 0)?;
         pipeline.probe(p, &first.shapes())?;
         let owner = last.devices().first().and_then(|device| p.topology().process_of(*device));
-        Ok(Self { pipeline, meshes: meshes.to_vec(), tokens: 0, owner: owner.ok_or_else(none)? })
+        let (meshes, owner) = (meshes.to_vec(), owner.ok_or_else(none)?);
+        Ok(Self { pipeline, meshes, tokens: 0, positions, owner })
     }
 
     /// Generates up to `most` tokens that follow a prompt, and returns them on every process. All
@@ -252,8 +263,16 @@ impl Generator {
 
     /// Issues the pass of the next tokens. Returns the logits of the last one.
     fn pass(&mut self, p: &mut Program, tokens: &[u32]) -> Result<MpmdArray> {
-        let microbatch = microbatch(p, &self.meshes, tokens, self.tokens)?;
+        let at = self.tokens;
         self.tokens += tokens.len();
+        if self.tokens > self.positions {
+            let (needed, room) = (self.tokens, self.positions);
+            return Err(Error::Environment(format!(
+                "token {needed} of a sequence: the generator has room for {room}, the positions of \
+                 `Stages::new`"
+            )));
+        }
+        let microbatch = microbatch(p, &self.meshes, tokens, at)?;
         self.pipeline.forward(p, microbatch)
     }
 }

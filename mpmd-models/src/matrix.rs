@@ -41,17 +41,4 @@ impl Table {
             Self::Packed(packed) => packed.rows(tokens),
         }
     }
-
-    /// Packs the table, unless it is, and returns it.
-    pub(crate) fn pack(&mut self, in_half: bool) -> Result<PackedLinear> {
-        let packed = match self {
-            Self::Plain(embedding) => {
-                let linear = Linear::new(embedding.embeddings().clone(), None);
-                PackedLinear::new(&linear, in_half)?
-            }
-            Self::Packed(packed) => packed.clone(),
-        };
-        *self = Self::Packed(packed.clone());
-        Ok(packed)
-    }
 }

@@ -1,6 +1,6 @@
-//! The layers of `candle_nn` under the same names, all with gradients.
+//! The layers of `candle_nn` under the same names, with gradients.
 //!
-//! Layers of this module defer the gradients of f32 weights, which schedules without bubbles need.
+//! Layers of this module defer the gradients of f32 weights: schedules without bubbles need that.
 //! They compute f32, bf16 and f16 tensors on the CPU with kernels that are made for training. Other
 //! types and devices have compositions of candle's operations. Sums of bf16 and f16 are computed in
 //! f32, and rounded once. Results have the same bits with any number of threads
@@ -17,6 +17,7 @@
 //! | `ConvTranspose2d` | by candle, without groups | no |
 //! | `ConvTranspose1d` | none: an error | |
 //! | `BatchNorm` | by candle; a forward pass writes the running statistics | no |
+//! | `PackedLinear` | none: for inference | |
 //! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
 //!
 //! A layer that does not defer computes the gradients of its weights with that of its input. That

@@ -1,5 +1,6 @@
 //! A linear layer for inference, whose weight is packed once.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -9,6 +10,9 @@ use rayon::prelude::*;
 
 use super::linear::Linear;
 use super::values::{single, values};
+
+/// Number of elements that are read at once.
+const BLOCK: usize = 1 << 20;
 
 /// A linear layer without gradients: `y = x wᵀ + b`. A row of the result has the same bits whatever
 /// the number of rows. Clones share the weight.
@@ -34,9 +38,28 @@ impl PackedLinear {
         Ok(Self { weight: Arc::new(weight), bias })
     }
 
-    /// Returns the bytes that the elements of the weight take.
-    pub fn bytes(&self) -> u64 {
-        self.weight.bytes()
+    /// Packs a weight `[rows, columns]` that `read` reads, some rows at a time, row-major. There is
+    /// no bias. With `in_half` as for [`PackedLinear::new`].
+    ///
+    /// # Errors
+    ///
+    /// Those of `read`.
+    pub fn of_rows(
+        (rows, columns): (usize, usize),
+        in_half: bool,
+        mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<Self> {
+        let mut weight = Packed::zeros(rows, columns, in_half);
+        // Whole panels.
+        let step = (BLOCK / columns.max(1)).next_multiple_of(PANEL).max(PANEL);
+        let mut values = Vec::new();
+        for first in (0..rows).step_by(step) {
+            let block = first..rows.min(first + step);
+            values.resize(block.len() * columns, 0.0);
+            read(block, &mut values)?;
+            weight.set_rows(first, &values);
+        }
+        Ok(Self { weight: Arc::new(weight), bias: None })
     }
 
     /// Returns rows of the weight: of the shape of `indices` and the number of columns.

@@ -102,14 +102,6 @@ impl Packed {
         self.rows.div_ceil(PANEL)
     }
 
-    /// Returns the bytes that the elements take.
-    pub fn bytes(&self) -> u64 {
-        match &self.panels {
-            Panels::F32(all) => size_of_val(&all[..]) as u64,
-            Panels::Bf16(all) => size_of_val(&all[..]) as u64,
-        }
-    }
-
     /// Computes `x wᵀ` for some panels of the weight, where `x` is `[m, columns]`, on the calling
     /// thread. `out` is `[panels, m, PANEL]`.
     ///
@@ -239,8 +231,8 @@ fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
     }
 }
 
-/// Adds the products of `TILE` rows of `x` and the columns of a panel to the rows of `out`, whose
-/// old values do not count for the first columns.
+/// Adds the products of `TILE` rows of `x` and the columns of a panel to the rows of `out`. For the
+/// first columns, replaces the old values instead.
 #[inline(always)]
 fn tile<T: Element, const TILE: usize, const FUSED: bool>(
     panel: &[[T; PANEL]],

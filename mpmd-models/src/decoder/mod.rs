@@ -16,7 +16,9 @@ use mpmd::Result as CoreResult;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::candle_core::{Error as CandleError, bail};
 use mpmd::candle::nn::kv_cache::KvCache;
-use mpmd::candle::nn::{Embedding, Linear, Module, VarBuilder, embedding, linear_no_bias};
+use mpmd::candle::nn::{
+    Embedding, Linear, Module, PackedLinear, VarBuilder, embedding, linear_no_bias,
+};
 use mpmd::candle::{Device, Result, Tensor, stage};
 
 use crate::config::Config;
@@ -60,16 +62,17 @@ impl Part {
         layers: Range<usize>,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
-        Self::with_output(config, lora, angles, layers, None, vb)
+        Self::with_tables(config, lora, angles, layers, [None, None], vb)
     }
 
-    /// Does the same as [`Part::new`], with this output in place of one from the parameters.
-    fn with_output(
+    /// Does the same as [`Part::new`], with this embedding and output in place of those of the
+    /// parameters.
+    fn with_tables(
         config: &Config,
         lora: Option<Lora>,
         angles: &[Angles],
         layers: Range<usize>,
-        output: Option<Matrix>,
+        [packed, output]: [Option<PackedLinear>; 2],
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let (tokens, width) = (config.vocab_size, config.hidden_size);
@@ -78,12 +81,15 @@ impl Part {
         let table =
             || embedding(config.max_position_embeddings, width, model.pp("embed_positions"));
         let positions = (first && config.learned_positions).then(table).transpose()?;
-        let embedding = first.then(|| embedding(tokens, width, model.pp("embed_tokens")));
-        let embedding = embedding.transpose()?;
+        let own = || match packed {
+            Some(packed) => Ok(Table::Packed(packed)),
+            None => embedding(tokens, width, model.pp("embed_tokens")).map(Table::Plain),
+        };
+        let embedding = first.then(own).transpose()?;
         let head = if layers.end == config.num_hidden_layers {
             let output = match (output, &embedding) {
-                (Some(output), _) => output,
-                (None, Some(embedding)) if config.tie_word_embeddings => {
+                (Some(output), _) => Matrix::Packed(output),
+                (None, Some(Table::Plain(embedding))) if config.tie_word_embeddings => {
                     Matrix::Plain(Linear::new(embedding.embeddings().clone(), None))
                 }
                 _ => Matrix::Plain(linear_no_bias(width, tokens, vb.pp("lm_head"))?),
@@ -94,7 +100,7 @@ impl Part {
         };
         let layer = |layer| Layer::new(config, lora, layer, angles, &model.pp("layers").pp(layer));
         Ok(Self {
-            embedding: embedding.map(Table::Plain),
+            embedding,
             positions,
             embedding_scale: config.embedding_scale,
             layers: layers.map(layer).collect::<Result<_>>()?,
@@ -105,8 +111,8 @@ impl Part {
     }
 
     /// Creates the layers as [`Part::new`] does, for inference. Their weights are packed layer by
-    /// layer, so that others are needed for one layer alone. `params` returns the parameters of
-    /// these layers.
+    /// layer, so that others are needed for one layer alone. `table` returns the embedding or the
+    /// output, and `params` the other parameters of some layers.
     ///
     /// # Errors
     ///
@@ -116,18 +122,22 @@ impl Part {
         angles: &[Angles],
         layers: Range<usize>,
         in_half: bool,
+        table: impl Fn(&str) -> Result<PackedLinear>,
         params: impl Fn(Range<usize>) -> Result<VarBuilder<'static>>,
     ) -> Result<Self> {
+        let embedding = (layers.start == 0).then(|| table(EMBEDDING)).transpose()?;
+        let output = match embedding.clone().filter(|_| config.tie_word_embeddings) {
+            _ if layers.end < config.num_hidden_layers => None,
+            Some(embedding) => Some(embedding),
+            None => Some(table(OUTPUT)?),
+        };
         let mut whole: Option<Self> = None;
         for layer in layers {
             let own = layer..layer + 1;
-            let vb = params(own.clone())?;
-            let first = whole.as_mut().and_then(|whole| whole.embedding.as_mut());
-            let tied = first.filter(|_| config.tie_word_embeddings);
-            let tied = tied.map(|table| table.pack(in_half)).transpose()?.map(Matrix::Packed);
-            let mut part = Self::with_output(config, None, angles, own, tied, &vb)?;
+            let (vb, tables) = (params(own.clone())?, [embedding.clone(), output.clone()]);
+            let mut part = Self::with_tables(config, None, angles, own, tables, &vb)?;
             drop(vb);
-            part.pack(config, in_half)?;
+            part.layers.iter_mut().try_for_each(|layer| layer.pack(in_half))?;
             match &mut whole {
                 None => whole = Some(part),
                 Some(whole) => {
@@ -137,18 +147,6 @@ impl Part {
             }
         }
         whole.ok_or_else(|| CandleError::msg("a part without layers"))
-    }
-
-    fn pack(&mut self, config: &Config, in_half: bool) -> Result<()> {
-        let table = self.embedding.as_mut().map(|table| table.pack(in_half)).transpose()?;
-        match (&mut self.head, table) {
-            (Some((_, output)), Some(table)) if config.tie_word_embeddings => {
-                *output = Matrix::Packed(table);
-            }
-            (Some((_, output)), _) => output.pack(in_half)?,
-            (None, _) => {}
-        }
-        self.layers.iter_mut().try_for_each(|layer| layer.pack(in_half))
     }
 
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the

@@ -42,12 +42,30 @@ fn generated_tokens_equal_those_of_transformers() {
 }
 
 #[test]
+fn more_tokens_than_positions_are_refused() {
+    let (folder, positions) = (open("gpt2"), 9);
+    let said = simulate(2, 2, |p, meshes| {
+        let stages = Stages::new(&folder, 2, positions)?;
+        let mut generator = stages.generator(p, meshes, false)?;
+        let mut most =
+            |most| generator.generate(p, &[5, 17, 3], &Sampling::default(), most, |_, _| Ok(false));
+        // The last token is in no pass.
+        assert_eq!(most(7)?.len(), 7);
+        let said = most(8).unwrap_err().to_string();
+        assert_eq!(most(2)?.len(), 2, "later calls work");
+        Ok(Some(said))
+    });
+    assert!(said.contains("token 10 of a sequence: the generator has room for 9"), "{said}");
+}
+
+#[test]
 fn weights_in_bf16_change_nothing_if_the_folder_has_such() {
     for name in ["bf16", "gemma2-bf16", "mistral-bf16"] {
         let greedy = expected(name).greedy;
         assert_eq!(generated(name, (2, 2), greedy.len(), true), greedy, "{name}");
     }
     let rounded = generated("plain", (1, 1), 40, true);
+    assert_ne!(rounded, expected("plain").greedy[..40], "others are rounded");
     assert_eq!(generated("plain", (2, 2), 40, true), rounded);
 }
 
