@@ -58,8 +58,8 @@ enum What {
     Replay(issue::ReplayArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
-    /// The facts of a CUDA driver that the framework relies on, without the framework: times of
-    /// memory, events and copies, and what another process can open.
+    /// Facts of a CUDA driver, without the framework: times of memory, events and copies, and the
+    /// objects that another process can open.
     Probe(direct::ProbeArgs),
 }
 

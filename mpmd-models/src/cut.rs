@@ -207,6 +207,8 @@ impl Layers {
 
 #[cfg(test)]
 mod tests {
+    use mpmd::random::Key;
+
     use super::*;
 
     fn layers(works: &[u64], first: u64, last: u64) -> Layers {
@@ -255,10 +257,10 @@ mod tests {
 
     #[test]
     fn no_division_has_less_work_in_its_largest_stage() {
-        let mut state = 1u64;
+        let mut drawn = 0;
         let mut random = |end: u64| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 33) % end
+            drawn += 1;
+            Key(1).fold_in(drawn).0 % end
         };
         for _ in 0..200 {
             let works: Vec<u64> = (0..2 + random(7)).map(|_| random(20)).collect();

@@ -119,7 +119,7 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
     }
 }
 
-/// What turns lines into tokens.
+/// The lines of a file, and the folder whose tokenizer and template turn them into tokens.
 struct Reader<'a> {
     file: &'a Path,
     folder: &'a Folder,

@@ -147,8 +147,7 @@ impl GenerateArgs {
     }
 
     /// Returns the tokens of the prompt.
-    fn prompt(&self, folder: &Folder) -> Result<Vec<u32>> {
-        let tokenizer = tokenizer(folder)?;
+    fn prompt(&self, folder: &Folder, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let of = |text: &str, special| -> Result<Vec<u32>> {
             Ok(guarded(|| tokenizer.encode(text, special))?.get_ids().to_vec())
         };
@@ -164,7 +163,7 @@ impl GenerateArgs {
             (_, Some(message), _) => of(&Templates::of(folder)?.prompt(message)?, false)?,
             (.., prompt) => of(prompt.as_deref().unwrap_or_default(), true)?,
         };
-        check_rows(folder, &tokenizer, ids.iter())?;
+        check_rows(folder, tokenizer, ids.iter())?;
         Ok(ids)
     }
 }
@@ -194,12 +193,12 @@ pub fn run(
     cut: &CutArgs,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    let (sampling, none) = (args.sampling(folder)?, <[&str; 0]>::default());
+    let (sampling, none) = (args.sampling(folder)?, [] as [&str; 0]);
     ensure!(
         args.prompt.is_some() || args.prompt_ids.is_some() || args.chat.is_some(),
         "there is nothing to continue: give --prompt, --chat or --prompt-ids"
     );
-    check_inputs(folder, none, false)?;
+    check_inputs(folder, &none, &none)?;
     let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
     // Found before processes start. The prompt's tokens are not known yet.
     let held = Held::generation(folder, args.max_len.unwrap_or(args.tokens), in_half);
@@ -207,7 +206,12 @@ pub fn run(
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
     mpmd_job::run(job, stages, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
-        let prompt = spread(p, || Ok(args.prompt(folder)?.into()))?;
+        // Read on process 0 alone.
+        let own = RefCell::new(None);
+        let prompt = spread(p, || {
+            let mut own = own.borrow_mut();
+            Ok(args.prompt(folder, own.insert(tokenizer(folder)?))?.into())
+        })?;
         let needed = prompt.len() + args.tokens;
         let positions = args.max_len.unwrap_or(needed);
         if positions < needed {
@@ -230,11 +234,8 @@ pub fn run(
         let mut generator = model
             .cut(cut, Held::generation(folder, positions, in_half))?
             .generator(p, &meshes, in_half)?;
-        let speaks = p.process() == ProcessId(0) && !p.is_dry_run();
-        let text = match speaks {
-            true => Some(Text::new(tokenizer(folder)?, args)),
-            false => None,
-        };
+        let own = own.into_inner().filter(|_| !p.is_dry_run());
+        let text = own.map(|tokenizer| Text { tokenizer, args, printed: RefCell::new(0) });
         let is_end = |p: &mut Program, tokens: &[u32]| {
             let is_end = tokens.last().is_some_and(|last| ends.contains(last));
             let next = || text.as_ref().map_or(Ok(false), |text| text.next(tokens, is_end));
@@ -260,11 +261,7 @@ struct Text<'a> {
     printed: RefCell<usize>,
 }
 
-impl<'a> Text<'a> {
-    fn new(tokenizer: Tokenizer, args: &'a GenerateArgs) -> Self {
-        Self { tokenizer, args, printed: RefCell::new(0) }
-    }
-
+impl Text<'_> {
     /// Returns the text of tokens up to the first text that ends it, and true if it has one.
     fn of(&self, tokens: &[u32]) -> Result<(String, bool)> {
         let failed = |why| Error::Environment(format!("the tokenizer: {why}"));
@@ -281,7 +278,7 @@ impl<'a> Text<'a> {
         }
         let (text, stops) = self.of(tokens)?;
         if !self.args.json {
-            // What may still become another character, or a text that ends it, is kept back.
+            // An end that may still become another character or a stop is kept back.
             let held = self.args.stop.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
             let whole = text.trim_end_matches('\u{fffd}').len();
             let until = if stops || is_end { text.len() } else { whole.min(text.len() - held) };

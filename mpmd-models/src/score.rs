@@ -58,7 +58,7 @@ pub fn run(
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
     let model = Stages::new(folder, stages, count)?.cut(cut, Held::FROZEN)?;
-    check_inputs(folder, [file], true)?;
+    check_inputs(folder, &[file], &[] as &[&Path])?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
         match tokens.ids().len() {

@@ -26,7 +26,7 @@ const SETTINGS: [&str; 3] =
 const KEY: &str = "chat_template";
 /// Limit on the instructions of a template: a stranger's may not end.
 const FUEL: u64 = 10_000_000;
-/// Stand around a reply, where a template says what a reply is. They are for private use.
+/// Characters for private use, which are put around the replies that a template marks.
 const MARKS: [char; 2] = ['\u{f8f0e}', '\u{f8f0f}'];
 
 /// The chat templates of a folder.

@@ -90,28 +90,30 @@ pub(crate) fn check_rows<'a>(
     Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found))
 }
 
-/// Checks the tokenizer of a folder, and that texts can be opened, and are files or perhaps
-/// folders. Reads no text. Does nothing in a process that a launcher has started: only process 0
+/// Checks the tokenizer of a folder, and that texts, which are files or folders, and other files
+/// can be opened. Reads no text. Does nothing in a process that a launcher has started: only process 0
 /// reads them, perhaps on another host, and all processes get its error.
 ///
 /// # Errors
 ///
 /// If the tokenizer is invalid, a text cannot be opened, or a variable of the job is invalid.
-pub(crate) fn check_inputs<'a>(
+pub(crate) fn check_inputs(
     folder: &Folder,
-    paths: impl IntoIterator<Item = &'a (impl AsRef<Path> + ?Sized + 'a)>,
-    may_be_folders: bool,
+    texts: &[impl AsRef<Path>],
+    files: &[impl AsRef<Path>],
 ) -> anyhow::Result<()> {
     if JobEnv::from_env()?.is_some() {
         return Ok(());
     }
-    let check = |path: &Path| match path.metadata()? {
-        kind if kind.is_file() || (kind.is_dir() && may_be_folders) => File::open(path).map(drop),
+    let check = |path: &Path, may_be_folder| match path.metadata()? {
+        kind if kind.is_file() || (kind.is_dir() && may_be_folder) => File::open(path).map(drop),
         _ => Err(io::Error::other("it is no regular file")),
     };
-    paths.into_iter().map(AsRef::as_ref).try_for_each(|path| {
+    let texts = texts.iter().map(|path| (path.as_ref(), true));
+    let mut all = texts.chain(files.iter().map(|path| (path.as_ref(), false)));
+    all.try_for_each(|(path, may_be_folder)| {
         let why = |why| Error::Environment(format!("cannot read {}: {why}", path.display()));
-        check(path).map_err(why)
+        check(path, may_be_folder).map_err(why)
     })?;
     tokenizer(folder)?;
     Ok(())

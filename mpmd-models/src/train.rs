@@ -156,8 +156,11 @@ pub fn run(
     let model = Stages::new(source, stages, args.time)?.cut(cut, held)?;
     let model = model.lora(args.lora(), args.seed);
     let model = model.packed(args.data.is_some());
-    check_inputs(source, &args.paths, true)?;
-    check_inputs(source, args.data.iter().chain(&args.held_out), args.data.is_none())?;
+    let (mut texts, mut files) = (args.paths.clone(), Vec::new());
+    files.extend(args.data.clone());
+    let held_out = if args.data.is_some() { &mut files } else { &mut texts };
+    held_out.extend(args.held_out.clone());
+    check_inputs(source, &texts, &files)?;
     let ranks = schedule.ranks();
     let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
     let mut folders = vec![source.path().canonicalize().ok()];

@@ -32,8 +32,8 @@ pub(super) struct StageGraph {
     /// For each stage, true if it runs backward passes: it has trained parameters, or reads a stage
     /// that runs them.
     pub(super) trains: Vec<bool>,
-    /// The first stage that is not trained, whatever its parameters are; `None` if all may be. Such
-    /// a pipeline runs forward passes alone.
+    /// The first stage that is never trained; `None` if all may be. With one, the pipeline runs
+    /// forward passes alone.
     pub(super) untrained_from: Option<usize>,
     /// The identity of this pipeline, which its `Output`s share.
     pub(super) identity: Arc<()>,

@@ -203,7 +203,7 @@ fn evaluated(processes: usize, args: &[&str]) -> (serde_json::Value, String) {
 }
 
 #[test]
-fn examples_and_a_second_file_train_alike_on_any_number_of_processes() {
+fn examples_and_second_files_train_alike_on_more_processes() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, lines: &[serde_json::Value]| {
         let lines: Vec<String> = lines.iter().map(ToString::to_string).collect();

@@ -179,17 +179,33 @@ fn only_known_companions_are_copied() {
     symlink(secret.path(), folder.path().join("notes.txt")).unwrap();
     fs::write(folder.path().join("other.json"), "{}").unwrap();
     fs::write(folder.path().join("chat_template.jinja"), "{{ messages }}").unwrap();
+    let more = "additional_chat_templates";
+    fs::create_dir(folder.path().join(more)).unwrap();
+    for name in ["tool_use.jinja", "other.jinja"] {
+        fs::write(folder.path().join(more).join(name), "{{ tools }}").unwrap();
+    }
     let to = tempfile::tempdir().unwrap();
     save_to(&Folder::open(folder.path()).unwrap(), to.path());
-    let mut names: Vec<_> =
-        fs::read_dir(to.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    names.sort();
+    let names = |folder: &Path| {
+        let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
+    };
     let expected = [
+        more,
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
     ];
-    assert_eq!(names, expected);
+    assert_eq!(names(to.path()), expected);
+    assert_eq!(names(&to.path().join(more)), ["tool_use.jinja"]);
+    // A link in its place leads out of the folder.
+    fs::remove_dir_all(folder.path().join(more)).unwrap();
+    let outside = tempfile::tempdir().unwrap();
+    fs::write(outside.path().join("tool_use.jinja"), "a private key").unwrap();
+    symlink(outside.path(), folder.path().join(more)).unwrap();
+    assert!(refused(folder.path()).contains("a link out of the folder"));
 }
