@@ -91,8 +91,8 @@ pub(crate) fn check_rows<'a>(
 }
 
 /// Checks the tokenizer of a folder, and that texts, which are files or folders, and other files
-/// can be opened. Reads no text. Does nothing in a process that a launcher has started: only process 0
-/// reads them, perhaps on another host, and all processes get its error.
+/// can be opened. Reads no text. Does nothing in a process that a launcher has started: only
+/// process 0 reads them, perhaps on another host, and all processes get its error.
 ///
 /// # Errors
 ///
