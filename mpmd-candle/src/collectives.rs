@@ -27,6 +27,12 @@ enum Kind {
 }
 
 impl Found {
+    /// Returns the collective for inputs of `here` elements, where the probe had `there`.
+    pub(crate) fn scaled(&self, here: u64, there: u64) -> Self {
+        let grown = (self.elements as u64).saturating_mul(here).div_ceil(there.max(1));
+        Self { elements: self.elements.max(grown as usize), ..self.clone() }
+    }
+
     /// Returns true if it is an all-gather over this axis.
     pub(crate) fn gathers(&self, axis: &str) -> bool {
         self.kind == Kind::AllGather && self.axis == axis
@@ -60,6 +66,11 @@ impl Recorder<'_> {
 impl Exchange for Recorder<'_> {
     fn size(&mut self, axis: &str) -> mpmd_core::Result<usize> {
         Ok(self.mesh.axis_size(axis)?)
+    }
+
+    /// A probe runs on the first device.
+    fn index(&mut self, _: &str) -> mpmd_core::Result<usize> {
+        Ok(0)
     }
 
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
@@ -102,6 +113,12 @@ pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     apply(&x, axis, Step::Gather)?.transpose(0, dim)?.contiguous()
 }
 
+/// Concatenates in dimension `dim`; the gradient is the device's own part.
+pub(crate) fn gathered(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
+    let x = first(x, dim)?;
+    apply(&x, axis, Step::Join)?.transpose(0, dim)?.contiguous()
+}
+
 /// Adds up, and divides dimension `dim`; the gradient is gathered.
 pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
@@ -114,8 +131,24 @@ pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tenso
 ///
 /// Outside of a stage, and if the mesh has no such axis.
 pub(crate) fn size(axis: &str) -> Result<usize> {
-    match pass::with_exchange(|exchange| exchange.size(axis)) {
-        Some(size) => size.map_err(candle_core::Error::wrap),
+    of_exchange(axis, |exchange| exchange.size(axis))
+}
+
+/// Returns the place of this device along an axis of the stage's mesh.
+///
+/// # Errors
+///
+/// As for [`size`].
+pub(crate) fn index(axis: &str) -> Result<usize> {
+    of_exchange(axis, |exchange| exchange.index(axis))
+}
+
+fn of_exchange<R>(
+    axis: &str,
+    f: impl FnOnce(&mut dyn Exchange) -> mpmd_core::Result<R>,
+) -> Result<R> {
+    match pass::with_exchange(f) {
+        Some(found) => found.map_err(candle_core::Error::wrap),
         None => bail!("a collective over axis {axis:?} outside of a stage"),
     }
 }
@@ -128,7 +161,8 @@ fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
 }
 
 fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
-    if size(axis)? == 1 {
+    let is_same = matches!(step, Step::Same) && !x.track_op();
+    if size(axis)? == 1 || is_same {
         return Ok(x.clone());
     }
     if x.dtype() != DType::F32 {
@@ -144,6 +178,10 @@ enum Step {
     Same,
     Gather,
     Scatter,
+    /// Concatenates for a computation that is the same on all devices.
+    Join,
+    /// Takes the device's own part.
+    Part,
 }
 
 struct Collective {
@@ -158,6 +196,8 @@ impl Step {
             Self::Same => Self::Sum,
             Self::Gather => Self::Scatter,
             Self::Scatter => Self::Gather,
+            Self::Join => Self::Part,
+            Self::Part => Self::Join,
         }
     }
 }
@@ -180,13 +220,13 @@ impl Collective {
                 exchange.all_reduce(axis, &mut sum)?;
                 sum
             }
-            Step::Gather => {
+            Step::Gather | Step::Join => {
                 dims[0] *= size;
                 let mut all = vec![0.0; values.len() * size];
                 exchange.all_gather(axis, values, &mut all)?;
                 all
             }
-            Step::Scatter => {
+            Step::Scatter | Step::Part => {
                 if !dims[0].is_multiple_of(size) {
                     return Err(Error::kernel(format!(
                         "{size} devices along axis {axis:?} do not divide a dimension of {}",
@@ -194,7 +234,14 @@ impl Collective {
                     )));
                 }
                 dims[0] /= size;
-                let mut part = vec![0.0; values.len() / size];
+                let len = values.len() / size;
+                if let Step::Part = self.step {
+                    return Ok((
+                        values[exchange.index(axis)? * len..][..len].to_vec(),
+                        dims.into(),
+                    ));
+                }
+                let mut part = vec![0.0; len];
                 exchange.reduce_scatter(axis, values, &mut part)?;
                 part
             }
@@ -210,6 +257,8 @@ impl CustomOp1 for Collective {
             Step::Same => "replicated",
             Step::Gather => "all_gather",
             Step::Scatter => "reduce_scatter",
+            Step::Join => "gathered",
+            Step::Part => "part",
         }
     }
 

@@ -115,6 +115,26 @@ impl Cx<'_> {
         collectives::all_gather(x, dim, axis)
     }
 
+    /// Concatenates `x` of the devices along mesh axis `axis`, in dimension `dim`, for computations
+    /// that are the same on all of these devices. Each device's `x` gets its part of the gradient,
+    /// without communication.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_gather`].
+    pub fn gathered(&self, x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
+        collectives::gathered(x, dim, axis)
+    }
+
+    /// Returns the place of this device along mesh axis `axis`. A probe runs on the first one.
+    ///
+    /// # Errors
+    ///
+    /// If the mesh has no such axis.
+    pub fn axis_index(&self, axis: &str) -> Result<usize> {
+        collectives::index(axis)
+    }
+
     /// Adds up `x` over the devices along mesh axis `axis`, and gives each device its part of
     /// dimension `dim`, in the order of the devices.
     ///

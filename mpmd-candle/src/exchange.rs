@@ -7,6 +7,8 @@ use mpmd_core::kernel::Context;
 pub(crate) trait Exchange {
     /// Returns the number of devices along an axis.
     fn size(&mut self, axis: &str) -> Result<usize>;
+    /// Returns the place of the device along an axis.
+    fn index(&mut self, axis: &str) -> Result<usize>;
     /// Replaces `values` by the sum over the axis.
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> Result<()>;
     /// Fills `out` with the parts of all devices, in order.
@@ -18,6 +20,10 @@ pub(crate) trait Exchange {
 impl Exchange for Context<'_> {
     fn size(&mut self, axis: &str) -> Result<usize> {
         self.axis_size(axis)
+    }
+
+    fn index(&mut self, axis: &str) -> Result<usize> {
+        self.axis_index(axis)
     }
 
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> Result<()> {

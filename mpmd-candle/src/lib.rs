@@ -25,5 +25,6 @@ pub use candle_core::{self, D, DType, Device, IndexOp, Module, Result, Tensor, V
 pub use candle_nn::VarBuilder;
 pub use cx::Cx;
 pub use function::{Call, Function, function};
+pub use params::parts_builder;
 pub use stage::{CandleStage, named, stage};
 pub use tensors::{Tensors, Value, Values};

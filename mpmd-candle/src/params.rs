@@ -42,8 +42,9 @@ pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> R
     Ok(params)
 }
 
-/// Returns a `VarBuilder` that gives a constructor these tensors by path.
-pub(crate) fn builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
+/// Returns a `VarBuilder` that gives a constructor these tensors by path. Their shapes may differ
+/// from those asked for: they are a device's parts of parameters.
+pub fn parts_builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(Given(tensors)), DType::F32, Device::Cpu)
 }
 

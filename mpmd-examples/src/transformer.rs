@@ -146,10 +146,10 @@ impl Block {
         // With several devices, each has some of the heads.
         let heads = qkv.dim(2)? / (3 * self.dim);
         let context = nn::self_attention(&qkv, heads, Mask::Causal, scale)?;
-        let x = (x + self.out.forward_over(&context, cx, MODEL_AXIS)?)?;
+        let x = (x + self.out.forward_over(&context, cx, &[MODEL_AXIS])?)?;
         let hidden = cx.replicated(&norm2.forward(&x)?, MODEL_AXIS)?;
         let hidden = self.up.forward_activated(&hidden, Activation::NewGelu)?;
-        &x + self.down.forward_over(&hidden, cx, MODEL_AXIS)?
+        &x + self.down.forward_over(&hidden, cx, &[MODEL_AXIS])?
     }
 }
 

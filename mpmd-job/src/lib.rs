@@ -35,7 +35,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Commits, Error, FailureKind, Program, testing::Simulation};
+use mpmd::{Builder, Commits, Error, FailureKind, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 
 pub use numbers::{at_least, not_negative};
@@ -167,7 +167,52 @@ impl JobTransport {
 #[error("{0}")]
 pub struct Rejected(pub String);
 
-/// Runs `program` over `devices` devices. `args` and the environment decide how:
+/// The devices of a job, and their places.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Placement {
+    /// So many devices, of which all processes have equally many.
+    Even(usize),
+    /// Groups of so many devices each. All processes have equally many groups, or else equally many
+    /// devices.
+    Groups(Vec<usize>),
+}
+
+impl From<usize> for Placement {
+    fn from(devices: usize) -> Self {
+        Self::Even(devices)
+    }
+}
+
+impl From<Vec<usize>> for Placement {
+    fn from(groups: Vec<usize>) -> Self {
+        Self::Groups(groups)
+    }
+}
+
+impl Placement {
+    fn devices(&self) -> usize {
+        match self {
+            Self::Even(devices) => *devices,
+            Self::Groups(groups) => groups.iter().sum(),
+        }
+    }
+
+    /// Returns the number of devices of each process, if they can be placed on as many.
+    fn by_process(&self, processes: usize) -> Option<Vec<usize>> {
+        match self {
+            Self::Groups(groups) if processes > 0 && groups.len().is_multiple_of(processes) => {
+                let each = groups.len() / processes;
+                Some(groups.chunks(each.max(1)).map(|groups| groups.iter().sum()).collect())
+            }
+            _ if processes > 0 && self.devices().is_multiple_of(processes) => {
+                Some(vec![self.devices() / processes; processes])
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Runs `program` over these devices. `args` and the environment decide how:
 ///
 /// - as this one process, if a launcher has started it;
 /// - as this one process too, with one process;
@@ -185,22 +230,30 @@ pub struct Rejected(pub String);
 pub fn run<E: Into<anyhow::Error>>(
     args: &JobArgs,
     default_processes: usize,
-    devices: usize,
+    devices: impl Into<Placement>,
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
+    let devices = devices.into();
     Program::log_to_stderr();
     end_with_stdout();
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
-    let processes = args.processes_for(default_processes, devices);
+    let processes = args.processes_for(default_processes, &devices);
+    // A number of processes that does not fit is the builder's error.
+    let on = |builder: Builder, processes| match devices.by_process(processes) {
+        Some(counts) if counts.iter().any(|count| *count != counts[0]) => {
+            builder.devices_by_process(&counts)
+        }
+        _ => builder.devices(devices.devices()),
+    };
     if let Some(env) = JobEnv::from_env()? {
-        let process = env.process.index();
-        return Ok(report(process, Program::builder().devices(devices).run(program)));
+        let (process, builder) = (env.process.index(), Program::builder());
+        return Ok(report(process, on(builder, env.processes).run(program)));
     }
-    if let Some(code) = args.refused(processes, devices)? {
+    if let Some(code) = args.refused(processes, &devices)? {
         return Ok(code);
     }
     if args.transport != Some(JobTransport::Inproc) && processes == 1 {
-        let mut builder = Program::builder().devices(devices);
+        let mut builder = on(Program::builder(), 1);
         if let Some(kinds) = &args.device {
             builder = builder.device_kinds(&kinds.of(1));
         }
@@ -210,7 +263,8 @@ pub fn run<E: Into<anyhow::Error>>(
         return Ok(report(0, builder.run(program)));
     }
     if args.transport == Some(JobTransport::Inproc) {
-        let mut simulation = Simulation::new(processes, devices);
+        let mut simulation = Simulation::new(processes, devices.devices());
+        simulation = simulation.settings(|settings| on(settings, processes));
         // A simulation reads no variables.
         if let Some(kinds) = args.device_kinds()? {
             let kinds = Devices(kinds).of(processes);
@@ -241,7 +295,8 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
     end_with_stdout();
-    let processes = args.processes_for(default_processes, devices);
+    let placement = Placement::Even(devices);
+    let processes = args.processes_for(default_processes, &placement);
     if let Some(env) = JobEnv::from_env()? {
         let program =
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
@@ -256,7 +311,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         ));
         return Ok(ExitCode::from(2));
     }
-    match args.refused(processes, devices)? {
+    match args.refused(processes, &placement)? {
         Some(code) => Ok(code),
         None => start(args.launch(processes)?.spares(1).restarts(MOST_RESTARTS)),
     }
@@ -268,16 +323,17 @@ const MOST_RESTARTS: usize = 100;
 impl JobArgs {
     /// Returns the number of processes: without `--processes` at most `most`, which the devices can
     /// be spread evenly over.
-    fn processes_for(&self, most: usize, devices: usize) -> usize {
-        let fits = |processes: &usize| devices.is_multiple_of(*processes);
+    fn processes_for(&self, most: usize, devices: &Placement) -> usize {
+        let fits = |processes: &usize| devices.by_process(*processes).is_some();
         self.processes.unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
     }
 
     /// Prints an error and returns the exit code if there can be no such job.
-    fn refused(&self, processes: usize, devices: usize) -> anyhow::Result<Option<ExitCode>> {
+    fn refused(&self, processes: usize, on: &Placement) -> anyhow::Result<Option<ExitCode>> {
+        let devices = on.devices();
         // One message instead of one from each process.
         let kinds = self.device_kinds()?.map_or(0, |kinds| kinds.len());
-        if processes == 0 || !devices.is_multiple_of(processes) {
+        if on.by_process(processes).is_none() {
             say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
                  --processes may be {}",

@@ -17,7 +17,14 @@ pub struct CutArgs {
     /// The layers of each stage, as in 0..9,9..22
     #[arg(long, value_name = "LAYERS,…", value_delimiter = ',', value_parser = range)]
     pub cut: Vec<Range<usize>>,
-    /// Memory of each stage for weights, gradients, the optimiser's state and caches, as in
+    /// Number of devices over which each stage's layers are divided: one for all stages, or one for
+    /// each, as in 2,1
+    #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = at_least(1))]
+    pub tensor_parallel: Vec<usize>,
+    /// Print the division of each parameter over the devices of its stage, and end
+    #[arg(long)]
+    pub show_sharding: bool,
+    /// Memory of a device of each stage for weights, gradients, the optimiser's state and caches, as in
     /// 8GiB,16GiB; activations come on top
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = parse_bytes)]
     pub memory: Vec<u64>,
@@ -91,15 +98,17 @@ pub(crate) struct Layers {
     sums: Vec<Cost>,
     first: Cost,
     last: Cost,
+    /// The number of devices over which each stage is divided.
+    devices: Vec<u64>,
 }
 
 impl Layers {
-    pub(crate) fn new(layers: &[Cost], first: Cost, last: Cost) -> Self {
+    pub(crate) fn new(layers: &[Cost], first: Cost, last: Cost, devices: Vec<u64>) -> Self {
         let mut sums = vec![Cost::default()];
         for layer in layers {
             sums.push(sums[sums.len() - 1].and(*layer));
         }
-        Self { sums, first, last }
+        Self { sums, first, last, devices }
     }
 
     fn len(&self) -> usize {
@@ -159,8 +168,15 @@ impl Layers {
         Ok(ranges)
     }
 
-    /// Returns the costs of a stage with these layers.
+    /// Returns the costs of each device of a stage with these layers.
     pub(crate) fn cost(&self, layers: Range<usize>, stage: usize, stages: usize) -> Cost {
+        let Cost { work, bytes } = self.whole(layers, stage, stages);
+        let devices = self.devices[stage];
+        Cost { work: work.div_ceil(devices), bytes: bytes.div_ceil(devices) }
+    }
+
+    /// Returns the costs of a stage with these layers, of all its devices together.
+    fn whole(&self, layers: Range<usize>, stage: usize, stages: usize) -> Cost {
         let (before, all) = (self.sums[layers.start], self.sums[layers.end]);
         let own = Cost { work: all.work - before.work, bytes: all.bytes - before.bytes };
         let own = if stage == 0 { own.and(self.first) } else { own };
@@ -169,7 +185,7 @@ impl Layers {
 
     /// Returns the least work that some division does not exceed in any stage.
     fn least_work(&self, stages: usize, limits: &[u64]) -> Result<u64, TooLittle> {
-        let all = self.cost(0..self.len(), 0, 1).work;
+        let all = self.whole(0..self.len(), 0, 1).work;
         self.fits(stages, limits, all)?;
         let (mut low, mut high) = (0, all);
         while low < high {
@@ -214,7 +230,7 @@ mod tests {
     fn layers(works: &[u64], first: u64, last: u64) -> Layers {
         let cost = |work: &u64| Cost { work: *work, bytes: 10 * work };
         let all: Vec<Cost> = works.iter().map(cost).collect();
-        Layers::new(&all, cost(&first), cost(&last))
+        Layers::new(&all, cost(&first), cost(&last), vec![1; all.len()])
     }
 
     /// Returns the number of layers of each stage.
@@ -273,6 +289,13 @@ mod tests {
             let most = cut.iter().enumerate().map(work).max().unwrap();
             assert_eq!(most, least(&model, 0, 0, stages), "{model:?}, {stages} stages: {cut:?}");
         }
+    }
+
+    #[test]
+    fn stage_of_several_devices_has_more_layers() {
+        let model = Layers { devices: vec![2, 1], ..layers(&[3; 9], 0, 0) };
+        assert_eq!(lengths(&model, 2, &[]), [6, 3]);
+        assert_eq!(lengths(&model, 2, &[60, 1000]), [4, 5]);
     }
 
     #[test]

@@ -202,10 +202,14 @@ pub fn run(
     let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
     // Found before processes start. The prompt's tokens are not known yet.
     let held = Held::generation(folder, args.max_len.unwrap_or(args.tokens), in_half);
-    Stages::new(folder, stages, 1)?.cut(cut, held)?;
+    let model = Stages::new(folder, stages, 1)?.cut(cut, held)?;
+    let (devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
+    if cut.show_sharding {
+        print!("{}", model.show_sharding()?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
-    mpmd_job::run(job, stages, stages, |p| {
-        let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
+    mpmd_job::run(job, stages, devices, |p| {
         // Read on process 0 alone.
         let own = RefCell::new(None);
         let prompt = spread(p, || {

@@ -1,20 +1,23 @@
 //! Generation of text over the stages, one token after another.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use mpmd::aval::{DType, ShapedArray, f32s};
 use mpmd::candle::candle_core::{self, bail};
-use mpmd::candle::nn::{PackedLinear, VarBuilder};
-use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, named, stage};
+use mpmd::candle::nn::PackedLinear;
+use mpmd::candle::{
+    CandleStage, Cx, Device, Result as CandleResult, Tensor, named, parts_builder, stage,
+};
 use mpmd::object::ObjectBytes;
 use mpmd::pipeline::{Microbatch, Pipeline};
 use mpmd::region::Region;
 use mpmd::topology::Mesh;
-use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 
 use crate::cut::Held;
-use crate::decoder::{Caches, EMBEDDING, OUTPUT, Part};
+use crate::decoder::{Caches, EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::divide;
 use crate::folder::Folder;
 use crate::rope::Angles;
 use crate::sample::Sampling;
@@ -67,64 +70,124 @@ impl ObjectBytes for Loaded {
 
 /// A part of a model that is to be loaded.
 #[derive(Clone)]
-struct Plan {
+struct Load {
     folder: Folder,
     angles: Vec<Angles>,
     layers: Range<usize>,
+    mesh: Mesh,
+    over: Over,
     positions: usize,
     in_half: bool,
     bytes: u64,
 }
 
-impl Plan {
-    /// Creates the plan of some layers, for sequences of up to `positions` tokens.
+impl Load {
+    /// Creates the plan of some layers on the devices of a mesh, for sequences of up to `positions`
+    /// tokens.
     fn new(
         folder: &Folder,
         angles: &[Angles],
-        layers: Range<usize>,
+        (layers, mesh): (Range<usize>, &Mesh),
         positions: usize,
         in_half: bool,
     ) -> Result<Self> {
         let Held { element, layer } = Held::generation(folder, positions, in_half);
-        let elements = |(_, aval): (String, ShapedArray)| {
-            let rows = aval.shape().first().copied().unwrap_or(1);
-            // Rows of a matrix are filled up.
-            let rows = if aval.shape().len() > 1 { rows.next_multiple_of(32) } else { 2 * rows };
-            (rows * aval.shape().iter().skip(1).product::<usize>()) as u64
+        let (mesh, over) = (mesh.clone(), Over::of(mesh)?);
+        let mut load = Self {
+            folder: folder.clone(),
+            angles: angles.to_vec(),
+            layers: layers.clone(),
+            mesh,
+            over,
+            positions,
+            in_half,
+            bytes: layers.len() as u64 * layer / over.tensor as u64,
         };
-        let params = params_of(folder, layers.clone())?;
-        let bytes = params.into_iter().map(elements).sum::<u64>() * element;
-        let bytes = bytes + layers.len() as u64 * layer;
-        let (folder, angles) = (folder.clone(), angles.to_vec());
-        Ok(Self { folder, angles, layers, positions, in_half, bytes })
+        // Parts are alike on all devices.
+        let device = load.mesh.devices()[0];
+        for region in load.regions(layers, device)?.into_values() {
+            let shape = region.shape();
+            let rows = shape.first().copied().unwrap_or(1);
+            // Rows of a matrix are filled up.
+            let rows = if shape.len() > 1 { rows.next_multiple_of(32) } else { 2 * rows };
+            load.bytes += (rows * shape.iter().skip(1).product::<usize>()) as u64 * element;
+        }
+        Ok(load)
     }
 
-    /// Reads the weights layer by layer, and packs them.
-    fn load(&self) -> Result<Loaded> {
-        let Self { folder, angles, layers, positions, bytes, in_half } = self;
-        let (config, failed) = (folder.config(), |why: Error| candle_core::Error::wrap(why));
+    /// Returns the region of each parameter of some layers on a device, by name.
+    fn regions(&self, layers: Range<usize>, device: DeviceId) -> Result<BTreeMap<String, Region>> {
+        let mut regions = BTreeMap::new();
+        let (config, over) = (self.folder.config().clone(), self.over);
+        let params = stage(
+            move |vb| {
+                let plan = Plan { config: &config, lora: None, angles: &[], over };
+                Part::new(plan, layers.clone(), &vb)
+            },
+            |part, x: Tensor, cx| part.forward(x, None, cx),
+        )?
+        .shapes();
+        let shardings =
+            divide::shardings(self.folder.config(), &self.mesh, params.clone().into_iter())?;
+        for (name, aval) in params {
+            let layout = shardings[&name].layout(aval.shape())?;
+            let region = layout.region_of(device);
+            let none = || Error::kernel(format!("{name} is not on {device}"));
+            let region = region.cloned().ok_or_else(none)?;
+            regions.insert(name, region);
+        }
+        Ok(regions)
+    }
+
+    /// Reads the weights of a device layer by layer, and packs them.
+    fn load(&self, device: DeviceId) -> Result<Loaded> {
+        let failed = |why: Error| candle_core::Error::wrap(why);
+        let Self { folder, layers, positions, in_half, .. } = self;
+        let tables = self.regions(layers.clone(), device)?;
         let table = |name: &str| {
-            let (tokens, width) = (config.vocab_size, config.hidden_size);
-            let read = |rows: Range<usize>, values: &mut [f32]| {
-                folder.read(name, &Region::new(vec![rows, 0..width]), values).map_err(failed)
+            // A tied output is the embedding.
+            let region = tables.get(name).or(tables.get(EMBEDDING));
+            let none = || candle_core::Error::msg(format!("{name} is no parameter of the part"));
+            let (rows, columns) =
+                region.map(|all| (all.range(0), all.range(1))).ok_or_else(none)?;
+            let read = |part: Range<usize>, values: &mut [f32]| {
+                let part = rows.start + part.start..rows.start + part.end;
+                let region = Region::new(vec![part, columns.clone()]);
+                folder.read(name, &region, values).map_err(failed)
             };
-            PackedLinear::of_rows((tokens, width), *in_half, read)
+            PackedLinear::of_rows((rows.len(), columns.len()), *in_half, read)
         };
         let params = |own: Range<usize>| {
-            let mut tensors = HashMap::new();
-            for (name, aval) in params_of(folder, own).map_err(failed)? {
+            let mut tensors = BTreeMap::new();
+            for (name, region) in self.regions(own, device).map_err(failed)? {
                 if name != EMBEDDING && name != OUTPUT {
-                    let mut values = vec![0.0; aval.elements()];
-                    let all = Region::full(aval.shape());
-                    folder.read(&name, &all, &mut values).map_err(failed)?;
-                    tensors.insert(name, Tensor::from_vec(values, aval.shape(), &Device::Cpu)?);
+                    let mut values = vec![0.0; region.elements()];
+                    folder.read(&name, &region, &mut values).map_err(failed)?;
+                    tensors.insert(name, Tensor::from_vec(values, region.shape(), &Device::Cpu)?);
                 }
             }
-            Ok(VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu))
+            Ok(parts_builder(tensors))
         };
-        let part = Part::packed(config, angles, layers.clone(), *in_half, table, params);
+        let part = Part::packed(self.plan(), layers.clone(), *in_half, table, params);
         let part = part.map_err(|why| Error::kernel(why.to_string()))?;
-        Ok(Loaded { part, caches: Caches::new(layers.len(), *positions), bytes: *bytes })
+        Ok(Loaded { part, caches: Caches::new(layers.len(), *positions), bytes: self.bytes })
+    }
+
+    /// Returns the part without the values of its matrices.
+    fn zeros(&self) -> CandleResult<Part> {
+        let failed = |why: Error| candle_core::Error::wrap(why);
+        let device = self.mesh.devices()[0];
+        let zeros = |(name, region): (String, Region)| {
+            let zero = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?;
+            Ok((name, zero.broadcast_as(region.shape())?))
+        };
+        let regions = self.regions(self.layers.clone(), device).map_err(failed)?;
+        let tensors = regions.into_iter().map(zeros).collect::<CandleResult<BTreeMap<_, _>>>()?;
+        Part::new(self.plan(), self.layers.clone(), &parts_builder(tensors))?.hollow()
+    }
+
+    fn plan(&self) -> Plan<'_> {
+        Plan { config: self.folder.config(), lora: None, angles: &self.angles, over: self.over }
     }
 
     /// Returns the stage that computes with the loaded part. The last one of a model returns the
@@ -137,12 +200,18 @@ impl Plan {
             true => vec![1, tokens],
             false => vec![1, time, width],
         };
+        let load = self.clone();
         let forward = move |(): &(), x: Tensor, cx: &mut Cx<'_>| {
-            let time = x.dim(1)?;
-            let Some(mut loaded) = cx.state::<Loaded>()? else {
-                return Tensor::zeros(shape(time), candle_core::DType::F32, &Device::Cpu);
-            };
-            follow(&mut loaded, x, cx, is_last)
+            if let Some(mut loaded) = cx.state::<Loaded>()? {
+                return follow(&mut loaded, x, cx, is_last);
+            }
+            if load.over == Over::ONE {
+                return Tensor::zeros(shape(x.dim(1)?), candle_core::DType::F32, &Device::Cpu);
+            }
+            // The probe learns of the collectives.
+            let zeros = load.zeros()?;
+            let mut caches = Caches::new(load.layers.len(), x.dim(1)?);
+            result(zeros.follow(x, &mut caches, cx)?, &zeros, cx, is_last)
         };
         let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
         let stage = stage(|_| Ok(()), forward)?.named(name);
@@ -150,22 +219,9 @@ impl Plan {
     }
 }
 
-/// Returns the names and shapes of the parameters of some layers.
-fn params_of(
-    folder: &Folder,
-    layers: Range<usize>,
-) -> Result<impl IntoIterator<Item = (String, ShapedArray)> + use<>> {
-    let config = folder.config().clone();
-    let part = stage(
-        move |vb| Part::new(&config, None, &[], layers.clone(), &vb),
-        |part, x: Tensor, _| part.forward(x, None),
-    )?;
-    Ok(part.shapes())
-}
-
 /// Computes the tokens of a pass. The side input `at` is the number of tokens before them.
 fn follow(loaded: &mut Loaded, x: Tensor, cx: &Cx<'_>, is_last: bool) -> CandleResult<Tensor> {
-    let (Loaded { part, caches, .. }, time) = (loaded, x.dim(1)?);
+    let Loaded { part, caches, .. } = loaded;
     let at = cx.side("at")?.to_vec1::<u32>()?[0] as usize;
     if at == 0 {
         caches.clear();
@@ -173,8 +229,14 @@ fn follow(loaded: &mut Loaded, x: Tensor, cx: &Cx<'_>, is_last: bool) -> CandleR
     if at != caches.tokens() {
         bail!("a pass at position {at}, where {} tokens are known", caches.tokens());
     }
-    let x = part.follow(x, caches)?;
-    if is_last { part.logits(&x.narrow(1, time - 1, 1)?)?.squeeze(1) } else { Ok(x) }
+    let x = part.follow(x, caches, cx)?;
+    result(x, part, cx, is_last)
+}
+
+/// Returns the result of a stage, of which the layers have these outputs.
+fn result(x: Tensor, part: &Part, cx: &Cx<'_>, is_last: bool) -> CandleResult<Tensor> {
+    let time = x.dim(1)?;
+    if is_last { part.logits(&x.narrow(1, time - 1, 1)?, cx)?.squeeze(1) } else { Ok(x) }
 }
 
 impl Generator {
@@ -194,9 +256,9 @@ impl Generator {
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
         for (index, (layers, mesh)) in layers.iter().zip(meshes).enumerate() {
-            let plan = Plan::new(folder, &angles, layers.clone(), positions, in_half)?;
-            let (stage, bytes) = (plan.stage()?, plan.bytes);
-            let state = p.object_of_bytes(mesh, bytes, move |_| plan.load())?;
+            let load = Load::new(folder, &angles, (layers.clone(), mesh), positions, in_half)?;
+            let (stage, bytes) = (load.stage()?, load.bytes);
+            let state = p.object_of_bytes(mesh, bytes, move |device| load.load(device))?;
             let mut more = match pipeline.take() {
                 None => Pipeline::first(stage, mesh, Default::default())?,
                 Some(pipeline) => pipeline.then(stage, mesh, Default::default())?,
@@ -206,7 +268,9 @@ impl Generator {
         }
         let none = || Error::kernel("a model without stages");
         let (mut pipeline, last) = (pipeline.ok_or_else(none)?, meshes.last().ok_or_else(none)?);
-        let first = microbatch(p, meshes, &[0], 0)?;
+        // The largest pass: others have smaller collectives.
+        let most = CHUNK.min(positions).max(1);
+        let first = microbatch(p, meshes, &vec![0; most], 0)?;
         pipeline.probe(p, &first.shapes())?;
         let owner = last.devices().first().and_then(|device| p.topology().process_of(*device));
         let (meshes, owner) = (meshes.to_vec(), owner.ok_or_else(none)?);

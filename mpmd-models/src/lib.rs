@@ -31,6 +31,7 @@
 mod config;
 mod cut;
 mod decoder;
+mod divide;
 mod examples;
 mod family;
 mod files;
@@ -56,7 +57,6 @@ use mpmd::Error;
 
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
 pub use cut::{CutArgs, Held};
-pub use decoder::Part;
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use generator::Generator;

@@ -4,14 +4,15 @@ use std::collections::{BTreeMap, HashMap};
 
 use mpmd::aval::ShapedArray;
 use mpmd::candle::nn::{Init, Linear, Module, VarBuilder, linear_b};
-use mpmd::candle::{Result as CandleResult, Tensor, function};
+use mpmd::candle::{Cx, Result as CandleResult, Tensor, function};
 use mpmd::pipeline::Pipeline;
 use mpmd::random::{Key, normal_f32};
 use mpmd::sharding::Sharding;
 use mpmd::tree::Tree;
 use mpmd::{MpmdArray, Program, Result};
 
-use crate::matrix::Matrix;
+use crate::decoder::Shared;
+use crate::matrix::{Form, Matrix};
 
 /// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
 /// `[outputs, rank]`.
@@ -62,16 +63,27 @@ impl Projection {
         Ok(Self { base, lora: Some((a, b, lora.scale())) })
     }
 
-    /// Packs the weight for inference, as [`Matrix::pack`] does.
-    pub(crate) fn pack(&mut self, in_half: bool) -> CandleResult<()> {
-        self.base.pack(in_half)
+    /// Changes the weight for inference, as [`Matrix::pack`] does.
+    pub(crate) fn pack(&mut self, form: Form) -> CandleResult<()> {
+        self.base.pack(form)
     }
 
-    pub(crate) fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
-        let y = self.base.forward(x)?;
+    /// Computes this device's part of the outputs. It has rows of the weight and of B.
+    pub(crate) fn part(&self, x: &Shared<'_>) -> CandleResult<Tensor> {
+        let y = self.base.forward(&x.inside)?;
         match &self.lora {
             None => Ok(y),
-            Some((a, b, scale)) => y + (b.forward(&a.forward(x)?)? * *scale)?,
+            Some((a, b, scale)) => y + (b.forward(&x.product(a)?)? * *scale)?,
+        }
+    }
+
+    /// Computes the outputs. The devices along these axes have parts of the inputs: columns of the
+    /// weight and of A.
+    pub(crate) fn whole(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> CandleResult<Tensor> {
+        let y = self.base.forward_over(x, cx, axes)?;
+        match &self.lora {
+            None => Ok(y),
+            Some((a, b, scale)) => y + (b.forward(&a.forward_over(x, cx, axes)?)? * *scale)?,
         }
     }
 }
@@ -122,10 +134,7 @@ where
         let mut params: HashMap<_, _> = pipeline.params(stage).into_iter().collect();
         if let Some(lora) = lora {
             let scale = lora.scale();
-            let add = function(move |w: Tensor, a: Tensor, b: Tensor| w + (b.matmul(&a)? * scale)?);
             let mesh = pipeline.mesh(stage);
-            let add = add.like_input().with(scale);
-            let add = p.jit(add).on(mesh).outputs(mesh.replicated()).build()?;
             let starts = params.keys().filter_map(|name| name.strip_suffix(MATRICES[0]));
             // In one order on every process.
             let mut starts: Vec<String> = starts.map(str::to_owned).collect();
@@ -135,7 +144,11 @@ where
                 if let (Some(w), Some(a), Some(b)) =
                     (take(WEIGHT), take(MATRICES[0]), take(MATRICES[1]))
                 {
-                    params.insert(format!("{start}{WEIGHT}"), add.call(p, (w, a, b))?);
+                    let add = move |w: Tensor, a: Tensor, b: Tensor| w + (b.matmul(&a)? * scale)?;
+                    let add = p.jit(function(add).like_input().with(scale)).on(mesh);
+                    let sum = w.sharding().map_or(mesh.replicated(), Sharding::clone);
+                    let sum = add.outputs(sum).build()?.call(p, (w, a, b))?;
+                    params.insert(format!("{start}{WEIGHT}"), sum);
                 }
             }
         }

@@ -1,13 +1,15 @@
 //! The matrices of a decoder: as they are trained, or packed for inference.
 
 use mpmd::candle::nn::{Embedding, Linear, Module, PackedLinear};
-use mpmd::candle::{Result, Tensor};
+use mpmd::candle::{Cx, Device, Result, Tensor};
 
 /// A linear layer.
 #[derive(Clone, Debug)]
 pub(crate) enum Matrix {
     Plain(Linear),
     Packed(PackedLinear),
+    /// Without values, for a probe: the number of outputs. Its results are zeros.
+    Hollow(usize),
 }
 
 impl Matrix {
@@ -15,16 +17,50 @@ impl Matrix {
         match self {
             Self::Plain(linear) => linear.forward(x),
             Self::Packed(packed) => packed.forward(x),
+            Self::Hollow(outputs) => zeros(x, *outputs),
+        }
+    }
+
+    /// Computes the layer if the devices along these axes have parts of the inputs. Adds up the
+    /// products, then adds the bias.
+    pub(crate) fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+        match self {
+            Self::Plain(linear) => linear.forward_over(x, cx, axes),
+            Self::Packed(packed) => packed.forward_over(x, cx, axes),
+            Self::Hollow(outputs) => {
+                axes.iter().rev().try_fold(zeros(x, *outputs)?, |y, axis| cx.all_reduce(&y, axis))
+            }
         }
     }
 
     /// Packs the weight, unless it is. With `in_half` its elements are rounded to `bf16`.
-    pub(crate) fn pack(&mut self, in_half: bool) -> Result<()> {
+    pub(crate) fn pack(&mut self, form: Form) -> Result<()> {
         if let Self::Plain(linear) = self {
-            *self = Self::Packed(PackedLinear::new(linear, in_half)?);
+            *self = match form {
+                Form::Packed { in_half } => Self::Packed(PackedLinear::new(linear, in_half)?),
+                Form::Hollow => Self::Hollow(linear.weight().dim(0)?),
+            };
         }
         Ok(())
     }
+
+    /// Returns the number of outputs on this device.
+    pub(crate) fn outputs(&self) -> Result<usize> {
+        match self {
+            Self::Plain(linear) => linear.weight().dim(0),
+            Self::Packed(packed) => Ok(packed.outputs()),
+            Self::Hollow(outputs) => Ok(*outputs),
+        }
+    }
+}
+
+/// The form of matrices for inference.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Form {
+    /// Packed. With `in_half` the elements are rounded to `bf16`.
+    Packed { in_half: bool },
+    /// Without values, for a probe.
+    Hollow,
 }
 
 /// A table, of which each token has a row.
@@ -32,6 +68,8 @@ impl Matrix {
 pub(crate) enum Table {
     Plain(Embedding),
     Packed(PackedLinear),
+    /// Without values, for a probe: the numbers of rows and columns.
+    Hollow(usize, usize),
 }
 
 impl Table {
@@ -39,6 +77,24 @@ impl Table {
         match self {
             Self::Plain(embedding) => embedding.forward(tokens),
             Self::Packed(packed) => packed.rows(tokens),
+            Self::Hollow(_, columns) => zeros(&tokens.unsqueeze(tokens.rank())?, *columns),
         }
     }
+
+    /// Returns the number of rows on this device.
+    pub(crate) fn rows(&self) -> Result<usize> {
+        match self {
+            Self::Plain(embedding) => embedding.embeddings().dim(0),
+            Self::Packed(packed) => Ok(packed.outputs()),
+            Self::Hollow(rows, _) => Ok(*rows),
+        }
+    }
+}
+
+/// Returns zeros of the shape of `x` but for the last dimension.
+fn zeros(x: &Tensor, last: usize) -> Result<Tensor> {
+    let mut shape = x.dims().to_vec();
+    shape.pop();
+    shape.push(last);
+    Tensor::zeros(shape, mpmd::candle::candle_core::DType::F32, &Device::Cpu)
 }

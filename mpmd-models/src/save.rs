@@ -103,6 +103,8 @@ fn fused(
         let expected = "parameters over the mesh of a stage";
         return Err(Error::kernel(format!("{expected}, not {:?}", arrays[0].sharding())));
     };
+    let whole = |array: &MpmdArray| p.device_put(array, mesh.replicated());
+    let arrays = arrays.iter().map(whole).collect::<Result<Vec<_>>>()?;
     let fuse = fuse.outputs(move |_| Ok(f32s(shape.clone()))).with(captured);
     p.jit(fuse).on(&mesh).outputs(mesh.replicated()).build()?.call(p, arrays)
 }

@@ -58,6 +58,11 @@ pub fn run(
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
     let model = Stages::new(folder, stages, count)?.cut(cut, Held::FROZEN)?;
+    let (devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
+    if cut.show_sharding {
+        print!("{}", model.show_sharding()?);
+        return Ok(ExitCode::SUCCESS);
+    }
     check_inputs(folder, &[file], &[] as &[&Path])?;
     let read = || {
         let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
@@ -68,8 +73,7 @@ pub fn run(
             _ => Ok(tokens),
         }
     };
-    mpmd_job::run(job, stages, stages, |p| {
-        let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
+    mpmd_job::run(job, stages, devices, |p| {
         let tokens = Tokens::spread(p, read)?;
         let nats = nats_per_token(p, &model, &meshes, &tokens)?;
         // All processes end alike. The first device is of process 0.
@@ -106,8 +110,10 @@ pub fn nats_per_token(
     tokens.compare(p)?;
     let mut pipeline = model.losses(p, meshes)?;
     let time = tokens.ids().len().saturating_sub(1);
-    // The stages declare their shapes, so a probe of one token is enough.
-    let first = microbatch(p, meshes, tokens, 1)?;
+    // The stages declare their shapes, so a probe of one token is enough for one device. Several
+    // have more collectives for more tokens.
+    let is_divided = meshes.iter().any(|mesh| mesh.devices().len() > 1);
+    let first = microbatch(p, meshes, tokens, if is_divided { time } else { 1 })?;
     pipeline.probe(p, &first.shapes())?;
     let microbatch = microbatch(p, meshes, tokens, time)?;
     let loss = pipeline.forward(p, microbatch)?;

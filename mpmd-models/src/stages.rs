@@ -1,6 +1,7 @@
 //! A model as stages of a pipeline.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::ops::Range;
 
 use mpmd::aval::{ShapedArray, f32s};
@@ -9,12 +10,13 @@ use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, sta
 use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
 use mpmd::topology::Mesh;
-use mpmd::{Error, MpmdArray, Program, Result};
+use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
 use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
-use crate::decoder::{EMBEDDING, OUTPUT, Part};
+use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
 use crate::lora::{self, Lora};
@@ -32,6 +34,8 @@ pub struct Stages {
     cut: Vec<Range<usize>>,
     positions: usize,
     angles: Vec<Angles>,
+    /// The division of each stage's layers over its devices.
+    over: Vec<Over>,
     lora: Option<Lora>,
     seed: u64,
     is_packed: bool,
@@ -61,13 +65,15 @@ impl Stages {
         let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
-        let cut = costs(folder, stages.max(1), Held::default()).cut(stages.max(1), &[]);
+        let over = vec![Over::ONE; stages.max(1)];
+        let cut = costs(folder, &over, Held::default()).cut(over.len(), &[]);
         let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
         Ok(Self {
             folder: folder.clone(),
             cut,
             positions,
             angles,
+            over,
             lora: None,
             seed: 0,
             is_packed: false,
@@ -90,27 +96,107 @@ impl Stages {
         self
     }
 
+    /// Divides the layers of each stage over several devices: heads, MLPs, and tokens of the
+    /// vocabulary. There is one number for each stage, or one for all; by default it is 1. Results
+    /// depend on it in their last bits.
+    ///
+    /// The layers are to be divided over stages afterwards: see [`Stages::cut`].
+    ///
+    /// # Errors
+    ///
+    /// If the numbers are not as many as the stages, or do not divide the heads or the MLPs.
+    pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self> {
+        let stages = self.cut.len();
+        let devices = match *devices {
+            [all] => vec![all; stages],
+            ref each => each.to_vec(),
+        };
+        if devices.len() != stages {
+            return Err(wrong(
+                "--tensor-parallel",
+                format!("{stages} numbers, one for each stage, or one for all"),
+                devices.len(),
+            ));
+        }
+        let over = devices.into_iter().map(|devices| divide::over(&self.folder, devices));
+        self.over = over.collect::<Result<_>>()?;
+        Ok(self)
+    }
+
+    /// Returns the number of devices of each rank. `rank_of` returns the rank of a stage.
+    ///
+    /// # Errors
+    ///
+    /// If stages of one rank have unequal numbers.
+    pub fn devices(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<usize>> {
+        let mut ranks = BTreeMap::<usize, usize>::new();
+        for (stage, over) in self.over.iter().enumerate() {
+            let rank = rank_of(stage);
+            let devices = *ranks.entry(rank).or_insert(over.devices());
+            if devices != over.devices() {
+                let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
+                return Err(wrong("--tensor-parallel", expected, over.devices()));
+            }
+        }
+        Ok(ranks.into_values().collect())
+    }
+
+    /// Returns the mesh of each stage. The devices of the job are those of rank 0, then those of
+    /// rank 1, and so on. `rank_of` returns the rank of a stage.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::devices`].
+    pub fn meshes(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<Mesh>> {
+        let devices = self.devices(&rank_of)?;
+        let mesh = |(stage, over): (usize, &Over)| {
+            let first: usize = devices[..rank_of(stage)].iter().sum();
+            let own = first as u32..(first + over.devices()) as u32;
+            Ok(Mesh::new(&over.axes(), own.map(DeviceId).collect())?)
+        };
+        self.over.iter().enumerate().map(mesh).collect()
+    }
+
+    /// Returns tables of each stage's parameters, and of their division over its devices.
+    ///
+    /// # Errors
+    ///
+    /// If the devices do not divide a parameter evenly.
+    pub fn show_sharding(&self) -> Result<String> {
+        let mut text = String::new();
+        for (index, mesh) in self.meshes(|stage| stage)?.iter().enumerate() {
+            let stage = self.stage(
+                (index, mesh),
+                self.lora.is_some(),
+                |part: &Part, x, cx: &mut Cx<'_>| part.forward(x, None, cx),
+                |x| x.clone(),
+            )?;
+            let table = divide::divided(self.folder.config(), mesh, stage.shapes())?;
+            let Range { start, end } = self.layers(index);
+            let of = format!("stage {index}, layers {start} to {}", end - 1);
+            text += &format!("{of}, on each of {} devices:\n{table}\n", mesh.devices().len());
+        }
+        Ok(text)
+    }
+
     /// Divides the layers as the arguments say. A stage may hold at most its bytes of
     /// `args.memory`.
     ///
     /// # Errors
     ///
-    /// If the given layers are not those of the model, each once, or some stage has too little
-    /// memory: with the bytes that it needs.
+    /// If the given layers are not those of the model, each once, or a device of some stage has too
+    /// little memory: with the bytes that it needs. As for [`Stages::tensor_parallel`].
     pub fn cut(mut self, args: &CutArgs, held: Held) -> Result<Self> {
         let (stages, limits) = (self.cut.len(), &args.memory);
         let layers = self.folder.config().num_hidden_layers;
-        let wrong = |what: &str, expected: String, found: String| {
-            Err(Error::Environment(format!("{what}: expected {expected}, found {found}")))
-        };
         if !limits.is_empty() && limits.len() != stages {
-            return wrong(
-                "--memory",
-                format!("{stages} sizes, one for each stage"),
-                limits.len().to_string(),
-            );
+            let expected = format!("{stages} sizes, one for each stage");
+            return Err(wrong("--memory", expected, limits.len()));
         }
-        let costs = costs(&self.folder, stages, held);
+        if !args.tensor_parallel.is_empty() {
+            self = self.tensor_parallel(&args.tensor_parallel)?;
+        }
+        let costs = costs(&self.folder, &self.over, held);
         if args.cut.is_empty() {
             self.cut = match costs.cut(stages, limits) {
                 Ok(cut) => cut,
@@ -129,24 +215,18 @@ impl Stages {
         let mut end = 0;
         for (stage, range) in args.cut.iter().enumerate() {
             if range.start != end {
-                return wrong(
-                    "--cut",
-                    format!("stage {stage} to begin at layer {end}"),
-                    format!("{range:?}"),
-                );
+                let expected = format!("stage {stage} to begin at layer {end}");
+                return Err(wrong("--cut", expected, format!("{range:?}")));
             }
             end = range.end;
             let bytes = costs.cost(range.clone(), stage, stages).bytes;
             if let Some(limit) = limits.get(stage).filter(|limit| bytes > **limit) {
-                return wrong(
-                    "--memory",
-                    format!("{} for stage {stage}", bytes_text(bytes)),
-                    bytes_text(*limit),
-                );
+                let expected = format!("{} for stage {stage}", bytes_text(bytes));
+                return Err(wrong("--memory", expected, bytes_text(*limit)));
             }
         }
         if end != layers {
-            return wrong("--cut", format!("{layers} layers in all"), end.to_string());
+            return Err(wrong("--cut", format!("{layers} layers in all"), end));
         }
         self.cut.clone_from(&args.cut);
         Ok(self)
@@ -162,7 +242,8 @@ impl Stages {
     }
 
     /// Creates a pipeline for training, and issues the reading of the weights. `meshes` are those
-    /// of the stages, in order; a stage's parameters are replicated over its mesh.
+    /// of the stages, in order: those of [`Stages::meshes`], or meshes without axes of these names,
+    /// over which the parameters are replicated.
     ///
     /// Its input are tokens `[batch, time]`. The last stage reads the following tokens as the side
     /// input `targets`. The loss is the sum over all tokens, in nats.
@@ -216,7 +297,8 @@ impl Stages {
         let tokens = self.folder.config().vocab_size;
         let is_packed = self.is_packed;
         let logits = move |part: &Part, x, cx: &mut Cx<'_>| {
-            part.logits(&part.forward(x, starts(cx, is_packed)?.as_ref())?)
+            let starts = starts(cx, is_packed)?;
+            part.logits(&part.forward(x, starts.as_ref(), cx)?, cx)
         };
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
@@ -252,11 +334,11 @@ impl Stages {
         let middle = |i| {
             let is_packed = self.is_packed;
             let forward = move |part: &Part, x, cx: &mut Cx<'_>| {
-                part.forward(x, starts(cx, is_packed)?.as_ref())
+                part.forward(x, starts(cx, is_packed)?.as_ref(), cx)
             };
-            self.stage(i, trains, forward, move |x| sequences(x, width))
+            self.stage((i, &meshes[i]), trains, forward, move |x| sequences(x, width))
         };
-        let end = self.stage(last, trains, end, shapes)?;
+        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
         if last == 0 {
             let params = self.params(p, &end, &meshes[0])?;
             return Pipeline::first(end, &meshes[0], params);
@@ -279,15 +361,18 @@ impl Stages {
 
     fn stage<Y: Tensors>(
         &self,
-        index: usize,
+        (index, mesh): (usize, &Mesh),
         trains: bool,
         forward: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
         shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
     ) -> Result<CandleStage<Part, Tensor, Y>> {
         let (config, angles) = (self.folder.config().clone(), self.angles.clone());
-        let (lora, layers) = (self.lora, self.layers(index));
+        let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
         let name = format!("layers {} to {}", layers.start, layers.end - 1);
-        let new = move |vb| Part::new(&config, lora, &angles, layers.clone(), &vb);
+        let new = move |vb| {
+            let plan = Plan { config: &config, lora, angles: &angles, over };
+            Part::new(plan, layers.clone(), &vb)
+        };
         let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
         match (trains, lora) {
             (false, _) => Ok(stage.frozen()),
@@ -303,18 +388,19 @@ impl Stages {
         stage: &CandleStage<Part, Tensor, Y>,
         mesh: &Mesh,
     ) -> Result<BTreeMap<String, MpmdArray>> {
-        let sharding = mesh.replicated();
+        let shardings = divide::shardings(self.folder.config(), mesh, stage.shapes())?;
         let mut params = BTreeMap::new();
         for (name, aval) in stage.shapes() {
-            let array = match lora::initial(p, (&name, &aval), &sharding, self.seed) {
+            let sharding = &shardings[&name];
+            let array = match lora::initial(p, (&name, &aval), sharding, self.seed) {
                 Some(array) => array?,
                 // Tied to the embedding of the first stage, whose values replace it.
                 None if name == OUTPUT && self.folder.config().tie_word_embeddings => p
-                    .array_from_fn(aval, &sharding, |_, mut view| {
+                    .array_from_fn(aval, sharding, |_, mut view| {
                         view.zero();
                         Ok(())
                     })?,
-                None => self.folder.load(p, &name, &sharding)?,
+                None => self.folder.load(p, &name, sharding)?,
             };
             params.insert(name, array);
         }
@@ -322,10 +408,15 @@ impl Stages {
     }
 }
 
-/// Returns the costs of the layers, and of what the first and the last of `stages` stages have
-/// beside. A layer's work is the number of its parameters, of experts of those that a token takes.
+/// Returns the error for an argument that is other than expected.
+fn wrong(what: &str, expected: String, found: impl Display) -> Error {
+    Error::Environment(format!("{what}: expected {expected}, found {found}"))
+}
+
+/// Returns the costs of the layers, and of what the first and the last stage have beside. `over` is
+/// the division of each stage over its devices. A layer's work is the number of its parameters, of experts of those that a token takes.
 /// Of the embedding a token reads a row.
-fn costs(folder: &Folder, stages: usize, held: Held) -> Layers {
+fn costs(folder: &Folder, over: &[Over], held: Held) -> Layers {
     let cost = |work: u64, elements: u64| Cost { work, bytes: elements * held.element };
     let elements = |aval: &ShapedArray| aval.elements() as u64;
     let mut layers = vec![Cost { work: 0, bytes: held.layer }; folder.config().num_hidden_layers];
@@ -348,10 +439,10 @@ fn costs(folder: &Folder, stages: usize, held: Held) -> Layers {
         *to = to.and(cost(work, elements(aval)));
         if name == EMBEDDING && folder.config().tie_word_embeddings {
             // A copy, unless it is in the same stage.
-            last = last.and(cost(elements(aval), if stages > 1 { elements(aval) } else { 0 }));
+            last = last.and(cost(elements(aval), if over.len() > 1 { elements(aval) } else { 0 }));
         }
     }
-    Layers::new(&layers, first, last)
+    Layers::new(&layers, first, last, over.iter().map(|over| over.parts() as u64).collect())
 }
 
 /// Returns the function of the last stage that computes the loss. It computes the logits of
@@ -361,12 +452,13 @@ fn loss(
     is_packed: bool,
 ) -> impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static {
     move |part, x, cx| {
-        let x = part.forward(x, starts(cx, is_packed)?.as_ref())?;
+        let starts = starts(cx, is_packed)?;
+        let x = part.forward(x, starts.as_ref(), cx)?;
         let (targets, weights) = (cx.side("targets")?, side(cx, "weights", is_packed)?);
         let time = x.dim(1)?;
         let of = |start: usize| {
             let len = at_once.min(time - start);
-            let logits = part.logits(&x.narrow(1, start, len)?)?;
+            let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
             let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
             let weights = weights.transpose()?;
             cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())

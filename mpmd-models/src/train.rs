@@ -161,7 +161,12 @@ pub fn run(
     let held_out = if args.data.is_some() { &mut files } else { &mut texts };
     held_out.extend(args.held_out.clone());
     check_inputs(source, &texts, &files)?;
-    let ranks = schedule.ranks();
+    let rank_of = |stage| schedule.rank_of(stage);
+    let (devices, meshes) = (model.devices(rank_of)?, model.meshes(rank_of)?);
+    if cut.show_sharding {
+        print!("{}", model.show_sharding()?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let saved = [("--save", &args.save), ("--save-adapter", &args.save_adapter)];
     let mut folders = vec![source.path().canonicalize().ok()];
     for (name, to) in saved.iter().filter_map(|(name, to)| Some((name, to.as_ref()?))) {
@@ -175,10 +180,7 @@ pub fn run(
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
-    let code = mpmd_job::run(job, ranks, ranks, |p| {
-        let ranks = p.mesh(&[("rank", ranks)])?.split("rank")?;
-        let mesh = |stage| ranks[schedule.rank_of(stage)].clone();
-        let meshes: Vec<Mesh> = (0..stages).map(mesh).collect();
+    let code = mpmd_job::run(job, devices.len(), devices, |p| {
         for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }

@@ -38,21 +38,23 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Computes the layer if the devices along mesh axis `axis` have parts of `x` and of the
-    /// weight: `x` is `[..., inputs / devices]`. Adds up the products over the axis, then adds the
-    /// bias. All devices get the result.
+    /// Computes the layer if the devices along these mesh axes have parts of `x` and of the weight:
+    /// `x` is `[..., inputs / devices]`. Adds up the products over the axes, the last one first,
+    /// then adds the bias. All devices get the result.
     ///
     /// The weight is divided over its dimension 1, and the bias is whole on every device.
     ///
     /// # Errors
     ///
     /// As for [`Cx::all_reduce`].
-    pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axis: &str) -> Result<Tensor> {
-        if collectives::size(axis)? == 1 {
+    pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+        let sizes = axes.iter().map(|axis| collectives::size(axis)).collect::<Result<Vec<_>>>()?;
+        if sizes.iter().all(|size| *size == 1) {
             return self.forward(x);
         }
         let product = Self { weight: self.weight.clone(), bias: None, name: self.name.clone() };
-        let y = cx.all_reduce(&product.forward(x)?, axis)?;
+        let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
+        let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
         match &self.bias {
             None => Ok(y),
             Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),

@@ -10,6 +10,7 @@ use rayon::prelude::*;
 
 use super::linear::Linear;
 use super::values::{single, values};
+use crate::cx::Cx;
 
 /// Number of elements that are read at once.
 const BLOCK: usize = 1 << 20;
@@ -60,6 +61,23 @@ impl PackedLinear {
             weight.set_rows(first, &values);
         }
         Ok(Self { weight: Arc::new(weight), bias: None })
+    }
+
+    /// Computes the layer as [`Linear::forward_over`] does.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_reduce`].
+    pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+        let product = Self { weight: self.weight.clone(), bias: None };
+        let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
+        let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
+        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+    }
+
+    /// Returns the number of rows of the weight.
+    pub fn outputs(&self) -> usize {
+        self.weight.rows()
     }
 
     /// Returns rows of the weight: of the shape of `indices` and the number of columns.

@@ -118,7 +118,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Runs the constructor over the parameters of a device.
     pub(super) fn models(&self, weights: Arc<Weights>) -> Result<Models<M>> {
-        let trained = (self.new)(params::builder(weights.tensors.clone()));
+        let trained = (self.new)(params::parts_builder(weights.tensors.clone()));
         Ok(Models { trained: trained.map_err(|why| self.failed(why))?, weights, plain: None })
     }
 
@@ -126,7 +126,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     pub(super) fn plain<'m>(&self, models: &'m mut Models<M>) -> Result<&'m M> {
         let plain = match models.plain.take() {
             Some(plain) => plain,
-            None => (self.new)(params::builder(models.weights.detached()))
+            None => (self.new)(params::parts_builder(models.weights.detached()))
                 .map_err(|why| self.failed(why))?,
         };
         Ok(models.plain.insert(plain))

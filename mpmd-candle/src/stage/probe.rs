@@ -102,7 +102,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let there = elements(&mut probed.x.iter().map(ShapedArray::elements));
         // Activations grow with the inputs.
         let graph_bytes = probed.found.graph_bytes.saturating_mul(here) / there;
-        Ok((outputs(x)?, Found { graph_bytes, ..probed.found.clone() }))
+        let grown = |found: &[collectives::Found]| {
+            found.iter().map(|found| found.scaled(here, there)).collect::<Vec<_>>()
+        };
+        let [forward, backward] = [&probed.found.forward, &probed.found.backward];
+        let (forward, backward) = (grown(forward), grown(backward));
+        Ok((outputs(x)?, Found { graph_bytes, forward, backward, ..probed.found.clone() }))
     }
 
     /// Probes the stage for inputs of these shapes, unless that was done before.

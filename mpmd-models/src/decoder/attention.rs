@@ -4,12 +4,15 @@ use std::ops::Range;
 
 use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{self, Mask, VarBuilder};
-use mpmd::candle::{Device, Result, Tensor};
+use mpmd::candle::{Cx, Device, Result, Tensor};
 
+use super::Plan;
 use super::norm::Norm;
+use super::over::Over;
 
-use crate::config::{Config, HeadNorm, LayerConfig};
-use crate::lora::{Lora, Projection};
+use crate::config::{HeadNorm, LayerConfig};
+use crate::lora::Projection;
+use crate::matrix::Form;
 use crate::rope::Angles;
 
 /// Causal attention, in which groups of query heads share keys and values.
@@ -24,14 +27,13 @@ pub(super) struct Attention {
     angles: Option<Angles>,
     layer: LayerConfig,
     cap: Option<f64>,
+    over: Over,
 }
 
 impl Attention {
     pub(super) fn new(
-        config: &Config,
-        lora: Option<Lora>,
+        Plan { config, lora, angles, over }: Plan<'_>,
         layer: LayerConfig,
-        angles: &[Angles],
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let (width, dim) = (config.hidden_size, config.head_dim);
@@ -54,12 +56,13 @@ impl Attention {
             angles: layer.rope.and_then(|rope| angles.get(rope).cloned()),
             layer,
             cap: config.score_cap,
+            over,
         })
     }
 
-    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
-        all.into_iter().try_for_each(|projection| projection.pack(in_half))
+        all.into_iter().try_for_each(|projection| projection.pack(form))
     }
 
     /// Computes the attention of tokens to those of the pass, or also to those in `cache`, to which
@@ -69,23 +72,28 @@ impl Attention {
         x: &Tensor,
         starts: Option<&Tensor>,
         cache: Option<&mut KvCache>,
+        cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
         let before = cache.as_ref().map_or(0, |cache| cache.current_seq_len());
-        // `[batch, time, heads, head_dim]`.
+        let over = self.over;
+        let axes = [over.divided(), over.of_keys()];
+        // `[batch, time, heads, head_dim]`, of this device's heads.
         let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
         let normed = |x: Tensor, which: usize| match &self.norms {
             None => heads(x),
-            Some((HeadNorm::Head, norms)) => norms[which].forward(&heads(x)?),
-            Some((HeadNorm::Width, norms)) => heads(norms[which].forward(&x)?),
+            Some((HeadNorm::Head, norms)) => norms[which].inside(&heads(x)?, cx, axes[which]),
+            Some((HeadNorm::Width, norms)) => heads(norms[which].over(&x, cx, axes[which])?),
         };
         let rotated = |x: Tensor| match &self.angles {
             Some(angles) => angles.rotate(&x, before),
             None => Ok(x),
         };
-        let q = rotated(normed(self.q.forward(x)?, 0)?)?.transpose(1, 2)?;
-        let k = rotated(normed(self.k.forward(x)?, 1)?)?.transpose(1, 2)?;
-        let v = heads(self.v.forward(x)?)?.transpose(1, 2)?;
+        let [keys, queries] = over.heads(x, cx)?;
+        let q = rotated(normed(self.q.part(&queries)?, 0)?)?.transpose(1, 2)?;
+        let k = rotated(normed(self.k.part(&keys)?, 1)?)?.transpose(1, 2)?;
+        let v = heads(self.v.part(&keys)?)?.transpose(1, 2)?;
+        let (k, v) = (over.repeated(k, cx)?, over.repeated(v, cx)?);
         let (k, v) = match cache {
             Some(cache) => cache.append(&k.contiguous()?, &v.contiguous()?)?,
             None => (k, v),
@@ -96,7 +104,7 @@ impl Attention {
             None => nn::attention(&q, &k, &v, mask, scale)?,
             Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
         };
-        self.o.forward(&out.transpose(1, 2)?.reshape((batch, time, ()))?)
+        self.o.whole(&out.transpose(1, 2)?.reshape((batch, time, ()))?, cx, over.divided())
     }
 }
 

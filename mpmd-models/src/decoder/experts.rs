@@ -3,10 +3,12 @@
 use mpmd::candle::candle_core::{CpuStorage, CustomOp1, Layout, Shape, bail};
 use mpmd::candle::nn::ops::softmax_last_dim;
 use mpmd::candle::nn::{Linear, Module, VarBuilder, linear_no_bias};
-use mpmd::candle::{Device, Result, Tensor};
+use mpmd::candle::{Cx, Device, Result, Tensor};
 
+use super::Plan;
 use super::mlp::Mlp;
-use crate::config::{self, Config};
+use crate::config;
+use crate::matrix::Form;
 
 /// The experts of a layer, and the router that gives each token its experts.
 pub(super) struct Experts {
@@ -17,23 +19,24 @@ pub(super) struct Experts {
 
 impl Experts {
     pub(super) fn new(
-        config: &Config,
+        plan: Plan<'_>,
         experts: config::Experts,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
-        let expert = |at| Mlp::new(config, experts.width, None, &vb.pp("experts").pp(at));
+        let plan = Plan { lora: None, ..plan };
+        let expert = |at| Mlp::new(plan, experts.width, &vb.pp("experts").pp(at));
         Ok(Self {
-            router: linear_no_bias(config.hidden_size, experts.count, vb.pp("gate"))?,
+            router: linear_no_bias(plan.config.hidden_size, experts.count, vb.pp("gate"))?,
             experts: (0..experts.count).map(expert).collect::<Result<_>>()?,
             config: experts,
         })
     }
 
-    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
-        self.experts.iter_mut().try_for_each(|expert| expert.pack(in_half))
+    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+        self.experts.iter_mut().try_for_each(|expert| expert.pack(form))
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;
         let shares = softmax_last_dim(&self.router.forward(&x)?)?;
@@ -68,7 +71,7 @@ impl Experts {
             rows += tokens.len();
             let count = tokens.len();
             let at = |indices: Vec<u32>| Tensor::from_vec(indices, count, &Device::Cpu);
-            let result = mlp.forward(&x.index_select(&at(tokens)?, 0)?)?;
+            let result = mlp.forward(&x.index_select(&at(tokens)?, 0)?, cx)?;
             let weight = match is_idle {
                 true => Tensor::zeros((1, 1), result.dtype(), &Device::Cpu)?,
                 false => weights.index_select(&at(slots)?, 0)?.reshape((count, 1))?,

@@ -2,16 +2,15 @@
 
 use mpmd::candle::nn::VarBuilder;
 use mpmd::candle::nn::kv_cache::KvCache;
-use mpmd::candle::{Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
+use super::Plan;
 use super::attention::Attention;
 use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
 
-use crate::config::Config;
-use crate::lora::Lora;
-use crate::rope::Angles;
+use crate::matrix::Form;
 
 /// Attention and MLP, each added to its input, with norms before and after.
 pub(super) struct Layer {
@@ -30,13 +29,8 @@ enum Feed {
 }
 
 impl Layer {
-    pub(super) fn new(
-        config: &Config,
-        lora: Option<Lora>,
-        index: usize,
-        angles: &[Angles],
-        vb: &VarBuilder<'_>,
-    ) -> Result<Self> {
+    pub(super) fn new(plan: Plan<'_>, index: usize, vb: &VarBuilder<'_>) -> Result<Self> {
+        let config = plan.config;
         let norm = |which: usize| {
             let name = config.norm_names[which];
             name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name))).transpose()
@@ -44,16 +38,17 @@ impl Layer {
         let layer = config.layers[index];
         let vb_mlp = vb.pp("mlp");
         let mlp = match config.experts.filter(|_| layer.has_experts) {
-            Some(experts) => Feed::Experts(Experts::new(config, experts, &vb_mlp)?),
+            Some(experts) => Feed::Experts(Experts::new(plan, experts, &vb_mlp)?),
             None => {
                 // Of a model with experts, `peft` knows no matrices of LoRA but the attention's.
-                let lora = lora.filter(|_| config.experts.is_none());
-                let mlp = Mlp::new(config, config.intermediate_size, lora, &vb_mlp)?;
+                let lora = plan.lora.filter(|_| config.experts.is_none());
+                let plan = Plan { lora, ..plan };
+                let mlp = Mlp::new(plan, config.intermediate_size, &vb_mlp)?;
                 Feed::Mlp(Box::new(mlp))
             }
         };
         Ok(Self {
-            attention: Attention::new(config, lora, layer, angles, &vb.pp("self_attn"))?,
+            attention: Attention::new(plan, layer, &vb.pp("self_attn"))?,
             mlp,
             norms: [norm(0)?, norm(1)?, norm(2)?, norm(3)?],
             is_parallel: config.is_parallel,
@@ -61,12 +56,12 @@ impl Layer {
         })
     }
 
-    /// Packs the weights of all projections for inference.
-    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
-        self.attention.pack(in_half)?;
+    /// Changes the weights of all projections for inference.
+    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+        self.attention.pack(form)?;
         match &mut self.mlp {
-            Feed::Mlp(mlp) => mlp.pack(in_half),
-            Feed::Experts(experts) => experts.pack(in_half),
+            Feed::Mlp(mlp) => mlp.pack(form),
+            Feed::Experts(experts) => experts.pack(form),
         }
     }
 
@@ -75,13 +70,14 @@ impl Layer {
         x: &Tensor,
         starts: Option<&Tensor>,
         cache: Option<&mut KvCache>,
+        cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache))?)?;
+        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache, cx))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {
-                Feed::Mlp(mlp) => mlp.forward(x),
-                Feed::Experts(experts) => experts.forward(x),
+                Feed::Mlp(mlp) => mlp.forward(x, cx),
+                Feed::Experts(experts) => experts.forward(x, cx),
             })?
     }
 

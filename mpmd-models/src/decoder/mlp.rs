@@ -1,10 +1,13 @@
 //! The MLP of a decoder's layer.
 
 use mpmd::candle::nn::{Activation, Module, VarBuilder};
-use mpmd::candle::{Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
-use crate::config::Config;
-use crate::lora::{Lora, Projection};
+use super::Plan;
+use super::over::Over;
+
+use crate::lora::Projection;
+use crate::matrix::Form;
 
 /// Two projections with an activation function between them, and a third one for a gate.
 pub(super) struct Mlp {
@@ -12,14 +15,14 @@ pub(super) struct Mlp {
     up: Projection,
     down: Projection,
     activation: Activation,
+    over: Over,
 }
 
 impl Mlp {
     /// Creates an MLP with `inner` elements between the projections.
     pub(super) fn new(
-        config: &Config,
+        Plan { config, lora, over, .. }: Plan<'_>,
         inner: usize,
-        lora: Option<Lora>,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let width = config.hidden_size;
@@ -32,19 +35,21 @@ impl Mlp {
             up: projection("up_proj", width, inner)?,
             down: projection("down_proj", inner, width)?,
             activation: config.activation,
+            over,
         })
     }
 
-    pub(super) fn pack(&mut self, in_half: bool) -> Result<()> {
+    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = self.gate.iter_mut().chain([&mut self.up, &mut self.down]);
-        all.into_iter().try_for_each(|projection| projection.pack(in_half))
+        all.into_iter().try_for_each(|projection| projection.pack(form))
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+        let x = &self.over.shared(x, cx)?;
         let inner = match &self.gate {
-            Some(gate) => (self.activation.forward(&gate.forward(x)?)? * self.up.forward(x)?)?,
-            None => self.activation.forward(&self.up.forward(x)?)?,
+            Some(gate) => (self.activation.forward(&gate.part(x)?)? * self.up.part(x)?)?,
+            None => self.activation.forward(&self.up.part(x)?)?,
         };
-        self.down.forward(&inner)
+        self.down.whole(&inner, cx, self.over.divided())
     }
 }

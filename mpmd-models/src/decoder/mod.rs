@@ -8,25 +8,27 @@ mod experts;
 mod layer;
 mod mlp;
 mod norm;
+mod over;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use mpmd::Result as CoreResult;
-use mpmd::aval::{DType, ShapedArray};
-use mpmd::candle::candle_core::{Error as CandleError, bail};
+use mpmd::aval::{self, ShapedArray};
+use mpmd::candle::candle_core::{DType, Error as CandleError, bail};
 use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{
     Embedding, Linear, Module, PackedLinear, VarBuilder, embedding, linear_no_bias,
 };
-use mpmd::candle::{Device, Result, Tensor, stage};
+use mpmd::candle::{Cx, Device, Result, Tensor, stage};
 
 use crate::config::Config;
 use crate::lora::Lora;
-use crate::matrix::{Matrix, Table};
+use crate::matrix::{Form, Matrix, Table};
 use crate::rope::Angles;
 use layer::{Layer, scaled};
 use norm::Norm;
+pub(crate) use over::{Over, Shared};
 
 /// Name of the embedding's table, `[vocab_size, hidden_size]`.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -34,20 +36,31 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// Some layers of a model. The first part has the embedding too, the last part the output.
-pub struct Part {
+pub(crate) struct Part {
     embedding: Option<Table>,
     /// The table of learned positions.
     positions: Option<Embedding>,
     embedding_scale: f64,
     layers: Vec<Layer>,
     head: Option<(Norm, Matrix)>,
+    vocab_size: usize,
     logits_divisor: f64,
     logits_cap: Option<f64>,
+    over: Over,
+}
+
+/// The values that a decoder is made from, beside its parameters.
+#[derive(Clone, Copy)]
+pub(crate) struct Plan<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) lora: Option<Lora>,
+    /// Those of [`Config::ropes`].
+    pub(crate) angles: &'a [Angles],
+    pub(crate) over: Over,
 }
 
 impl Part {
-    /// Creates the layers `layers` from parameters by name. `angles` are those of
-    /// [`Config::ropes`].
+    /// Creates the layers `layers` from parameters by name.
     ///
     /// A part with all layers of a model with tied embeddings asks for no output weight. A last
     /// part without the embedding asks for one in any case.
@@ -55,26 +68,19 @@ impl Part {
     /// # Errors
     ///
     /// As [`VarBuilder::get_with_hints`].
-    pub fn new(
-        config: &Config,
-        lora: Option<Lora>,
-        angles: &[Angles],
-        layers: Range<usize>,
-        vb: &VarBuilder<'_>,
-    ) -> Result<Self> {
-        Self::with_tables(config, lora, angles, layers, [None, None], vb)
+    pub(crate) fn new(plan: Plan<'_>, layers: Range<usize>, vb: &VarBuilder<'_>) -> Result<Self> {
+        Self::with_tables(plan, layers, [None, None], vb)
     }
 
     /// Does the same as [`Part::new`], with this embedding and output in place of those of the
     /// parameters.
     fn with_tables(
-        config: &Config,
-        lora: Option<Lora>,
-        angles: &[Angles],
+        plan: Plan<'_>,
         layers: Range<usize>,
         [packed, output]: [Option<PackedLinear>; 2],
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
+        let config = plan.config;
         let (tokens, width) = (config.vocab_size, config.hidden_size);
         let model = vb.pp("model");
         let first = layers.start == 0;
@@ -98,15 +104,17 @@ impl Part {
         } else {
             None
         };
-        let layer = |layer| Layer::new(config, lora, layer, angles, &model.pp("layers").pp(layer));
+        let layer = |layer| Layer::new(plan, layer, &model.pp("layers").pp(layer));
         Ok(Self {
             embedding,
             positions,
             embedding_scale: config.embedding_scale,
             layers: layers.map(layer).collect::<Result<_>>()?,
             head,
+            vocab_size: tokens,
             logits_divisor: config.logits_divisor,
             logits_cap: config.logits_cap,
+            over: plan.over,
         })
     }
 
@@ -118,13 +126,13 @@ impl Part {
     ///
     /// As for [`Part::new`].
     pub(crate) fn packed(
-        config: &Config,
-        angles: &[Angles],
+        plan: Plan<'_>,
         layers: Range<usize>,
         in_half: bool,
         table: impl Fn(&str) -> Result<PackedLinear>,
         params: impl Fn(Range<usize>) -> Result<VarBuilder<'static>>,
     ) -> Result<Self> {
+        let config = plan.config;
         let embedding = (layers.start == 0).then(|| table(EMBEDDING)).transpose()?;
         let output = match embedding.clone().filter(|_| config.tie_word_embeddings) {
             _ if layers.end < config.num_hidden_layers => None,
@@ -135,9 +143,10 @@ impl Part {
         for layer in layers {
             let own = layer..layer + 1;
             let (vb, tables) = (params(own.clone())?, [embedding.clone(), output.clone()]);
-            let mut part = Self::with_tables(config, None, angles, own, tables, &vb)?;
+            let mut part = Self::with_tables(plan, own, tables, &vb)?;
             drop(vb);
-            part.layers.iter_mut().try_for_each(|layer| layer.pack(in_half))?;
+            let form = Form::Packed { in_half };
+            part.layers.iter_mut().try_for_each(|layer| layer.pack(form))?;
             match &mut whole {
                 None => whole = Some(part),
                 Some(whole) => {
@@ -149,6 +158,20 @@ impl Part {
         whole.ok_or_else(|| CandleError::msg("a part without layers"))
     }
 
+    /// Takes the values of the matrices away, for a probe. The results are zeros.
+    ///
+    /// # Errors
+    ///
+    /// If candle fails.
+    pub(crate) fn hollow(mut self) -> Result<Self> {
+        self.layers.iter_mut().try_for_each(|layer| layer.pack(Form::Hollow))?;
+        if let Some(Table::Plain(table)) = &self.embedding {
+            self.embedding = Some(Table::Hollow(table.embeddings().dim(0)?, table.hidden_size()));
+        }
+        self.head.iter_mut().try_for_each(|(_, output)| output.pack(Form::Hollow))?;
+        Ok(self)
+    }
+
     /// Computes the part's layers. `x` are tokens `[batch, time]` for the first part, otherwise the
     /// outputs of the part before. `starts` `[batch, time]` are the columns at which the tokens'
     /// sequences start, if a row has several. Returns `[batch, time, hidden_size]`, from the last
@@ -157,8 +180,13 @@ impl Part {
     /// # Errors
     ///
     /// If a token has no row in the embedding, or shapes do not fit.
-    pub fn forward(&self, x: Tensor, starts: Option<&Tensor>) -> Result<Tensor> {
-        self.run(x, starts, None)
+    pub(crate) fn forward(
+        &self,
+        x: Tensor,
+        starts: Option<&Tensor>,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
+        self.run(x, starts, None, cx)
     }
 
     /// Computes the part's layers for the tokens that follow those of the caches, and adds them.
@@ -167,8 +195,8 @@ impl Part {
     /// # Errors
     ///
     /// As for [`Part::forward`], and if the caches are full.
-    pub(crate) fn follow(&self, x: Tensor, caches: &mut Caches) -> Result<Tensor> {
-        self.run(x, None, Some(caches))
+    pub(crate) fn follow(&self, x: Tensor, caches: &mut Caches, cx: &Cx<'_>) -> Result<Tensor> {
+        self.run(x, None, Some(caches), cx)
     }
 
     fn run(
@@ -176,10 +204,11 @@ impl Part {
         x: Tensor,
         starts: Option<&Tensor>,
         mut caches: Option<&mut Caches>,
+        cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let before = caches.as_deref().map_or(0, Caches::tokens) as u32;
         let mut x = match &self.embedding {
-            Some(embedding) => scaled(embedding.forward(&x)?, self.embedding_scale)?,
+            Some(table) => scaled(self.embed(table, &x, cx)?, self.embedding_scale)?,
             None => x,
         };
         if let Some(positions) = &self.positions {
@@ -189,9 +218,32 @@ impl Part {
         }
         for (at, layer) in self.layers.iter().enumerate() {
             let cache = caches.as_deref_mut().map(|caches| &mut caches.0[at]);
-            x = layer.forward(&x, starts, cache)?;
+            x = layer.forward(&x, starts, cache, cx)?;
         }
         Ok(x)
+    }
+
+    /// Returns the rows of tokens. Each device may have a part of the table.
+    fn embed(&self, table: &Table, tokens: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+        let rows = table.rows()?;
+        if rows == self.vocab_size {
+            return table.forward(tokens);
+        }
+        let first = self.over.place(cx)? * rows;
+        let all = tokens.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
+        let (mut own, mut is_own) = (Vec::new(), Vec::new());
+        for token in all {
+            if token as usize >= self.vocab_size {
+                bail!("token {token} has no row in an embedding of {} rows", self.vocab_size);
+            }
+            let row = (token as usize).checked_sub(first).filter(|row| *row < rows);
+            own.push(row.unwrap_or(0) as u32);
+            is_own.push(if row.is_some() { 1.0f32 } else { 0.0 });
+        }
+        let own = Tensor::from_vec(own, tokens.shape(), &Device::Cpu)?;
+        let is_own = Tensor::from_vec(is_own, tokens.shape(), &Device::Cpu)?;
+        let found = table.forward(&own)?.broadcast_mul(&is_own.unsqueeze(tokens.rank())?)?;
+        self.over.sum(found, cx)
     }
 
     /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
@@ -199,11 +251,15 @@ impl Part {
     /// # Errors
     ///
     /// If this is not the last part.
-    pub fn logits(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn logits(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let Some((norm, output)) = &self.head else {
             bail!("a part of the model without its output");
         };
-        let logits = output.forward(&norm.forward(x)?)?;
+        let x = norm.forward(x)?;
+        let logits = match output.outputs()? == self.vocab_size {
+            true => output.forward(&x)?,
+            false => self.over.gathered(output.forward(&self.over.shared(&x, cx)?.inside)?, cx)?,
+        };
         let logits =
             if self.logits_divisor == 1.0 { logits } else { (logits / self.logits_divisor)? };
         match self.logits_cap {
@@ -243,10 +299,13 @@ pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedAr
     let (all, owned) = (0..config.num_hidden_layers, config.clone());
     let whole = stage(
         // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
-        move |vb| Part::new(&owned, None, &[], all.clone(), &vb),
-        |part, x: Tensor, _| part.forward(x, None),
+        move |vb| {
+            let plan = Plan { config: &owned, lora: None, angles: &[], over: Over::ONE };
+            Part::new(plan, all.clone(), &vb)
+        },
+        |part, x: Tensor, cx| part.forward(x, None, cx),
     )?;
     let shapes = whole.shapes();
-    debug_assert!(shapes.values().all(|aval| aval.dtype() == DType::F32));
+    debug_assert!(shapes.values().all(|aval| aval.dtype() == aval::DType::F32));
     Ok(shapes)
 }

@@ -1,14 +1,18 @@
 //! The norms of a decoder.
 
+use mpmd::candle::candle_core::D;
 use mpmd::candle::nn::{LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
-use mpmd::candle::{Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
+use super::over;
 use crate::config::{self, Config};
 
 /// A norm of rows.
 pub(super) struct Norm {
     norm: LayerNorm,
     adds_one: bool,
+    /// Number of elements of a row, of all devices together.
+    width: usize,
 }
 
 impl Norm {
@@ -17,7 +21,7 @@ impl Norm {
             config::Norm::Layer => layer_norm(width, config.norm_eps, vb)?,
             _ => rms_norm(width, config.norm_eps, vb)?.into_inner(),
         };
-        Ok(Self { norm, adds_one: config.norm == config::Norm::RmsPlusOne })
+        Ok(Self { norm, adds_one: config.norm == config::Norm::RmsPlusOne, width })
     }
 
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -25,5 +29,26 @@ impl Norm {
             true => LayerNorm::rms_norm((self.norm.weight() + 1.0)?, self.norm.eps()).forward(x),
             false => self.norm.forward(x),
         }
+    }
+
+    /// Computes the norm of rows that differ between the devices along these axes.
+    pub(super) fn inside(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+        if axes.is_empty() {
+            return self.forward(x);
+        }
+        let weight = over::inside(self.norm.weight(), cx, axes)?;
+        let norm = LayerNorm::rms_norm(weight, self.norm.eps());
+        Self { norm, ..*self }.forward(x)
+    }
+
+    /// Computes the norm of rows of which each device along these axes has a part.
+    pub(super) fn over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+        if axes.is_empty() {
+            return self.forward(x);
+        }
+        let sum = over::sum(&x.sqr()?.sum_keepdim(D::Minus1)?, cx, axes)?;
+        let mean = (over::inside(&sum, cx, axes)? / self.width as f64)?;
+        let x = x.broadcast_div(&(mean + self.norm.eps())?.sqrt()?)?;
+        x.broadcast_mul(&(self.norm.weight() + if self.adds_one { 1.0 } else { 0.0 })?)
     }
 }
