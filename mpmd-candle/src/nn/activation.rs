@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail}
 use candle_nn::Module;
 pub use candle_nn::activation::{PReLU, prelu};
 
-use super::lanes::exp;
+use mpmd_device::cpu::lanes::exp;
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
 
 /// The kernels' functions and slopes beyond this number are those of infinity.

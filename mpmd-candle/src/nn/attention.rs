@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Result, Shape, Tensor
 pub use candle_nn::attention::*;
 use rayon::prelude::*;
 
-use super::lanes;
+use mpmd_device::cpu::lanes;
 use super::softmax::softmax;
 use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here};

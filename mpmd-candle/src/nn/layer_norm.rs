@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Te
 pub use candle_nn::LayerNormConfig;
 use candle_nn::{Init, Module, VarBuilder};
 
-use super::lanes;
+use mpmd_device::cpu::lanes;
 use super::values::{
     add_columns, are_fast, bias_gradient, for_rows, in_layer, name_of, result, single, slice,
     tensor_like, values,

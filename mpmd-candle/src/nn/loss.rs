@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Result, Shape
 
 use super::attention::Normalizer;
 use super::embedding::indices;
-use super::lanes;
+use mpmd_device::cpu::lanes;
 use super::softmax::log_softmax;
 use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
 use crate::pass::keeps;

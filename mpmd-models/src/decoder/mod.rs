@@ -269,27 +269,6 @@ impl Part {
     }
 }
 
-/// The keys and values of the tokens so far, for each layer of a part.
-pub(crate) struct Caches(Vec<KvCache>);
-
-impl Caches {
-    /// Creates empty caches for `layers` layers and up to `tokens` tokens.
-    pub(crate) fn new(layers: usize, tokens: usize) -> Self {
-        // `[1, heads, tokens, head_dim]`.
-        Self((0..layers).map(|_| KvCache::new(2, tokens)).collect())
-    }
-
-    /// Returns the number of tokens.
-    pub(crate) fn tokens(&self) -> usize {
-        self.0.first().map_or(0, KvCache::current_seq_len)
-    }
-
-    /// Forgets all tokens.
-    pub(crate) fn clear(&mut self) {
-        self.0.iter_mut().for_each(KvCache::reset);
-    }
-}
-
 /// Returns the name and shape of each parameter of a model. The dtype is f32.
 ///
 /// # Errors
