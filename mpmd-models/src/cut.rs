@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use anyhow::{Context as _, ensure};
+use mpmd::candle::nn::BLOCK;
 use mpmd_base::parse_bytes;
 use mpmd_job::at_least;
 
@@ -44,6 +45,22 @@ fn range(text: &str) -> anyhow::Result<Range<usize>> {
     Ok(range)
 }
 
+/// The room for sequences of an inference.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Room {
+    /// Number of blocks for keys and values, of [`BLOCK`] tokens each.
+    pub blocks: usize,
+    /// Number of sequences at a time.
+    pub sequences: usize,
+}
+
+impl Room {
+    /// Returns the room for one sequence of up to `positions` tokens.
+    pub fn for_one(positions: usize) -> Self {
+        Self { blocks: positions.div_ceil(BLOCK), sequences: 1 }
+    }
+}
+
 /// The bytes that a device holds of a stage.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Held {
@@ -60,11 +77,12 @@ impl Held {
     /// Where parameters are not trained, in f32: the array, and the model's own.
     pub const FROZEN: Self = Self { element: 2 * 4, layer: 0 };
 
-    /// In a [`Generator`](crate::Generator) for `positions` tokens, with weights in f32 or `bf16`.
-    pub fn generation(folder: &Folder, positions: usize, in_half: bool) -> Self {
+    /// In an inference with this room for sequences, with weights in f32 or `bf16`.
+    pub fn inference(folder: &Folder, room: Room, in_half: bool) -> Self {
         let config = folder.config();
-        let token = 2 * config.num_key_value_heads * config.head_dim * 4;
-        Self { element: if in_half { 2 } else { 4 }, layer: (positions * token) as u64 }
+        let token = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
+        let layer = (room.blocks * BLOCK * token) as u64;
+        Self { element: if in_half { 2 } else { 4 }, layer }
     }
 }
 

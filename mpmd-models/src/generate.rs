@@ -11,7 +11,7 @@ use mpmd_job::{JobArgs, at_least, not_negative};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
-use crate::cut::{CutArgs, Held};
+use crate::cut::{CutArgs, Held, Room};
 use crate::folder::{Folder, GENERATION};
 use crate::sample::Sampling;
 use crate::stages::Stages;
@@ -201,7 +201,7 @@ pub fn run(
     check_inputs(folder, &none, &none)?;
     let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
     // Found before processes start. The prompt's tokens are not known yet.
-    let held = Held::generation(folder, args.max_len.unwrap_or(args.tokens), in_half);
+    let held = Held::inference(folder, Room::for_one(args.max_len.unwrap_or(args.tokens)), in_half);
     let model = Stages::new(folder, stages, 1)?.cut(cut, held)?;
     let (devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
     if cut.show_sharding {
@@ -236,7 +236,7 @@ pub fn run(
         }
         let model = Stages::new(folder, stages, positions)?;
         let mut generator = model
-            .cut(cut, Held::generation(folder, positions, in_half))?
+            .cut(cut, Held::inference(folder, Room::for_one(positions), in_half))?
             .generator(p, &meshes, in_half)?;
         let own = own.into_inner().filter(|_| !p.is_dry_run());
         let text = own.map(|tokenizer| Text { tokenizer, args, printed: RefCell::new(0) });

@@ -28,6 +28,7 @@
 
 #![forbid(unsafe_code)]
 
+mod choice;
 mod config;
 mod cut;
 mod decoder;
@@ -38,8 +39,11 @@ mod files;
 mod folder;
 pub mod generate;
 mod generator;
+mod inference;
+mod load;
 mod lora;
 mod matrix;
+mod pass;
 mod rope;
 mod sample;
 mod save;
@@ -55,12 +59,15 @@ use std::path::Path;
 
 use mpmd::Error;
 
+pub use choice::Choice;
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
-pub use cut::{CutArgs, Held};
+pub use cut::{CutArgs, Held, Room};
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use generator::Generator;
+pub use inference::{Choices, Inference};
 pub use lora::{Lora, merged};
+pub use pass::{Begin, Chunk, MOST_TOKENS, MOST_WORDS, Pass, TOP};
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};

@@ -4,10 +4,11 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use mpmd::random::{Key, uniform_f64};
+use serde::{Deserialize, Serialize};
 
 /// How the next token is chosen. The order of the steps is that of the library `transformers`:
 /// penalties, temperature, `top_k`, `top_p`, `min_p`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Sampling {
     /// Divides the logits. With 0 the most probable token is taken.
     pub temperature: f64,
@@ -128,8 +129,6 @@ impl PartialOrd for Ranked {
 
 #[cfg(test)]
 mod tests {
-    use serde::Deserialize;
-
     use super::*;
 
     /// Probabilities that `transformers` gives; see `tests/make_examples.py`.

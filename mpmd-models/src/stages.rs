@@ -14,11 +14,13 @@ use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
-use crate::cut::{Cost, Costs, CutArgs, Held, Layers, TooLittle};
+use crate::cut::{Cost, Costs, CutArgs, Held, Layers, Room, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
+use crate::inference::Inference;
+use crate::load::Load;
 use crate::lora::{self, Lora};
 use crate::rope::Angles;
 use crate::unexpected;
@@ -321,8 +323,39 @@ impl Stages {
     ///
     /// If there are fewer meshes than stages.
     pub fn generator(&self, p: &mut Program, meshes: &[Mesh], in_half: bool) -> Result<Generator> {
+        let room = Room::for_one(self.positions);
+        Ok(Generator::new(self.inference(p, meshes, room, in_half)?, self.positions))
+    }
+
+    /// Creates an inference, and issues the reading of the weights, as [`Stages::generator`] does.
+    /// There is `room` for sequences.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::generator`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn inference(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        room: Room,
+        in_half: bool,
+    ) -> Result<Inference> {
+        self.folder.compare(p)?;
+        let ropes = &self.folder.config().ropes;
+        let angles = ropes.iter().map(|rope| Angles::fixed(rope, self.positions));
+        let angles = angles.collect::<CandleResult<Vec<_>>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let meshes = &meshes[..self.cut.len()];
-        Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
+        let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
+            let place = (layers.clone(), mesh);
+            Load::new(&self.folder, &angles, place, (room, self.positions), in_half)
+        };
+        let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;
+        Inference::new(p, loads, meshes, room)
     }
 
     fn pipeline<Y: Tensors>(

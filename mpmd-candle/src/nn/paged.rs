@@ -166,9 +166,11 @@ mod tests {
         let lengths = [37, 5, 18];
         let tables: [Vec<u32>; 3] = [vec![4, 1, 9], vec![7], vec![2, 0]];
         let inputs = lengths.map(|length| {
-            [random(&[length, heads, dim]), random(&[length, groups, dim]), random(&[
-                length, groups, dim,
-            ])]
+            [
+                random(&[length, heads, dim]),
+                random(&[length, groups, dim]),
+                random(&[length, groups, dim]),
+            ]
         });
         for window in [None, Some(7)] {
             let scores = PagedScores { scale: 0.6, cap: None, window };
@@ -197,9 +199,8 @@ mod tests {
                 }
             }
             for ((length, inputs), found) in lengths.iter().zip(&inputs).zip(&found) {
-                let [q, k, v] = inputs
-                    .each_ref()
-                    .map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
+                let [q, k, v] =
+                    inputs.each_ref().map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
                 let first = (0..*length as u32)
                     .map(|at| window.map_or(0, |window| (at + 1).saturating_sub(window as u32)));
                 let first = Tensor::from_vec(first.collect(), (1, *length), &Device::Cpu).unwrap();

@@ -3,8 +3,8 @@
 use mpmd::candle::nn::{self, Mask, PagedCache, PagedScores, VarBuilder};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
-use super::cache::Rows;
 use super::Plan;
+use super::cache::Rows;
 use super::norm::Norm;
 use super::over::Over;
 
@@ -64,12 +64,7 @@ impl Attention {
     }
 
     /// Computes the attention of tokens to those that they see.
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        keys: Keys<'_>,
-        cx: &Cx<'_>,
-    ) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, keys: Keys<'_>, cx: &Cx<'_>) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
         let over = self.over;
         let axes = [over.divided(), over.of_keys()];

@@ -64,12 +64,7 @@ impl Layer {
         }
     }
 
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        keys: Keys<'_>,
-        cx: &Cx<'_>,
-    ) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, keys: Keys<'_>, cx: &Cx<'_>) -> Result<Tensor> {
         let attended = (x + self.part(x, 0, |x| self.attention.forward(x, keys, cx))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
