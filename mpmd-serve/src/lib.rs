@@ -3,5 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod request;
+mod scheduler;
 
 pub use request::{Event, Finish, Logprobs, Request, Token};
+pub use scheduler::{Counts, Decision, Scheduler, Sizes};
