@@ -2,6 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+mod metrics;
+mod queue;
 mod request;
 
+pub use metrics::{Figures, StageFigures};
+pub use queue::{Arrival, Arrivals, Limits, Phase, Queue, Refused, Sender, Stream, queue};
 pub use request::{Event, Finish, Logprobs, Request, Token};
