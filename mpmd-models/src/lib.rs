@@ -51,6 +51,7 @@ pub mod score;
 mod stages;
 mod stored;
 mod template;
+mod text;
 mod tokens;
 pub mod train;
 
@@ -72,7 +73,9 @@ pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};
 pub use stages::Stages;
-pub use tokens::{Tokens, tokenizer};
+pub use template::Templates;
+pub use text::Text;
+pub use tokens::{Tokens, encode_prompt, tokenizer};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or
 /// a key; it may be empty if the file itself is meant.
