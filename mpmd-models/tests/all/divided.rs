@@ -36,7 +36,8 @@ fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
     assert_eq!(families(&pairs), all, "each family");
     let all = pairs.into_iter().flat_map(|name| JOBS.map(|job| (name, job)));
     // Four heads of keys; two, each on two devices; one, on all four.
-    let four = ["plain", "llama3", "bf16"].map(|name| (name, (&[4][..], &[4][..])));
+    let four =
+        ["plain", "llama3", "stablelm-parallel", "bf16"].map(|name| (name, (&[4][..], &[4][..])));
     all.chain(four)
 }
 

@@ -56,6 +56,7 @@ fn row(name: &str, folder: &Folder) -> String {
     let head_norm = match config.head_norm {
         None => "",
         Some(HeadNorm::Head) => "norms of each head",
+        Some(HeadNorm::EachHead) => "norms of each head, with weights of its own",
         Some(HeadNorm::Width) => "norms of all heads",
     };
     let experts = config.experts.map_or_else(String::new, |experts| {
