@@ -14,6 +14,7 @@ mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod stablelm;
 #[cfg(test)]
 mod tests;
 
@@ -57,7 +58,7 @@ pub(crate) struct Family {
 }
 
 /// All families, in the order of the guide.
-pub(crate) static FAMILIES: [Family; 13] = [
+pub(crate) static FAMILIES: [Family; 14] = [
     llama::FAMILY,
     mistral::FAMILY,
     qwen2::FAMILY,
@@ -71,6 +72,7 @@ pub(crate) static FAMILIES: [Family; 13] = [
     granite::FAMILY,
     gpt2::FAMILY,
     gpt_neox::FAMILY,
+    stablelm::FAMILY,
 ];
 
 /// Reads a `config.json`. A missing setting has the default of the library `transformers`.

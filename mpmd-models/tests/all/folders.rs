@@ -14,7 +14,7 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
-pub(crate) const ALL: [&str; 29] = [
+pub(crate) const ALL: [&str; 31] = [
     "plain",
     "grouped",
     "llama3",
@@ -44,6 +44,8 @@ pub(crate) const ALL: [&str; 29] = [
     "gpt2-hub",
     "neox",
     "neox-serial",
+    "stablelm",
+    "stablelm-parallel",
 ];
 
 /// The results of `transformers` and `torch` for a folder.
