@@ -79,3 +79,8 @@ fn unexpected(
     let file = file.display();
     Error::Environment(format!("{file}: {subject}{colon}expected {expected}, found {found}"))
 }
+
+/// Returns the error for an option that is other than expected.
+fn wrong(option: &str, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
+    Error::Environment(format!("{option}: expected {expected}, found {found}"))
+}

@@ -1,7 +1,6 @@
 //! A model as stages of a pipeline.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::ops::Range;
 
 use mpmd::aval::{ShapedArray, f32s};
@@ -21,7 +20,7 @@ use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
 use crate::lora::{self, Lora};
 use crate::rope::Angles;
-use crate::unexpected;
+use crate::{unexpected, wrong};
 
 /// Number of tokens for which logits are computed at once, where no gradients are needed.
 const LOGITS_AT_ONCE: usize = 512;
@@ -106,21 +105,42 @@ impl Stages {
     ///
     /// If the numbers are not as many as the stages, or do not divide the heads or the MLPs.
     pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self> {
-        let stages = self.cut.len();
-        let devices = match *devices {
-            [all] => vec![all; stages],
-            ref each => each.to_vec(),
-        };
-        if devices.len() != stages {
-            return Err(wrong(
-                "--tensor-parallel",
-                format!("{stages} numbers, one for each stage, or one for all"),
-                devices.len(),
-            ));
+        let each = self.each("--tensor-parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            *over = Over { expert: over.expert, ..divide::over(&self.folder, devices)? };
         }
-        let over = devices.into_iter().map(|devices| divide::over(&self.folder, devices));
-        self.over = over.collect::<Result<_>>()?;
         Ok(self)
+    }
+
+    /// Divides the experts of each stage over several devices, each of which has some of all
+    /// layers. There is one number for each stage, or one for all; by default it is 1. Results do
+    /// not depend on it.
+    ///
+    /// The layers are to be divided over stages afterwards: see [`Stages::cut`].
+    ///
+    /// # Errors
+    ///
+    /// If the numbers are not as many as the stages, or one is no power of two that divides the
+    /// number of experts.
+    pub fn expert_parallel(mut self, devices: &[usize]) -> Result<Self> {
+        let each = self.each("--expert-parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            over.expert = divide::over_experts(&self.folder, devices)?;
+        }
+        Ok(self)
+    }
+
+    /// Returns the number of an option for each stage. There is one for each, or one for all.
+    fn each(&self, option: &str, numbers: &[usize]) -> Result<Vec<usize>> {
+        let stages = self.cut.len();
+        match *numbers {
+            [all] => Ok(vec![all; stages]),
+            _ if numbers.len() == stages => Ok(numbers.to_vec()),
+            _ => {
+                let expected = format!("{stages} numbers, one for each stage, or one for all");
+                Err(wrong(option, expected, numbers.len()))
+            }
+        }
     }
 
     /// Returns the number of devices of each rank. `rank_of` returns the rank of a stage.
@@ -134,8 +154,10 @@ impl Stages {
             let rank = rank_of(stage);
             let devices = *ranks.entry(rank).or_insert(over.devices());
             if devices != over.devices() {
-                let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
-                return Err(wrong("--tensor-parallel", expected, over.devices()));
+                let expected =
+                    format!("{devices} devices for stage {stage}, as for others of rank {rank}");
+                let options = "--tensor-parallel, --expert-parallel";
+                return Err(wrong(options, expected, over.devices()));
             }
         }
         Ok(ranks.into_values().collect())
@@ -196,6 +218,9 @@ impl Stages {
         if !args.tensor_parallel.is_empty() {
             self = self.tensor_parallel(&args.tensor_parallel)?;
         }
+        if !args.expert_parallel.is_empty() {
+            self = self.expert_parallel(&args.expert_parallel)?;
+        }
         let costs = costs(&self.folder, &self.over, held);
         if args.cut.is_empty() {
             self.cut = match costs.cut(stages, limits) {
@@ -210,7 +235,7 @@ impl Stages {
                     )));
                 }
             };
-            return Ok(self);
+            return self.with_experts();
         }
         let mut end = 0;
         for (stage, range) in args.cut.iter().enumerate() {
@@ -229,7 +254,22 @@ impl Stages {
             return Err(wrong("--cut", format!("{layers} layers in all"), end));
         }
         self.cut.clone_from(&args.cut);
-        Ok(self)
+        self.with_experts()
+    }
+
+    /// Checks that stages whose experts are divided have some.
+    fn with_experts(self) -> Result<Self> {
+        let layers = &self.folder.config().layers;
+        let has_none =
+            |range: &Range<usize>| !layers[range.clone()].iter().any(|it| it.has_experts);
+        let mut stages = self.cut.iter().zip(&self.over).enumerate();
+        match stages.find(|(_, (range, over))| over.expert > 1 && has_none(range)) {
+            None => Ok(self),
+            Some((stage, (_, over))) => {
+                let expected = format!("1 for stage {stage}, whose layers have no experts");
+                Err(wrong("--expert-parallel", expected, over.expert))
+            }
+        }
     }
 
     /// Returns the layers of a stage.
@@ -406,11 +446,6 @@ impl Stages {
         }
         Ok(params)
     }
-}
-
-/// Returns the error for an argument that is other than expected.
-fn wrong(what: &str, expected: String, found: impl Display) -> Error {
-    Error::Environment(format!("{what}: expected {expected}, found {found}"))
 }
 
 /// Returns the costs of the layers, and of what the first and the last stage have beside. `over` is

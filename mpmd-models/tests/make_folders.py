@@ -233,7 +233,13 @@ FOLDERS = {
         hidden_act="gelu_new",
         rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5),
     ),
-    "mixtral": dict(MOE, family="mixtral", num_local_experts=3),
+    "mixtral": dict(
+        MOE,
+        family="mixtral",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    ),
     "mixtral-window": dict(
         MOE,
         family="mixtral",
@@ -249,6 +255,7 @@ FOLDERS = {
     "qwen3-moe-sparse": dict(
         MOE,
         family="qwen3_moe",
+        num_attention_heads=4,
         num_experts=4,
         num_experts_per_tok=3,
         moe_intermediate_size=12,

@@ -9,6 +9,7 @@ mod layer;
 mod mlp;
 mod norm;
 mod over;
+mod routes;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -116,14 +116,28 @@ const PLAIN: Family = Family {
     ignored: &["rotary_emb.inv_freq"],
 };
 
-/// The place of a parameter in the files: rows of a tensor.
+/// The place of a parameter in the files: rows of a tensor, or of several that it is a stack of.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Source {
-    /// The name of the tensor.
+    /// The name of the tensor. `*` stands for the index of one of several.
     pub(crate) name: String,
+    /// Number of tensors, if the parameter is a stack of them: a tensor for each expert.
+    pub(crate) stacked: Option<usize>,
     pub(crate) rows: Rows,
     /// True if the tensor is `[inputs, outputs]`, so that the rows are its columns.
     pub(crate) is_transposed: bool,
+}
+
+impl Source {
+    /// Returns the names of the tensors.
+    pub(crate) fn names(&self) -> Vec<String> {
+        match self.stacked {
+            None => vec![self.name.clone()],
+            Some(count) => {
+                (0..count).map(|index| self.name.replace('*', &index.to_string())).collect()
+            }
+        }
+    }
 }
 
 /// Blocks of rows of a tensor, which are the rows of a parameter one after another.
@@ -162,13 +176,23 @@ impl Family {
         word(self.words, key)
     }
 
-    /// Returns the place of a parameter with `rows` rows.
-    pub(crate) fn source(&self, config: &Config, name: &str, rows: usize) -> Source {
-        let words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
+    /// Returns the place of a parameter of this shape.
+    pub(crate) fn source(&self, config: &Config, name: &str, shape: &[usize]) -> Source {
+        // A matrix for each expert.
+        let (stacked, shape) = match shape {
+            [count, shape @ ..] if shape.len() == 2 => (Some(*count), shape),
+            shape => (None, shape),
+        };
+        let mut words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
+        if let Some(experts) = words.iter().position(|part| *part == "experts") {
+            words.insert(experts + 1, "*");
+        }
+        let rows = shape.first().copied().unwrap_or(1);
         let projection = name.split('.').find(|part| part.ends_with("_proj"));
         let fused = projection.and_then(|part| (self.fused)(config, part));
         Source {
             name: words.join("."),
+            stacked,
             rows: fused.unwrap_or(Rows::block(0, rows)),
             is_transposed: self.is_transposed && projection.is_some() && name.ends_with(".weight"),
         }

@@ -2,6 +2,7 @@
 //! the folders again.
 
 mod examples;
+mod experts;
 mod folders;
 mod generation;
 mod guide;
