@@ -120,8 +120,12 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
     if has_mlp && !config.intermediate_size.is_multiple_of(devices) {
         return refused("intermediate_size", multiple, config.intermediate_size);
     }
-    if let Some(experts) = config.experts.filter(|experts| !experts.width.is_multiple_of(devices)) {
-        return refused("moe_intermediate_size", multiple, experts.width);
+    if let Some(experts) = config.experts {
+        let shared = experts.shared.map(|width| ("shared_expert_intermediate_size", width));
+        let widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
+        for (key, width) in widths.filter(|(_, width)| !width.is_multiple_of(devices)) {
+            return refused(key, multiple, width);
+        }
     }
     Ok(Over { expert: 1, tensor, repeat: devices / tensor })
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use mpmd::aval::{ShapedArray, f32s};
+use mpmd::candle::candle_core::Error as CandleError;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
@@ -14,7 +15,7 @@ use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
 use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
-use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::decoder::{Balance, EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
@@ -190,8 +191,8 @@ impl Stages {
             let stage = self.stage(
                 (index, mesh),
                 self.lora.is_some(),
-                |part: &Part, x, cx: &mut Cx<'_>| part.forward(x, None, cx),
-                |x| x.clone(),
+                |part: &Part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, None, cx),
+                |x: &ShapedArray| x.clone(),
             )?;
             let table = divide::divided(self.folder.config(), mesh, stage.shapes())?;
             let Range { start, end } = self.layers(index);
@@ -300,7 +301,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, true, loss(usize::MAX, self.is_packed), loss_shapes)
+        self.pipeline(p, meshes, true, self.loss(usize::MAX, true), loss_shapes)
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -317,7 +318,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, loss(LOGITS_AT_ONCE, self.is_packed), loss_shapes)
+        self.pipeline(p, meshes, false, self.loss(LOGITS_AT_ONCE, false), loss_shapes)
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -335,11 +336,9 @@ impl Stages {
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
         let tokens = self.folder.config().vocab_size;
-        let is_packed = self.is_packed;
-        let logits = move |part: &Part, x, cx: &mut Cx<'_>| {
-            let starts = starts(cx, is_packed)?;
-            part.logits(&part.forward(x, starts.as_ref(), cx)?, cx)
-        };
+        let pass = self.pass(false);
+        let logits =
+            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&pass.run(part, x, cx)?.0, cx);
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
@@ -361,36 +360,47 @@ impl Stages {
         Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
     }
 
+    /// Returns the pass of the stages. A training has the sums of the loss that balances experts.
+    fn pass(&self, trains: bool) -> Pass {
+        let config = self.folder.config();
+        let experts = config.experts.filter(|experts| trains && experts.balance.is_some());
+        Pass { is_packed: self.is_packed, balanced: experts.map(|experts| experts.count) }
+    }
+
+    /// Creates a pipeline. Between stages are outputs of layers `[batch, time, hidden_size]`, and
+    /// sums of the loss that balances experts `[2, experts]`, if there is one. `end` computes the
+    /// last stage, and `shapes` the shapes of its results from those of the tokens.
     fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
         meshes: &[Mesh],
         trains: bool,
-        end: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        end: impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
         shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
     ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
         self.folder.compare(p)?;
         let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
-        let middle = |i| {
-            let is_packed = self.is_packed;
-            let forward = move |part: &Part, x, cx: &mut Cx<'_>| {
-                part.forward(x, starts(cx, is_packed)?.as_ref(), cx)
-            };
-            self.stage((i, &meshes[i]), trains, forward, move |x| sequences(x, width))
-        };
-        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
+        let pass = self.pass(trains);
+        let between = move |x: &ShapedArray| pass.shapes(x, width);
         if last == 0 {
+            let end = move |part: &Part, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
+            let end = self.stage((0, &meshes[0]), trains, end, shapes)?;
             let params = self.params(p, &end, &meshes[0])?;
             return Pipeline::first(end, &meshes[0], params);
         }
-        let first = middle(0)?;
+        let first = move |part: &Part, x, cx: &mut Cx<'_>| pass.forward(part, vec![x], cx);
+        let first = self.stage((0, &meshes[0]), trains, first, between)?;
         let params = self.params(p, &first, &meshes[0])?;
         let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
         for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
-            let stage = middle(i)?;
+            let middle = move |part: &Part, x, cx: &mut Cx<'_>| pass.forward(part, x, cx);
+            let shapes = move |x: &Vec<ShapedArray>| between(&x[0]);
+            let stage = self.stage((i, mesh), trains, middle, shapes)?;
             let params = self.params(p, &stage, mesh)?;
             pipeline = pipeline.then(stage, mesh, params)?;
         }
+        let shapes = move |x: &Vec<ShapedArray>| shapes(&x[0]);
+        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
         let params = self.params(p, &end, &meshes[last])?;
         let mut pipeline = pipeline.then(end, &meshes[last], params)?;
         if self.folder.config().tie_word_embeddings {
@@ -399,13 +409,13 @@ impl Stages {
         Ok(pipeline)
     }
 
-    fn stage<Y: Tensors>(
+    fn stage<X: Tensors, Y: Tensors>(
         &self,
         (index, mesh): (usize, &Mesh),
         trains: bool,
-        forward: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
-        shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
-    ) -> Result<CandleStage<Part, Tensor, Y>> {
+        forward: impl Fn(&Part, X, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&Shapes<X::Arrays>) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<CandleStage<Part, X, Y>> {
         let (config, angles) = (self.folder.config().clone(), self.angles.clone());
         let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
         let name = format!("layers {} to {}", layers.start, layers.end - 1);
@@ -421,11 +431,47 @@ impl Stages {
         }
     }
 
+    /// Returns the function of the last stage that computes the loss. It computes the logits of
+    /// `at_once` tokens of each sequence at a time. In a training, the loss that balances experts is
+    /// added, for each token.
+    fn loss(
+        &self,
+        at_once: usize,
+        trains: bool,
+    ) -> impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static
+    {
+        let (pass, config) = (self.pass(trains), self.folder.config());
+        let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
+        let factor = config.experts.and_then(|experts| experts.balance).unwrap_or_default();
+        move |part, x, cx| {
+            let (x, balance) = pass.run(part, x, cx)?;
+            let (targets, weights) = (cx.side("targets")?, side(cx, "weights", pass.is_packed)?);
+            let (batch, time, _) = x.dims3()?;
+            let of = |start: usize| {
+                let len = at_once.min(time - start);
+                let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
+                let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
+                let weights = weights.transpose()?;
+                cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
+            };
+            let (mut sum, mut weight) = of(0)?;
+            for start in (0..time).step_by(at_once).skip(1) {
+                let (more, tokens) = of(start)?;
+                (sum, weight) = ((sum + more)?, (weight + tokens)?);
+            }
+            if let Some(balance) = balance.filter(|_| cx.is_training()) {
+                let loss = (balance.loss(batch * time, layers)? * factor)?;
+                sum = (sum + (loss * &weight)?)?;
+            }
+            Ok(Loss::new(sum, weight))
+        }
+    }
+
     /// Issues the reading of a stage's parameters, and the making of LoRA's.
-    fn params<Y: Tensors>(
+    fn params<X: Tensors, Y: Tensors>(
         &self,
         p: &mut Program,
-        stage: &CandleStage<Part, Tensor, Y>,
+        stage: &CandleStage<Part, X, Y>,
         mesh: &Mesh,
     ) -> Result<BTreeMap<String, MpmdArray>> {
         let shardings = divide::shardings(self.folder.config(), mesh, stage.shapes())?;
@@ -480,40 +526,49 @@ fn costs(folder: &Folder, over: &[Over], held: Held) -> Layers {
     Layers::new(&layers, first, last, over.iter().map(|over| over.parts() as u64).collect())
 }
 
-/// Returns the function of the last stage that computes the loss. It computes the logits of
-/// `at_once` tokens of each sequence at a time.
-fn loss(
-    at_once: usize,
+/// The pass of a microbatch through a part of the model.
+#[derive(Clone, Copy)]
+struct Pass {
     is_packed: bool,
-) -> impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static {
-    move |part, x, cx| {
-        let starts = starts(cx, is_packed)?;
-        let x = part.forward(x, starts.as_ref(), cx)?;
-        let (targets, weights) = (cx.side("targets")?, side(cx, "weights", is_packed)?);
-        let time = x.dim(1)?;
-        let of = |start: usize| {
-            let len = at_once.min(time - start);
-            let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
-            let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
-            let weights = weights.transpose()?;
-            cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
+    /// Number of experts, if there is a loss that balances them.
+    balanced: Option<usize>,
+}
+
+impl Pass {
+    /// Computes the layers from tokens, or from what the stage before returns.
+    fn run(
+        self,
+        part: &Part,
+        x: Vec<Tensor>,
+        cx: &Cx<'_>,
+    ) -> CandleResult<(Tensor, Option<Balance>)> {
+        let starts = side(cx, "starts", self.is_packed)?;
+        let mut x = x.into_iter();
+        let (first, before) = (x.next(), x.next());
+        let first = first.ok_or_else(|| CandleError::msg("a stage without inputs"))?;
+        let Some(experts) = self.balanced else {
+            return Ok((part.forward(first, starts.as_ref(), cx)?, None));
         };
-        let (mut sum, mut weight) = of(0)?;
-        for start in (0..time).step_by(at_once).skip(1) {
-            let (more, tokens) = of(start)?;
-            (sum, weight) = ((sum + more)?, (weight + tokens)?);
-        }
-        Ok(Loss::new(sum, weight))
+        let mut balance = Balance::new(experts, before, starts.as_ref())?;
+        Ok((part.balanced(first, starts.as_ref(), &mut balance, cx)?, Some(balance)))
+    }
+
+    /// Computes the inputs of the next stage.
+    fn forward(self, part: &Part, x: Vec<Tensor>, cx: &Cx<'_>) -> CandleResult<Vec<Tensor>> {
+        let (x, balance) = self.run(part, x, cx)?;
+        Ok([x].into_iter().chain(balance.map(|balance| balance.sums)).collect())
+    }
+
+    /// Returns the shapes of the inputs of the next stage.
+    fn shapes(self, x: &ShapedArray, width: usize) -> Vec<ShapedArray> {
+        let sums = self.balanced.map(|experts| f32s([2, experts]));
+        [sequences(x, width)].into_iter().chain(sums).collect()
     }
 }
 
 /// Returns a side input of packed sequences.
 fn side(cx: &Cx<'_>, name: &str, is_packed: bool) -> CandleResult<Option<Tensor>> {
     is_packed.then(|| cx.side(name)).transpose()
-}
-
-fn starts(cx: &Cx<'_>, is_packed: bool) -> CandleResult<Option<Tensor>> {
-    side(cx, "starts", is_packed)
 }
 
 fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {

@@ -2,17 +2,19 @@
 
 use std::sync::Arc;
 
-use mpmd::candle::nn::ops::softmax_last_dim;
+use mpmd::candle::nn::ops::{sigmoid, softmax_last_dim};
 use mpmd::candle::nn::{Activation, Linear, Module, VarBuilder, grouped, linear_no_bias};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
 use super::Plan;
+use super::balance::Balance;
+use super::mlp::Mlp;
 use super::over::Over;
 use super::routes::{Routes, Spread, Sum};
 use crate::config;
 use crate::matrix::{Form, Matrices};
 
-/// The experts of a layer, and the router that gives each token its experts.
+/// The experts of a layer, the router that gives each token its experts, and an expert that all share.
 ///
 /// Each device has some of the experts, and computes all of their tokens. The results are added up
 /// in the order of a binary tree over all experts, on and between devices.
@@ -26,20 +28,27 @@ pub(super) struct Experts {
     up: Matrices,
     down: Matrices,
     activation: Activation,
+    /// An MLP that all tokens take, and the weight of the factor of its result.
+    shared: Option<(Mlp, Linear)>,
     config: config::Experts,
     over: Over,
 }
 
 impl Experts {
     pub(super) fn new(
-        Plan { config, over, .. }: Plan<'_>,
+        plan: Plan<'_>,
         experts: config::Experts,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
+        let Plan { config, over, .. } = plan;
         let (width, inner, vb_experts) = (config.hidden_size, experts.width, vb.pp("experts"));
         let matrices = |name, inputs, outputs| {
             let layer = grouped(experts.count, inputs, outputs, vb_experts.pp(name))?;
             Result::Ok(Matrices::Plain(layer))
+        };
+        let shared = |inner| {
+            let mlp = Mlp::new(Plan { lora: None, ..plan }, inner, &vb.pp("shared_expert"))?;
+            Result::Ok((mlp, linear_no_bias(width, 1, vb.pp("shared_expert_gate"))?))
         };
         Ok(Self {
             router: linear_no_bias(width, experts.count, vb.pp("gate"))?,
@@ -47,21 +56,31 @@ impl Experts {
             up: matrices("up_proj", width, inner)?,
             down: matrices("down_proj", inner, width)?,
             activation: config.activation,
+            shared: experts.shared.map(shared).transpose()?,
             config: experts,
             over,
         })
     }
 
     pub(super) fn pack(&mut self, form: Form) -> Result<()> {
-        [&mut self.gate, &mut self.up, &mut self.down].into_iter().try_for_each(|it| it.pack(form))
+        let all = [&mut self.gate, &mut self.up, &mut self.down];
+        all.into_iter().try_for_each(|matrices| matrices.pack(form))?;
+        self.shared.iter_mut().try_for_each(|(mlp, _)| mlp.pack(form))
     }
 
-    pub(super) fn forward(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    /// Computes the experts of each token, and adds to the sums of the loss that balances them.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        balance: Option<&mut Balance>,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;
         let shares = softmax_last_dim(&self.router.forward(&x)?)?;
         let per_token = self.config.per_token;
         let taken: Vec<_> = shares.to_vec2()?.iter().map(|of| taken(of, per_token)).collect();
+        balance.map_or(Ok(()), |balance| balance.add(&shares, &taken))?;
         let indices: Vec<u32> = taken.iter().flatten().copied().collect();
         let indices = Tensor::from_vec(indices, (batch * time, per_token), &Device::Cpu)?;
         let mut weights = shares.gather(&indices, 1)?;
@@ -78,7 +97,12 @@ impl Experts {
         let inner = (gate * self.up.forward(&rows, &routes.rows)?)?;
         let results = self.down.forward(&inner, &routes.rows)?;
         let sum = results.apply_op2(&weights, Sum(routes))?;
-        self.over.sum_of_experts(sum, cx)?.reshape((batch, time, width))
+        let mut sum = self.over.sum_of_experts(sum, cx)?;
+        if let Some((mlp, factor)) = &self.shared {
+            let shared = mlp.forward(&x, cx)?;
+            sum = (sum + shared.broadcast_mul(&sigmoid(&factor.forward(&x)?)?)?)?;
+        }
+        sum.reshape((batch, time, width))
     }
 }
 

@@ -6,6 +6,7 @@ use mpmd::candle::{Cx, Result, Tensor};
 
 use super::Plan;
 use super::attention::Attention;
+use super::balance::Balance;
 use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
@@ -70,6 +71,7 @@ impl Layer {
         x: &Tensor,
         starts: Option<&Tensor>,
         cache: Option<&mut KvCache>,
+        balance: Option<&mut Balance>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache, cx))?)?;
@@ -77,7 +79,7 @@ impl Layer {
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {
                 Feed::Mlp(mlp) => mlp.forward(x, cx),
-                Feed::Experts(experts) => experts.forward(x, cx),
+                Feed::Experts(experts) => experts.forward(x, balance, cx),
             })?
     }
 

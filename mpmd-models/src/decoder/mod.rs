@@ -4,6 +4,7 @@
 //! Its parameters have the same names and forms for all families: those of Llama on model hubs.
 
 mod attention;
+mod balance;
 mod experts;
 mod layer;
 mod mlp;
@@ -27,6 +28,7 @@ use crate::config::Config;
 use crate::lora::Lora;
 use crate::matrix::{Form, Matrix, Table};
 use crate::rope::Angles;
+pub(crate) use balance::Balance;
 use layer::{Layer, scaled};
 use norm::Norm;
 pub(crate) use over::{Over, Shared};
@@ -187,7 +189,22 @@ impl Part {
         starts: Option<&Tensor>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, starts, None, cx)
+        self.run(x, starts, (None, None), cx)
+    }
+
+    /// Does the same as [`Part::forward`], and adds to the sums of the loss that balances experts.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Part::forward`].
+    pub(crate) fn balanced(
+        &self,
+        x: Tensor,
+        starts: Option<&Tensor>,
+        balance: &mut Balance,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
+        self.run(x, starts, (None, Some(balance)), cx)
     }
 
     /// Computes the part's layers for the tokens that follow those of the caches, and adds them.
@@ -197,14 +214,14 @@ impl Part {
     ///
     /// As for [`Part::forward`], and if the caches are full.
     pub(crate) fn follow(&self, x: Tensor, caches: &mut Caches, cx: &Cx<'_>) -> Result<Tensor> {
-        self.run(x, None, Some(caches), cx)
+        self.run(x, None, (Some(caches), None), cx)
     }
 
     fn run(
         &self,
         x: Tensor,
         starts: Option<&Tensor>,
-        mut caches: Option<&mut Caches>,
+        (mut caches, mut balance): (Option<&mut Caches>, Option<&mut Balance>),
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let before = caches.as_deref().map_or(0, Caches::tokens) as u32;
@@ -219,7 +236,7 @@ impl Part {
         }
         for (at, layer) in self.layers.iter().enumerate() {
             let cache = caches.as_deref_mut().map(|caches| &mut caches.0[at]);
-            x = layer.forward(&x, starts, cache, cx)?;
+            x = layer.forward(&x, starts, cache, balance.as_deref_mut(), cx)?;
         }
         Ok(x)
     }

@@ -12,6 +12,7 @@ mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 #[cfg(test)]
@@ -57,12 +58,13 @@ pub(crate) struct Family {
 }
 
 /// All families, in the order of the guide.
-pub(crate) static FAMILIES: [Family; 13] = [
+pub(crate) static FAMILIES: [Family; 14] = [
     llama::FAMILY,
     mistral::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
     mixtral::FAMILY,
+    qwen2_moe::FAMILY,
     qwen3_moe::FAMILY,
     gemma2::FAMILY,
     gemma3::FAMILY,
@@ -338,7 +340,28 @@ fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Re
     }
     let factor = keys.number("router_aux_loss_coef", 0.001)?;
     let balance = keys.flag("output_router_logits", false)?.then_some(factor);
-    Ok(Experts { count, per_token, width: 0, normalizes: true, balance })
+    Ok(Experts { count, per_token, width: 0, shared: None, normalizes: true, balance })
+}
+
+/// Reads which layers have experts, and how many: those of Qwen. The defaults are the number of
+/// experts, that which a token takes, and the width of each.
+fn sparse(
+    keys: &Keys<'_>,
+    config: &mut Config,
+    [count, per_token, width]: [usize; 3],
+) -> Result<()> {
+    let count = keys.size("num_experts", count)?;
+    config.experts = Some(Experts {
+        width: keys.size("moe_intermediate_size", width)?,
+        normalizes: keys.flag("norm_topk_prob", false)?,
+        ..experts(keys, config.num_hidden_layers, count, per_token)?
+    });
+    let step = keys.size("decoder_sparse_step", 1)?;
+    let plain: Vec<usize> = keys.or("mlp_only_layers", "a list of layers", Vec::new())?;
+    for (index, layer) in config.layers.iter_mut().enumerate() {
+        layer.has_experts = !plain.contains(&index) && (index + 1).is_multiple_of(step);
+    }
+    Ok(())
 }
 
 /// Reads the size of a sliding window.

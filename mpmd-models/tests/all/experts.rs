@@ -21,9 +21,11 @@ use crate::training::{Given, args};
 type Job = (&'static [usize], usize);
 
 /// The folders, the devices over which other matrices are divided, and the jobs.
-const CASES: [(&str, usize, &[Job]); 4] = [
+const CASES: [(&str, usize, &[Job]); 6] = [
     ("mixtral", 1, &[(&[2], 2), (&[4], 1), (&[1, 2], 1), (&[2, 4], 2)]),
     ("mixtral", 2, &[(&[2], 4), (&[4], 2)]),
+    ("qwen2-moe", 2, &[(&[4], 2)]),
+    ("qwen2-moe-sparse", 1, &[(&[2, 1], 1)]),
     ("qwen3-moe", 1, &[(&[2], 2), (&[2, 1], 1)]),
     ("qwen3-moe-sparse", 1, &[(&[4], 2), (&[4, 2], 3)]),
 ];
@@ -40,12 +42,7 @@ fn run<T: Send>(
     program: impl Fn(&mut Program, &[Mesh]) -> Result<Option<T>> + Sync,
 ) -> T {
     let devices = model.devices(|stage| stage).unwrap().iter().sum();
-    let results = Simulation::new(processes, devices).run(|p| {
-        let meshes = model.meshes(|stage| stage)?;
-        program(p, &meshes)
-    });
-    let values = results.into_iter().filter_map(|result| result.unwrap());
-    values.last().expect("one process returns a value")
+    crate::folders::run(processes, devices, |p| program(p, &model.meshes(|stage| stage)?))
 }
 
 /// The results of a model whose experts are divided.
