@@ -122,8 +122,8 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
     }
     if let Some(experts) = config.experts {
         let shared = experts.shared.map(|width| ("shared_expert_intermediate_size", width));
-        let widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
-        for (key, width) in widths.filter(|(_, width)| !width.is_multiple_of(devices)) {
+        let mut widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
+        if let Some((key, width)) = widths.find(|(_, width)| !width.is_multiple_of(devices)) {
             return refused(key, multiple, width);
         }
     }

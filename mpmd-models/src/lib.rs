@@ -40,6 +40,7 @@ pub mod generate;
 mod generator;
 mod lora;
 mod matrix;
+mod pass;
 mod rope;
 mod sample;
 mod save;

@@ -3,9 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use mpmd::aval::{ShapedArray, f32s};
-use mpmd::candle::candle_core::Error as CandleError;
-use mpmd::candle::nn::loss::cross_entropy_sum;
+use mpmd::aval::ShapedArray;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
@@ -15,11 +13,12 @@ use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
 use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
-use crate::decoder::{Balance, EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::generator::Generator;
 use crate::lora::{self, Lora};
+use crate::pass::{Pass, loss_shapes, sequences};
 use crate::rope::Angles;
 use crate::{unexpected, wrong};
 
@@ -301,7 +300,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, true, self.loss(usize::MAX, true), loss_shapes)
+        self.pipeline(p, meshes, true, self.pass(true).loss(usize::MAX), loss_shapes)
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -318,7 +317,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, self.loss(LOGITS_AT_ONCE, false), loss_shapes)
+        self.pipeline(p, meshes, false, self.pass(false).loss(LOGITS_AT_ONCE), loss_shapes)
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -360,16 +359,13 @@ impl Stages {
         Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
     }
 
-    /// Returns the pass of the stages. A training has the sums of the loss that balances experts.
+    /// Returns the pass of the stages.
     fn pass(&self, trains: bool) -> Pass {
-        let config = self.folder.config();
-        let experts = config.experts.filter(|experts| trains && experts.balance.is_some());
-        Pass { is_packed: self.is_packed, balanced: experts.map(|experts| experts.count) }
+        Pass::new(self.folder.config(), trains, self.is_packed)
     }
 
-    /// Creates a pipeline. Between stages are outputs of layers `[batch, time, hidden_size]`, and
-    /// sums of the loss that balances experts `[2, experts]`, if there is one. `end` computes the
-    /// last stage, and `shapes` the shapes of its results from those of the tokens.
+    /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
+    /// from those of the tokens.
     fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
@@ -431,42 +427,6 @@ impl Stages {
         }
     }
 
-    /// Returns the function of the last stage that computes the loss. It computes the logits of
-    /// `at_once` tokens of each sequence at a time. In a training, the loss that balances experts is
-    /// added, for each token.
-    fn loss(
-        &self,
-        at_once: usize,
-        trains: bool,
-    ) -> impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static
-    {
-        let (pass, config) = (self.pass(trains), self.folder.config());
-        let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
-        let factor = config.experts.and_then(|experts| experts.balance).unwrap_or_default();
-        move |part, x, cx| {
-            let (x, balance) = pass.run(part, x, cx)?;
-            let (targets, weights) = (cx.side("targets")?, side(cx, "weights", pass.is_packed)?);
-            let (batch, time, _) = x.dims3()?;
-            let of = |start: usize| {
-                let len = at_once.min(time - start);
-                let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
-                let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
-                let weights = weights.transpose()?;
-                cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
-            };
-            let (mut sum, mut weight) = of(0)?;
-            for start in (0..time).step_by(at_once).skip(1) {
-                let (more, tokens) = of(start)?;
-                (sum, weight) = ((sum + more)?, (weight + tokens)?);
-            }
-            if let Some(balance) = balance.filter(|_| cx.is_training()) {
-                let loss = (balance.loss(batch * time, layers)? * factor)?;
-                sum = (sum + (loss * &weight)?)?;
-            }
-            Ok(Loss::new(sum, weight))
-        }
-    }
-
     /// Issues the reading of a stage's parameters, and the making of LoRA's.
     fn params<X: Tensors, Y: Tensors>(
         &self,
@@ -524,58 +484,4 @@ fn costs(folder: &Folder, over: &[Over], held: Held) -> Layers {
         }
     }
     Layers::new(&layers, first, last, over.iter().map(|over| over.parts() as u64).collect())
-}
-
-/// The pass of a microbatch through a part of the model.
-#[derive(Clone, Copy)]
-struct Pass {
-    is_packed: bool,
-    /// Number of experts, if there is a loss that balances them.
-    balanced: Option<usize>,
-}
-
-impl Pass {
-    /// Computes the layers from tokens, or from what the stage before returns.
-    fn run(
-        self,
-        part: &Part,
-        x: Vec<Tensor>,
-        cx: &Cx<'_>,
-    ) -> CandleResult<(Tensor, Option<Balance>)> {
-        let starts = side(cx, "starts", self.is_packed)?;
-        let mut x = x.into_iter();
-        let (first, before) = (x.next(), x.next());
-        let first = first.ok_or_else(|| CandleError::msg("a stage without inputs"))?;
-        let Some(experts) = self.balanced else {
-            return Ok((part.forward(first, starts.as_ref(), cx)?, None));
-        };
-        let mut balance = Balance::new(experts, before, starts.as_ref())?;
-        Ok((part.balanced(first, starts.as_ref(), &mut balance, cx)?, Some(balance)))
-    }
-
-    /// Computes the inputs of the next stage.
-    fn forward(self, part: &Part, x: Vec<Tensor>, cx: &Cx<'_>) -> CandleResult<Vec<Tensor>> {
-        let (x, balance) = self.run(part, x, cx)?;
-        Ok([x].into_iter().chain(balance.map(|balance| balance.sums)).collect())
-    }
-
-    /// Returns the shapes of the inputs of the next stage.
-    fn shapes(self, x: &ShapedArray, width: usize) -> Vec<ShapedArray> {
-        let sums = self.balanced.map(|experts| f32s([2, experts]));
-        [sequences(x, width)].into_iter().chain(sums).collect()
-    }
-}
-
-/// Returns a side input of packed sequences.
-fn side(cx: &Cx<'_>, name: &str, is_packed: bool) -> CandleResult<Option<Tensor>> {
-    is_packed.then(|| cx.side(name)).transpose()
-}
-
-fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
-    Loss::new(f32s([]), f32s([]))
-}
-
-/// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.
-fn sequences(x: &ShapedArray, width: usize) -> ShapedArray {
-    f32s([x.shape()[0], x.shape()[1], width])
 }

@@ -26,7 +26,7 @@ pub(super) struct Layer {
 /// The part of a layer behind the attention.
 enum Feed {
     Mlp(Box<Mlp>),
-    Experts(Experts),
+    Experts(Box<Experts>),
 }
 
 impl Layer {
@@ -39,7 +39,7 @@ impl Layer {
         let layer = config.layers[index];
         let vb_mlp = vb.pp("mlp");
         let mlp = match config.experts.filter(|_| layer.has_experts) {
-            Some(experts) => Feed::Experts(Experts::new(plan, experts, &vb_mlp)?),
+            Some(experts) => Feed::Experts(Box::new(Experts::new(plan, experts, &vb_mlp)?)),
             None => {
                 // Of a model with experts, `peft` knows no matrices of LoRA but the attention's.
                 let lora = plan.lora.filter(|_| config.experts.is_none());

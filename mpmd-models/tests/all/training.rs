@@ -135,7 +135,8 @@ fn ten_steps_with_balanced_experts_equal_those_of_torch() {
         let given = Given(expected.windows);
         let is_tied = folder.config().tie_word_embeddings;
         let mut alone = None;
-        let devices = if folder.config().experts.unwrap().count % 2 == 0 { 2 } else { 1 };
+        let is_even = folder.config().experts.unwrap().count.is_multiple_of(2);
+        let devices = if is_even { 2 } else { 1 };
         for (stages, schedule, experts) in [
             (1, "1f1b", 1),
             (1, "1f1b", devices),
