@@ -16,9 +16,9 @@ use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
+use crate::forward::{Forward, loss_shapes, sequences};
 use crate::generator::Generator;
 use crate::lora::{self, Lora};
-use crate::pass::{Pass, loss_shapes, sequences};
 use crate::rope::Angles;
 use crate::{unexpected, wrong};
 
@@ -154,8 +154,7 @@ impl Stages {
             let rank = rank_of(stage);
             let devices = *ranks.entry(rank).or_insert(over.devices());
             if devices != over.devices() {
-                let expected =
-                    format!("{devices} devices for stage {stage}, as for others of rank {rank}");
+                let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
                 let options = "--tensor-parallel, --expert-parallel";
                 return Err(wrong(options, expected, over.devices()));
             }
@@ -300,7 +299,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, true, self.pass(true).loss(usize::MAX), loss_shapes)
+        self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -317,7 +316,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, self.pass(false).loss(LOGITS_AT_ONCE), loss_shapes)
+        self.pipeline(p, meshes, false, self.forward(false).loss(LOGITS_AT_ONCE), loss_shapes)
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -335,9 +334,9 @@ impl Stages {
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
         let tokens = self.folder.config().vocab_size;
-        let pass = self.pass(false);
+        let all = self.forward(false);
         let logits =
-            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&pass.run(part, x, cx)?.0, cx);
+            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&all.run(part, x, cx)?.0, cx);
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
@@ -359,9 +358,9 @@ impl Stages {
         Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
     }
 
-    /// Returns the pass of the stages.
-    fn pass(&self, trains: bool) -> Pass {
-        Pass::new(self.folder.config(), trains, self.is_packed)
+    /// Returns the forward passes of the stages.
+    fn forward(&self, trains: bool) -> Forward {
+        Forward::new(self.folder.config(), trains, self.is_packed)
     }
 
     /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
@@ -376,20 +375,20 @@ impl Stages {
     ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
         self.folder.compare(p)?;
         let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
-        let pass = self.pass(trains);
-        let between = move |x: &ShapedArray| pass.shapes(x, width);
+        let all = self.forward(trains);
+        let between = move |x: &ShapedArray| all.shapes(x, width);
         if last == 0 {
             let end = move |part: &Part, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
             let end = self.stage((0, &meshes[0]), trains, end, shapes)?;
             let params = self.params(p, &end, &meshes[0])?;
             return Pipeline::first(end, &meshes[0], params);
         }
-        let first = move |part: &Part, x, cx: &mut Cx<'_>| pass.forward(part, vec![x], cx);
+        let first = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, vec![x], cx);
         let first = self.stage((0, &meshes[0]), trains, first, between)?;
         let params = self.params(p, &first, &meshes[0])?;
         let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
         for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
-            let middle = move |part: &Part, x, cx: &mut Cx<'_>| pass.forward(part, x, cx);
+            let middle = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, x, cx);
             let shapes = move |x: &Vec<ShapedArray>| between(&x[0]);
             let stage = self.stage((i, mesh), trains, middle, shapes)?;
             let params = self.params(p, &stage, mesh)?;

@@ -62,8 +62,8 @@ impl Balance {
         Ok(())
     }
 
-    /// Returns the loss of a microbatch of so many tokens, from the sums of all `layers` layers with
-    /// experts. It is least where all experts are taken equally.
+    /// Returns the loss of a microbatch of so many tokens, from the sums of all `layers` layers
+    /// with experts. It is least where all experts are taken equally.
     pub(crate) fn loss(&self, tokens: usize, layers: usize) -> Result<Tensor> {
         let tokens = self.counted.as_ref().map_or(tokens as f32, |counted| counted.iter().sum());
         let rows = f64::from(tokens).max(1.0) * layers as f64;

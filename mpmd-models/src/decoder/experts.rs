@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use mpmd::candle::nn::ops::{sigmoid, softmax_last_dim};
-use mpmd::candle::nn::{Activation, Linear, Module, VarBuilder, grouped, linear_no_bias};
+use mpmd::candle::nn::{Activation, Module, VarBuilder, grouped, linear_no_bias};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
 use super::Plan;
@@ -12,9 +12,10 @@ use super::mlp::Mlp;
 use super::over::Over;
 use super::routes::{Routes, Spread, Sum};
 use crate::config;
-use crate::matrix::{Form, Matrices};
+use crate::matrix::{Form, Matrices, Matrix};
 
-/// The experts of a layer, the router that gives each token its experts, and an expert that all share.
+/// The experts of a layer, the router that gives each token its experts, and an expert that all
+/// tokens share.
 ///
 /// Each device has some of the experts, and computes all of their tokens. The results are added up
 /// in the order of a binary tree over all experts, on and between devices.
@@ -23,13 +24,13 @@ use crate::matrix::{Form, Matrices};
 /// of zeros has so many: all experts have equal shares, so each token takes the first ones, which
 /// are those of the device that is probed. So no microbatch has a larger graph.
 pub(super) struct Experts {
-    router: Linear,
+    router: Matrix,
     gate: Matrices,
     up: Matrices,
     down: Matrices,
     activation: Activation,
     /// An MLP that all tokens take, and the weight of the factor of its result.
-    shared: Option<(Mlp, Linear)>,
+    shared: Option<(Mlp, Matrix)>,
     config: config::Experts,
     over: Over,
 }
@@ -48,10 +49,11 @@ impl Experts {
         };
         let shared = |inner| {
             let mlp = Mlp::new(Plan { lora: None, ..plan }, inner, &vb.pp("shared_expert"))?;
-            Result::Ok((mlp, linear_no_bias(width, 1, vb.pp("shared_expert_gate"))?))
+            let factor = linear_no_bias(width, 1, vb.pp("shared_expert_gate"))?;
+            Result::Ok((mlp, Matrix::Plain(factor)))
         };
         Ok(Self {
-            router: linear_no_bias(width, experts.count, vb.pp("gate"))?,
+            router: Matrix::Plain(linear_no_bias(width, experts.count, vb.pp("gate"))?),
             gate: matrices("gate_proj", width, inner)?,
             up: matrices("up_proj", width, inner)?,
             down: matrices("down_proj", inner, width)?,
@@ -65,7 +67,11 @@ impl Experts {
     pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = [&mut self.gate, &mut self.up, &mut self.down];
         all.into_iter().try_for_each(|matrices| matrices.pack(form))?;
-        self.shared.iter_mut().try_for_each(|(mlp, _)| mlp.pack(form))
+        self.router.pack(form)?;
+        self.shared.iter_mut().try_for_each(|(mlp, factor)| {
+            mlp.pack(form)?;
+            factor.pack(form)
+        })
     }
 
     /// Computes the experts of each token, and adds to the sums of the loss that balances them.

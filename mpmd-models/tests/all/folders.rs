@@ -113,8 +113,8 @@ pub(crate) fn simulate<T: Send>(
     })
 }
 
-/// Runs a program as `processes` processes with `devices` devices together. Returns the value of the
-/// process that has one.
+/// Runs a program as `processes` processes with `devices` devices together. Returns the value of
+/// the process that has one.
 pub(crate) fn run<T: Send>(
     processes: usize,
     devices: usize,

@@ -23,8 +23,8 @@ use crate::agree::{agree, on_first};
 ///
 /// Each array has a name, and the dtype that it gets in the file: its own, or `bf16` or `f16` for
 /// an array of `f32`. If the name has a `*`, the array is saved as several: one for each index of
-/// its first dimension, which replaces the `*`. The file is `model.safetensors`. If it would have more than `file_bytes`
-/// bytes, there are `model-00001-of-00003.safetensors` and so on, with
+/// its first dimension, which replaces the `*`. The file is `model.safetensors`. If it would have
+/// more than `file_bytes` bytes, there are `model-00001-of-00003.safetensors` and so on, with
 /// `model.safetensors.index.json`. A saved array is always in one file.
 ///
 /// Each process writes the regions that its devices hold; a region of several devices is written
@@ -116,8 +116,8 @@ pub(crate) fn host_owners(p: &Program, array: &MpmdArray) -> Result<Sharding> {
     Ok(owners(array.aval(), &sharding)?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Writes this process's regions of an array to the saved array at `first`, or to several that begin
-/// there.
+/// Writes this process's regions of an array to the saved array at `first`, or to several that
+/// begin there.
 fn write(
     writer: &mut FilesWriter<'_>,
     (first, is_several): (usize, bool),

@@ -1,4 +1,4 @@
-//! The passes of a microbatch through the stages of a model, up to its loss.
+//! The forward passes of a microbatch through the stages of a model, up to its loss.
 
 use mpmd::aval::{ShapedArray, f32s};
 use mpmd::candle::candle_core::Error as CandleError;
@@ -9,12 +9,12 @@ use mpmd::pipeline::Loss;
 use crate::config::Config;
 use crate::decoder::{Balance, Part};
 
-/// The passes of the stages of a model.
+/// The forward passes of the stages of a model.
 ///
 /// Between stages are outputs of layers `[batch, time, hidden_size]`. Behind them are sums of the
 /// loss that balances experts, `[2, experts]`, if there is one.
 #[derive(Clone, Copy)]
-pub(crate) struct Pass {
+pub(crate) struct Forward {
     /// True if a row may have several sequences.
     is_packed: bool,
     /// The loss that balances experts.
@@ -30,7 +30,7 @@ struct Balanced {
     factor: f64,
 }
 
-impl Pass {
+impl Forward {
     /// Creates the passes of a model. Only a training has the loss that balances experts.
     pub(crate) fn new(config: &Config, trains: bool, is_packed: bool) -> Self {
         let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
@@ -111,7 +111,7 @@ impl Pass {
     }
 }
 
-/// Returns the shapes of the results of [`Pass::loss`].
+/// Returns the shapes of the results of [`Forward::loss`].
 pub(crate) fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
     Loss::new(f32s([]), f32s([]))
 }
