@@ -22,6 +22,7 @@ pub(crate) struct Found {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum Kind {
     AllReduce,
+    TreeSum,
     AllGather,
     ReduceScatter,
 }
@@ -45,7 +46,7 @@ pub(crate) fn declared(found: &[Found]) -> Signature<()> {
         let aval = f32s([*elements]);
         match kind {
             Kind::AllReduce => signature.all_reduce(axis, aval),
-            Kind::AllGather => signature.all_gather(axis, aval),
+            Kind::AllGather | Kind::TreeSum => signature.all_gather(axis, aval),
             Kind::ReduceScatter => signature.reduce_scatter(axis, aval),
         }
     })
@@ -78,6 +79,11 @@ impl Exchange for Recorder<'_> {
         Ok(())
     }
 
+    fn tree_sum(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
+        self.note(Kind::TreeSum, axis, values.len());
+        Ok(())
+    }
+
     fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()> {
         self.note(Kind::AllGather, axis, part.len());
         out.fill(0.0);
@@ -104,6 +110,16 @@ pub(crate) fn all_reduce(x: &Tensor, axis: &str) -> Result<Tensor> {
 /// Passes values unchanged; adds up the gradients over the axis.
 pub(crate) fn replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
     apply(x, axis, Step::Same)
+}
+
+/// Adds up over the axis in the order of a tree; the gradient passes unchanged.
+pub(crate) fn tree_sum(x: &Tensor, axis: &str) -> Result<Tensor> {
+    apply(x, axis, Step::TreeSum)
+}
+
+/// Passes values unchanged; adds up the gradients over the axis in the order of a tree.
+pub(crate) fn tree_replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
+    apply(x, axis, Step::SameOfTree)
 }
 
 /// Concatenates in dimension `dim`; the gradient is reduced and scattered.
@@ -161,7 +177,7 @@ fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
 }
 
 fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
-    let is_same = matches!(step, Step::Same) && !x.track_op();
+    let is_same = matches!(step, Step::Same | Step::SameOfTree) && !x.track_op();
     if size(axis)? == 1 || is_same {
         return Ok(x.clone());
     }
@@ -176,6 +192,10 @@ fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
 enum Step {
     Sum,
     Same,
+    /// Adds up in the order of a binary tree over the devices.
+    TreeSum,
+    /// The step whose gradient is such a sum.
+    SameOfTree,
     Gather,
     Scatter,
     /// Concatenates for a computation that is the same on all devices.
@@ -194,6 +214,8 @@ impl Step {
         match self {
             Self::Sum => Self::Same,
             Self::Same => Self::Sum,
+            Self::TreeSum => Self::SameOfTree,
+            Self::SameOfTree => Self::TreeSum,
             Self::Gather => Self::Scatter,
             Self::Scatter => Self::Gather,
             Self::Join => Self::Part,
@@ -214,10 +236,15 @@ impl Collective {
         let mut dims = dims.to_vec();
         let size = exchange.size(axis)?;
         let out = match self.step {
-            Step::Same => values.to_vec(),
+            Step::Same | Step::SameOfTree => values.to_vec(),
             Step::Sum => {
                 let mut sum = values.to_vec();
                 exchange.all_reduce(axis, &mut sum)?;
+                sum
+            }
+            Step::TreeSum => {
+                let mut sum = values.to_vec();
+                exchange.tree_sum(axis, &mut sum)?;
                 sum
             }
             Step::Gather | Step::Join => {
@@ -255,6 +282,8 @@ impl CustomOp1 for Collective {
         match self.step {
             Step::Sum => "all_reduce",
             Step::Same => "replicated",
+            Step::TreeSum => "tree_sum",
+            Step::SameOfTree => "tree_replicated",
             Step::Gather => "all_gather",
             Step::Scatter => "reduce_scatter",
             Step::Join => "gathered",

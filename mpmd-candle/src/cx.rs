@@ -158,4 +158,27 @@ impl Cx<'_> {
     pub fn replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
         collectives::replicated(x, axis)
     }
+
+    /// Adds up `x` over the devices along mesh axis `axis`, as [`Cx::all_reduce`] does, in the
+    /// order of a binary tree over the devices: the sums of both halves are added.
+    ///
+    /// If the terms of a device are added in such an order too, the bits of the sum of all terms do
+    /// not depend on the number of devices: 1, 2, 4 and so on. Each device gets the terms of all.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_reduce`].
+    pub fn tree_sum(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
+        collectives::tree_sum(x, axis)
+    }
+
+    /// Returns `x` as [`Cx::replicated`] does. The devices' gradients are added up as by
+    /// [`Cx::tree_sum`].
+    ///
+    /// # Errors
+    ///
+    /// As for [`Cx::all_reduce`].
+    pub fn tree_replicated(&self, x: &Tensor, axis: &str) -> Result<Tensor> {
+        collectives::tree_replicated(x, axis)
+    }
 }

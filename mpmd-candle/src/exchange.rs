@@ -11,10 +11,30 @@ pub(crate) trait Exchange {
     fn index(&mut self, axis: &str) -> Result<usize>;
     /// Replaces `values` by the sum over the axis.
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> Result<()>;
+    /// Replaces `values` by the sum over the axis, added in the order of a binary tree over the
+    /// devices.
+    fn tree_sum(&mut self, axis: &str, values: &mut [f32]) -> Result<()> {
+        let mut all = vec![0.0; values.len() * self.size(axis)?];
+        self.all_gather(axis, values, &mut all)?;
+        add_by_tree(&mut all, values.len());
+        values.copy_from_slice(&all[..values.len()]);
+        Ok(())
+    }
     /// Fills `out` with the parts of all devices, in order.
     fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> Result<()>;
     /// Fills `out` with this device's part of the sum.
     fn reduce_scatter(&mut self, axis: &str, values: &[f32], out: &mut [f32]) -> Result<()>;
+}
+
+/// Adds up rows of `len` elements into the first one: adds the sums of both halves of the rows.
+fn add_by_tree(rows: &mut [f32], len: usize) {
+    let count = rows.len().checked_div(len).unwrap_or(0);
+    if count > 1 {
+        let (low, high) = rows.split_at_mut(count / 2 * len);
+        add_by_tree(low, len);
+        add_by_tree(high, len);
+        low[..len].iter_mut().zip(high).for_each(|(sum, term)| *sum += *term);
+    }
 }
 
 impl Exchange for Context<'_> {

@@ -22,6 +22,10 @@ pub struct CutArgs {
     /// each, as in 2,1
     #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = at_least(1))]
     pub tensor_parallel: Vec<usize>,
+    /// Number of devices over which each stage's experts are divided: 1, 2, 4 and so on, one for
+    /// all stages, or one for each; results do not depend on it
+    #[arg(long, value_name = "E,…", value_delimiter = ',', value_parser = at_least(1))]
+    pub expert_parallel: Vec<usize>,
     /// Print the division of each parameter over the devices of its stage, and end
     #[arg(long)]
     pub show_sharding: bool,

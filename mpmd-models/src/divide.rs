@@ -11,11 +11,19 @@ use mpmd::{Error, Result};
 use crate::config::{Config, HeadNorm};
 use crate::decoder::Over;
 use crate::folder::{CONFIG, Folder};
-use crate::unexpected;
+use crate::{unexpected, wrong};
 
 /// (pattern of the names of parameters, tactic). Names have the same meaning in all families, so
 /// they share the rules.
-const RULES: [(&str, &str); 3] = [
+const RULES: [(&str, &str); 5] = [
+    (
+        r".*\.experts\.(gate|up)_proj\.weight",
+        r#"shard_dim("expert", 0)|shard_dim(["tensor", "repeat"], 1)"#,
+    ),
+    (
+        r".*\.experts\.down_proj\.weight",
+        r#"shard_dim("expert", 0)|shard_dim(["tensor", "repeat"], 2)"#,
+    ),
     (
         r".*\.(q|gate|up)_proj\.(weight|bias|lora_B\.weight)",
         r#"shard_dim(["tensor", "repeat"], 0)"#,
@@ -56,15 +64,15 @@ pub(crate) fn divided(
         Over::ONE => vec![(".*", "replicate")],
         _ => rules(config, over),
     };
-    let wrong = |why: &dyn std::fmt::Display| Error::kernel(format!("the parameters: {why}"));
-    let strategy = Strategy::parse(&rules, &Registry::default()).map_err(|why| wrong(&why))?;
+    let failed = |why: &dyn std::fmt::Display| Error::kernel(format!("the parameters: {why}"));
+    let strategy = Strategy::parse(&rules, &Registry::default()).map_err(|why| failed(&why))?;
     let leaves: Vec<_> = params.into_iter().collect();
-    let inferred = infer(&leaves, &strategy, mesh).map_err(|why| wrong(&why))?;
+    let inferred = infer(&leaves, &strategy, mesh).map_err(|why| failed(&why))?;
     match inferred.leaves().iter().find(|leaf| leaf.uneven) {
         None => Ok(inferred),
         Some(leaf) => {
             let (name, aval) = (&leaf.name, &leaf.aval);
-            Err(wrong(&format!("{name} {aval} does not divide evenly over {mesh}")))
+            Err(failed(&format!("{name} {aval} does not divide evenly over {mesh}")))
         }
     }
 }
@@ -112,5 +120,33 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
     if has_mlp && !config.intermediate_size.is_multiple_of(devices) {
         return refused("intermediate_size", multiple, config.intermediate_size);
     }
+    if let Some(experts) = config.experts {
+        let shared = experts.shared.map(|width| ("shared_expert_intermediate_size", width));
+        let mut widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
+        if let Some((key, width)) = widths.find(|(_, width)| !width.is_multiple_of(devices)) {
+            return refused(key, multiple, width);
+        }
+    }
     Ok(Over { expert: 1, tensor, repeat: devices / tensor })
+}
+
+/// Returns the number of devices over which a model's experts are divided, if that is possible.
+///
+/// # Errors
+///
+/// If the model has no experts, or `devices` is no power of two that divides their number.
+pub(crate) fn over_experts(folder: &Folder, devices: usize) -> Result<usize> {
+    let refused = |expected: &str| Err(wrong("--expert-parallel", expected, devices));
+    match folder.config().experts {
+        _ if devices == 1 => Ok(1),
+        None => refused("1: the model has no experts"),
+        // Their results are added in the order of a binary tree.
+        Some(_) if !devices.is_power_of_two() => refused("1, 2, 4 or a higher power of two"),
+        Some(experts) if !experts.count.is_multiple_of(devices) => {
+            let file = folder.path().join(CONFIG);
+            let expected = format!("a multiple of {devices}, --expert-parallel");
+            Err(unexpected(&file, folder.key("num_experts"), expected, experts.count))
+        }
+        Some(_) => Ok(devices),
+    }
 }

@@ -18,11 +18,11 @@ use serde_json::Value;
 
 use crate::config::{self, Config};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
-use crate::family::{Family, Rows, Source, read};
+use crate::family::{Family, Source, read};
 pub(crate) use crate::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::files::{Found, LARGEST_FILE, checked, companions, find};
 use crate::rope::Rope;
-use crate::stored::{DTYPES, Stored, are_equal};
+use crate::stored::{DTYPES, Reader, Stored, are_equal};
 use crate::unexpected;
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
@@ -65,7 +65,8 @@ impl Folder {
         let (family, mut config) = read(&file)?;
         let companions = companions(&path)?;
         let Found { list, files, split } = find(&path)?;
-        let [table, output] = [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, 0).name);
+        let [table, output] =
+            [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, &[0]).name);
         let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
         config.tie_word_embeddings &= !may_be_tied;
         let sources = sources(family, &config)
@@ -167,6 +168,14 @@ impl Folder {
     /// Returns the family's own word for a key of the config.
     pub(crate) fn key(&self, key: &'static str) -> &'static str {
         self.family.key(key)
+    }
+
+    /// Returns the dtype of the tensors of a parameter: f32 if they have several.
+    pub(crate) fn dtype(&self, source: &Source) -> DType {
+        let names = source.names();
+        let mut all = names.iter().map(|name| self.tensors[name].aval.dtype());
+        let first = all.next().unwrap_or(DType::F32);
+        if all.all(|dtype| dtype == first) { first } else { DType::F32 }
     }
 
     /// Returns the place of each parameter.
@@ -274,13 +283,16 @@ impl Folder {
     pub(crate) fn read(&self, name: &str, region: &Region, values: &mut [f32]) -> Result<()> {
         let tied = name == OUTPUT && self.config.tie_word_embeddings;
         let name = if tied { EMBEDDING } else { name };
+        self.reader(name)?.read(region, values)
+    }
+
+    /// Returns the tensors of a parameter.
+    fn reader(&self, name: &str) -> Result<Reader> {
         let Some((source, _)) = self.sources.get(name) else {
             return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
         };
-        let stored = &self.tensors[&source.name];
-        let bytes = values.len() * stored.aval.dtype().size();
-        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
-        stored.read(source, region, values)
+        let tensors = source.names().iter().map(|name| self.tensors[name].clone()).collect();
+        Ok(Reader { source: source.clone(), tensors, read: self.read.clone() })
     }
 
     /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
@@ -291,21 +303,8 @@ impl Folder {
     /// As for [`Program::array_from_fn`], and if the model has no such parameter. If the file
     /// cannot be read, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
-        let place = self.sources.get(name).cloned();
-        let Some((source, aval)) = place else {
-            return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
-        };
-        let (read, stored) = (self.read.clone(), self.tensors[&source.name].clone());
-        p.array_from_fn(aval, sharding, move |region, mut view| {
-            let bytes = region.elements() * stored.aval.dtype().size();
-            read.fetch_add(bytes as u64, Ordering::Relaxed);
-            let rows = stored.aval.shape().first().copied().unwrap_or(1);
-            let is_whole = !source.is_transposed && source.rows == Rows::block(0, rows);
-            if is_whole && stored.aval.dtype() == DType::F32 {
-                return stored.file.read(&stored.name, region, view.as_bytes_mut());
-            }
-            stored.read(&source, region, view.as_mut_slice()?)
-        })
+        let (reader, aval) = (self.reader(name)?, self.sources[name].1.clone());
+        p.array_from_fn(aval, sharding, move |region, mut view| reader.read_into(region, &mut view))
     }
 }
 
@@ -317,8 +316,7 @@ fn fold(key: Key, bytes: &[u8]) -> Key {
 /// Returns the place and shape of each parameter of a model.
 fn sources(family: &Family, config: &Config) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
     let place = |(name, aval): (String, ShapedArray)| {
-        let rows = aval.shape().first().copied().unwrap_or(1);
-        (name.clone(), (family.source(config, &name, rows), aval))
+        (name.clone(), (family.source(config, &name, aval.shape()), aval))
     };
     Ok(shapes_of(config)?.into_iter().map(place).collect())
 }
@@ -330,15 +328,17 @@ fn needed<'a>(
     let mut needed = BTreeMap::<String, Vec<usize>>::new();
     for (source, aval) in sources {
         let rows = source.rows.end();
-        let mut shape = aval.shape().to_vec();
+        let mut shape = aval.shape()[usize::from(source.stacked.is_some())..].to_vec();
         let axis = usize::from(source.is_transposed);
         if source.is_transposed {
             shape.reverse();
         }
         shape[axis] = rows;
-        // The parameters of a tensor differ in their rows alone.
-        let whole = needed.entry(source.name.clone()).or_insert_with(|| shape);
-        whole[axis] = whole[axis].max(rows);
+        for name in source.names() {
+            // The parameters of a tensor differ in their rows alone.
+            let whole = needed.entry(name).or_insert_with(|| shape.clone());
+            whole[axis] = whole[axis].max(rows);
+        }
     }
     needed
 }

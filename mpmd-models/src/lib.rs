@@ -37,6 +37,7 @@ mod examples;
 mod family;
 mod files;
 mod folder;
+mod forward;
 pub mod generate;
 mod generator;
 mod inference;
@@ -88,4 +89,9 @@ fn unexpected(
     let colon = if subject.is_empty() { "" } else { ": " };
     let file = file.display();
     Error::Environment(format!("{file}: {subject}{colon}expected {expected}, found {found}"))
+}
+
+/// Returns the error for an option that is other than expected.
+fn wrong(option: &str, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
+    Error::Environment(format!("{option}: expected {expected}, found {found}"))
 }

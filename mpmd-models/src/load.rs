@@ -76,11 +76,12 @@ impl Load {
         // Parts are alike on all devices.
         let device = load.mesh.devices()[0];
         for region in load.regions(layers, device)?.into_values() {
-            let shape = region.shape();
-            let rows = shape.first().copied().unwrap_or(1);
-            // Rows of a matrix are filled up.
-            let rows = if shape.len() > 1 { rows.next_multiple_of(32) } else { 2 * rows };
-            load.bytes += (rows * shape.iter().skip(1).product::<usize>()) as u64 * element;
+            // Rows of a matrix are filled up. Experts have one each.
+            let elements = match region.shape()[..] {
+                [.., rows, _] => region.elements() / rows.max(1) * rows.next_multiple_of(32),
+                _ => 2 * region.elements(),
+            };
+            load.bytes += elements as u64 * element;
         }
         Ok(load)
     }

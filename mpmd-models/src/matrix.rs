@@ -1,6 +1,6 @@
 //! The matrices of a decoder: as they are trained, or packed for inference.
 
-use mpmd::candle::nn::{Embedding, Linear, Module, PackedLinear};
+use mpmd::candle::nn::{Embedding, Grouped, Linear, Module, PackedLinear};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
 /// A linear layer.
@@ -50,6 +50,62 @@ impl Matrix {
             Self::Plain(linear) => linear.weight().dim(0),
             Self::Packed(packed) => Ok(packed.outputs()),
             Self::Hollow(outputs) => Ok(*outputs),
+        }
+    }
+}
+
+/// The linear layers of several experts, one for each.
+#[derive(Debug)]
+pub(crate) enum Matrices {
+    Plain(Grouped),
+    Packed(Vec<PackedLinear>),
+    /// Without values, for a probe: the numbers of experts and of outputs.
+    Hollow(usize, usize),
+}
+
+impl Matrices {
+    /// Computes the rows of `x`, of which each expert has some, one expert after another.
+    pub(crate) fn forward(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor> {
+        match self {
+            Self::Plain(grouped) => grouped.forward(x, rows),
+            Self::Packed(packed) => {
+                let (mut parts, mut first) = (Vec::new(), 0);
+                for (packed, rows) in packed.iter().zip(rows).filter(|(_, rows)| **rows > 0) {
+                    parts.push(packed.forward(&x.narrow(0, first, *rows)?)?);
+                    first += rows;
+                }
+                match &parts[..] {
+                    [] => zeros(x, packed.first().map_or(0, PackedLinear::outputs)),
+                    parts => Tensor::cat(parts, 0),
+                }
+            }
+            Self::Hollow(_, outputs) => zeros(x, *outputs),
+        }
+    }
+
+    /// Packs the weights as [`Matrix::pack`] does.
+    pub(crate) fn pack(&mut self, form: Form) -> Result<()> {
+        let Self::Plain(grouped) = self else { return Ok(()) };
+        let (experts, outputs, _) = grouped.weight().dims3()?;
+        let packed = |expert, in_half| {
+            PackedLinear::new(&Linear::new(grouped.weight().get(expert)?, None), in_half)
+        };
+        *self = match form {
+            Form::Packed { in_half } => {
+                let all = (0..experts).map(|expert| packed(expert, in_half));
+                Self::Packed(all.collect::<Result<_>>()?)
+            }
+            Form::Hollow => Self::Hollow(experts, outputs),
+        };
+        Ok(())
+    }
+
+    /// Returns the number of experts on this device.
+    pub(crate) fn experts(&self) -> Result<usize> {
+        match self {
+            Self::Plain(grouped) => grouped.weight().dim(0),
+            Self::Packed(packed) => Ok(packed.len()),
+            Self::Hollow(experts, _) => Ok(*experts),
         }
     }
 }

@@ -32,17 +32,20 @@ pub fn save(
     params: &BTreeMap<String, MpmdArray>,
     to: &Path,
 ) -> Result<()> {
-    let mut parts = parts(source);
     let mut arrays = Vec::new();
-    for (name, aval) in source.tensors() {
-        let parts = parts.remove(name).unwrap_or_default();
-        let is_transposed = parts.iter().any(|(_, source)| source.is_transposed);
+    for (name, parts) in parts(source) {
+        let (place, stacked) = (parts[0].1, parts[0].1.stacked.is_some());
         let found = parts.into_iter().map(|(name, source)| match params.get(name) {
             Some(array) => Ok((array.clone(), source.rows)),
             None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
         });
-        let array = fused(p, found.collect::<Result<_>>()?, is_transposed, false)?;
-        arrays.push((name.to_owned(), array, aval.dtype()));
+        let mut found = found.collect::<Result<Vec<_>>>()?;
+        let array = match stacked {
+            // The files have a tensor for each index of its first dimension.
+            true => found.swap_remove(0).0,
+            false => fused(p, found, place.is_transposed, false)?,
+        };
+        arrays.push((name.to_owned(), array, source.dtype(place)));
     }
     // The library `transformers` refuses files without it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);

@@ -1,11 +1,9 @@
 //! A model as stages of a pipeline.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::ops::Range;
 
-use mpmd::aval::{ShapedArray, f32s};
-use mpmd::candle::nn::loss::cross_entropy_sum;
+use mpmd::aval::ShapedArray;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
@@ -18,12 +16,13 @@ use crate::cut::{Cost, Costs, CutArgs, Held, Layers, Room, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
+use crate::forward::{Forward, loss_shapes, sequences};
 use crate::generator::Generator;
 use crate::inference::Inference;
 use crate::load::Load;
 use crate::lora::{self, Lora};
 use crate::rope::Angles;
-use crate::unexpected;
+use crate::{unexpected, wrong};
 
 /// Number of tokens for which logits are computed at once, where no gradients are needed.
 const LOGITS_AT_ONCE: usize = 512;
@@ -108,21 +107,42 @@ impl Stages {
     ///
     /// If the numbers are not as many as the stages, or do not divide the heads or the MLPs.
     pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self> {
-        let stages = self.cut.len();
-        let devices = match *devices {
-            [all] => vec![all; stages],
-            ref each => each.to_vec(),
-        };
-        if devices.len() != stages {
-            return Err(wrong(
-                "--tensor-parallel",
-                format!("{stages} numbers, one for each stage, or one for all"),
-                devices.len(),
-            ));
+        let each = self.each("--tensor-parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            *over = Over { expert: over.expert, ..divide::over(&self.folder, devices)? };
         }
-        let over = devices.into_iter().map(|devices| divide::over(&self.folder, devices));
-        self.over = over.collect::<Result<_>>()?;
         Ok(self)
+    }
+
+    /// Divides the experts of each stage over several devices, each of which has some of all
+    /// layers. There is one number for each stage, or one for all; by default it is 1. Results do
+    /// not depend on it.
+    ///
+    /// The layers are to be divided over stages afterwards: see [`Stages::cut`].
+    ///
+    /// # Errors
+    ///
+    /// If the numbers are not as many as the stages, or one is no power of two that divides the
+    /// number of experts.
+    pub fn expert_parallel(mut self, devices: &[usize]) -> Result<Self> {
+        let each = self.each("--expert-parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            over.expert = divide::over_experts(&self.folder, devices)?;
+        }
+        Ok(self)
+    }
+
+    /// Returns the number of an option for each stage. There is one for each, or one for all.
+    fn each(&self, option: &str, numbers: &[usize]) -> Result<Vec<usize>> {
+        let stages = self.cut.len();
+        match *numbers {
+            [all] => Ok(vec![all; stages]),
+            _ if numbers.len() == stages => Ok(numbers.to_vec()),
+            _ => {
+                let expected = format!("{stages} numbers, one for each stage, or one for all");
+                Err(wrong(option, expected, numbers.len()))
+            }
+        }
     }
 
     /// Returns the number of devices of each rank. `rank_of` returns the rank of a stage.
@@ -137,7 +157,8 @@ impl Stages {
             let devices = *ranks.entry(rank).or_insert(over.devices());
             if devices != over.devices() {
                 let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
-                return Err(wrong("--tensor-parallel", expected, over.devices()));
+                let options = "--tensor-parallel, --expert-parallel";
+                return Err(wrong(options, expected, over.devices()));
             }
         }
         Ok(ranks.into_values().collect())
@@ -170,8 +191,8 @@ impl Stages {
             let stage = self.stage(
                 (index, mesh),
                 self.lora.is_some(),
-                |part: &Part, x, cx: &mut Cx<'_>| part.forward(x, None, cx),
-                |x| x.clone(),
+                |part: &Part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, None, cx),
+                |x: &ShapedArray| x.clone(),
             )?;
             let table = divide::divided(self.folder.config(), mesh, stage.shapes())?;
             let Range { start, end } = self.layers(index);
@@ -202,6 +223,9 @@ impl Stages {
         if !args.tensor_parallel.is_empty() {
             self = self.tensor_parallel(&args.tensor_parallel)?;
         }
+        if !args.expert_parallel.is_empty() {
+            self = self.expert_parallel(&args.expert_parallel)?;
+        }
         let costs = costs(&self.folder, &self.over, held)?;
         if args.cut.is_empty() {
             self.cut = match costs.cut(limits) {
@@ -216,7 +240,7 @@ impl Stages {
                     )));
                 }
             };
-            return Ok(self);
+            return self.with_experts();
         }
         let mut end = 0;
         for (stage, range) in args.cut.iter().enumerate() {
@@ -235,7 +259,22 @@ impl Stages {
             return Err(wrong("--cut", format!("{layers} layers in all"), end));
         }
         self.cut.clone_from(&args.cut);
-        Ok(self)
+        self.with_experts()
+    }
+
+    /// Checks that stages whose experts are divided have some.
+    fn with_experts(self) -> Result<Self> {
+        let layers = &self.folder.config().layers;
+        let has_none =
+            |range: &Range<usize>| !layers[range.clone()].iter().any(|it| it.has_experts);
+        let mut stages = self.cut.iter().zip(&self.over).enumerate();
+        match stages.find(|(_, (range, over))| over.expert > 1 && has_none(range)) {
+            None => Ok(self),
+            Some((stage, (_, over))) => {
+                let expected = format!("1 for stage {stage}, whose layers have no experts");
+                Err(wrong("--expert-parallel", expected, over.expert))
+            }
+        }
     }
 
     /// Returns the layers of a stage.
@@ -266,7 +305,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, true, loss(usize::MAX, self.is_packed), loss_shapes)
+        self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -283,7 +322,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, loss(LOGITS_AT_ONCE, self.is_packed), loss_shapes)
+        self.pipeline(p, meshes, false, self.forward(false).loss(LOGITS_AT_ONCE), loss_shapes)
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -301,11 +340,9 @@ impl Stages {
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
         let tokens = self.folder.config().vocab_size;
-        let is_packed = self.is_packed;
-        let logits = move |part: &Part, x, cx: &mut Cx<'_>| {
-            let starts = starts(cx, is_packed)?;
-            part.logits(&part.forward(x, starts.as_ref(), cx)?, cx)
-        };
+        let all = self.forward(false);
+        let logits =
+            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&all.run(part, x, cx)?.0, cx);
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
@@ -358,36 +395,44 @@ impl Stages {
         Inference::new(p, loads, meshes, room)
     }
 
+    /// Returns the forward passes of the stages.
+    fn forward(&self, trains: bool) -> Forward {
+        Forward::new(self.folder.config(), trains, self.is_packed)
+    }
+
+    /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
+    /// from those of the tokens.
     fn pipeline<Y: Tensors>(
         &self,
         p: &mut Program,
         meshes: &[Mesh],
         trains: bool,
-        end: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        end: impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
         shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
     ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
         self.folder.compare(p)?;
         let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
-        let middle = |i| {
-            let is_packed = self.is_packed;
-            let forward = move |part: &Part, x, cx: &mut Cx<'_>| {
-                part.forward(x, starts(cx, is_packed)?.as_ref(), cx)
-            };
-            self.stage((i, &meshes[i]), trains, forward, move |x| sequences(x, width))
-        };
-        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
+        let all = self.forward(trains);
+        let between = move |x: &ShapedArray| all.shapes(x, width);
         if last == 0 {
+            let end = move |part: &Part, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
+            let end = self.stage((0, &meshes[0]), trains, end, shapes)?;
             let params = self.params(p, &end, &meshes[0])?;
             return Pipeline::first(end, &meshes[0], params);
         }
-        let first = middle(0)?;
+        let first = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, vec![x], cx);
+        let first = self.stage((0, &meshes[0]), trains, first, between)?;
         let params = self.params(p, &first, &meshes[0])?;
         let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
         for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
-            let stage = middle(i)?;
+            let middle = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, x, cx);
+            let shapes = move |x: &Vec<ShapedArray>| between(&x[0]);
+            let stage = self.stage((i, mesh), trains, middle, shapes)?;
             let params = self.params(p, &stage, mesh)?;
             pipeline = pipeline.then(stage, mesh, params)?;
         }
+        let shapes = move |x: &Vec<ShapedArray>| shapes(&x[0]);
+        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
         let params = self.params(p, &end, &meshes[last])?;
         let mut pipeline = pipeline.then(end, &meshes[last], params)?;
         if self.folder.config().tie_word_embeddings {
@@ -396,13 +441,13 @@ impl Stages {
         Ok(pipeline)
     }
 
-    fn stage<Y: Tensors>(
+    fn stage<X: Tensors, Y: Tensors>(
         &self,
         (index, mesh): (usize, &Mesh),
         trains: bool,
-        forward: impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
-        shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
-    ) -> Result<CandleStage<Part, Tensor, Y>> {
+        forward: impl Fn(&Part, X, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&Shapes<X::Arrays>) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<CandleStage<Part, X, Y>> {
         let (config, angles) = (self.folder.config().clone(), self.angles.clone());
         let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
         let name = format!("layers {} to {}", layers.start, layers.end - 1);
@@ -419,10 +464,10 @@ impl Stages {
     }
 
     /// Issues the reading of a stage's parameters, and the making of LoRA's.
-    fn params<Y: Tensors>(
+    fn params<X: Tensors, Y: Tensors>(
         &self,
         p: &mut Program,
-        stage: &CandleStage<Part, Tensor, Y>,
+        stage: &CandleStage<Part, X, Y>,
         mesh: &Mesh,
     ) -> Result<BTreeMap<String, MpmdArray>> {
         let shardings = divide::shardings(self.folder.config(), mesh, stage.shapes())?;
@@ -445,11 +490,6 @@ impl Stages {
     }
 }
 
-/// Returns the error for an argument that is other than expected.
-fn wrong(what: &str, expected: String, found: impl Display) -> Error {
-    Error::Environment(format!("{what}: expected {expected}, found {found}"))
-}
-
 /// Returns the costs of the layers on a device of each stage, and of what the first and the last
 /// stage have beside. `over` is the division of each stage over its devices.
 fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
@@ -465,8 +505,9 @@ fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
     Ok(Costs(stages.into_iter().map(|(_, costs)| costs).collect()))
 }
 
-/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's work is the number of its
-/// parameters, of experts of those that a token takes. Of the embedding a token reads a row.
+/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
+/// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
+/// token reads a row.
 fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
     let config = folder.config();
     let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;
@@ -499,49 +540,4 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         }
     }
     Ok(Layers::new(&layers, first, last))
-}
-
-/// Returns the function of the last stage that computes the loss. It computes the logits of
-/// `at_once` tokens of each sequence at a time.
-fn loss(
-    at_once: usize,
-    is_packed: bool,
-) -> impl Fn(&Part, Tensor, &mut Cx<'_>) -> CandleResult<Loss<Tensor>> + Send + Sync + 'static {
-    move |part, x, cx| {
-        let starts = starts(cx, is_packed)?;
-        let x = part.forward(x, starts.as_ref(), cx)?;
-        let (targets, weights) = (cx.side("targets")?, side(cx, "weights", is_packed)?);
-        let time = x.dim(1)?;
-        let of = |start: usize| {
-            let len = at_once.min(time - start);
-            let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
-            let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
-            let weights = weights.transpose()?;
-            cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
-        };
-        let (mut sum, mut weight) = of(0)?;
-        for start in (0..time).step_by(at_once).skip(1) {
-            let (more, tokens) = of(start)?;
-            (sum, weight) = ((sum + more)?, (weight + tokens)?);
-        }
-        Ok(Loss::new(sum, weight))
-    }
-}
-
-/// Returns a side input of packed sequences.
-fn side(cx: &Cx<'_>, name: &str, is_packed: bool) -> CandleResult<Option<Tensor>> {
-    is_packed.then(|| cx.side(name)).transpose()
-}
-
-fn starts(cx: &Cx<'_>, is_packed: bool) -> CandleResult<Option<Tensor>> {
-    side(cx, "starts", is_packed)
-}
-
-fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
-    Loss::new(f32s([]), f32s([]))
-}
-
-/// Returns the shape of vectors of this width for each token of `x` `[batch, time, …]`.
-fn sequences(x: &ShapedArray, width: usize) -> ShapedArray {
-    f32s([x.shape()[0], x.shape()[1], width])
 }

@@ -2,14 +2,17 @@
 
 use std::iter;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::{bf16, f16};
 use mpmd::Result;
 use mpmd::aval::{DType, ShapedArray};
+use mpmd::kernel::ViewMut;
 use mpmd::region::Region;
 use mpmd::train::tensors::TensorFile;
 
-use crate::family::Source;
+use crate::family::{Rows, Source};
 
 /// The dtypes of weights that are read, for messages.
 pub(crate) const DTYPES: &str = "f32, bf16 or f16";
@@ -25,9 +28,54 @@ pub(crate) struct Stored {
     pub(crate) aval: ShapedArray,
 }
 
+/// The tensors of a parameter.
+pub(crate) struct Reader {
+    pub(crate) source: Source,
+    /// One, or those that the parameter is a stack of.
+    pub(crate) tensors: Vec<Stored>,
+    /// Counts the bytes that are read.
+    pub(crate) read: Arc<AtomicU64>,
+}
+
+impl Reader {
+    /// Reads a region of the parameter as f32, row-major.
+    pub(crate) fn read(&self, region: &Region, values: &mut [f32]) -> Result<()> {
+        if self.source.stacked.is_none() {
+            return self.counted(0, region).read(&self.source, region, values);
+        }
+        let tensors = region.range(0);
+        let region = Region::new(region.ranges().skip(1).collect());
+        let parts = values.chunks_exact_mut(region.elements().max(1));
+        tensors.zip(parts).try_for_each(|(tensor, values)| {
+            self.counted(tensor, &region).read(&self.source, &region, values)
+        })
+    }
+
+    /// Reads a region into the memory of an array of f32.
+    pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
+        let Source { rows, is_transposed, stacked, .. } = &self.source;
+        let aval = &self.tensors[0].aval;
+        let all = Rows::block(0, aval.shape().first().copied().unwrap_or(1));
+        // Without a copy, if the parameter is the tensor.
+        if stacked.is_none() && !is_transposed && *rows == all && aval.dtype() == DType::F32 {
+            let Stored { file, name, .. } = self.counted(0, region);
+            return file.read(name, region, view.as_bytes_mut());
+        }
+        self.read(region, view.as_mut_slice()?)
+    }
+
+    /// Returns a tensor, and counts the bytes of a region of it.
+    fn counted(&self, tensor: usize, region: &Region) -> &Stored {
+        let stored = &self.tensors[tensor];
+        let bytes = region.elements() * stored.aval.dtype().size();
+        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        stored
+    }
+}
+
 impl Stored {
-    /// Reads a region of the parameter at `source`, row-major.
-    pub(crate) fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
+    /// Reads a region of the rows at `source`, row-major.
+    fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
         let rows = region.range(0);
         let inner: Vec<Range<usize>> = region.ranges().skip(1).collect();
         let width = inner.iter().map(|range| range.len()).product::<usize>();
@@ -131,7 +179,6 @@ mod tests {
     use mpmd::train::tensors::header;
 
     use super::*;
-    use crate::family::Rows;
 
     #[test]
     fn tensors_of_several_blocks_are_read_in_order() {
@@ -149,8 +196,9 @@ mod tests {
         for is_transposed in [false, true] {
             // The parameter is the tensor without its first rows or columns.
             let (rows, columns) = if is_transposed { (480, 1300) } else { (1280, 500) };
+            let rows_of = Rows::block(20, rows);
             let source =
-                Source { name: "a".to_owned(), rows: Rows::block(20, rows), is_transposed };
+                Source { name: "a".to_owned(), stacked: None, rows: rows_of, is_transposed };
             let region = Region::new(vec![3..rows, 1..columns]);
             let mut found = vec![0.0; region.elements()];
             stored.read(&source, &region, &mut found).unwrap();

@@ -141,11 +141,6 @@ pub fn run(
         let file = source.path().join("config.json");
         return Err(unexpected(&file, key, 0, share).into());
     }
-    if source.config().experts.is_some_and(|experts| experts.balance.is_some()) {
-        let expected = "false: the loss that balances experts is not computed";
-        let file = source.path().join("config.json");
-        return Err(unexpected(&file, "output_router_logits", expected, true).into());
-    }
     ensure!(
         !args.paths.is_empty() || args.data.is_some(),
         "there is nothing to train on: give a TEXT, --data FILE or --score FILE"

@@ -30,6 +30,8 @@ PROMPT, NEW, MARGIN = 12, 64, 1e-3
 # Shape of the training: steps, microbatches, rows, tokens.
 STEPS, MICROBATCHES, ROWS, TIME = 20, 2, 2, 16
 RATE, DECAY = 3e-3, 0.1
+# Steps and factor of the training with the loss that balances experts.
+BALANCED, BALANCE = 10, 0.5
 # Rank of LoRA's matrices, and the factor of their product.
 RANK, FACTOR = 2, 3.0
 
@@ -272,7 +274,13 @@ FOLDERS = {
         hidden_act="gelu_new",
         rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5),
     ),
-    "mixtral": dict(MOE, family="mixtral", num_local_experts=3),
+    "mixtral": dict(
+        MOE,
+        family="mixtral",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    ),
     "mixtral-window": dict(
         MOE,
         family="mixtral",
@@ -288,6 +296,7 @@ FOLDERS = {
     "qwen3-moe-sparse": dict(
         MOE,
         family="qwen3_moe",
+        num_attention_heads=4,
         num_experts=4,
         num_experts_per_tok=3,
         moe_intermediate_size=12,
@@ -304,6 +313,33 @@ FOLDERS = {
         num_key_value_heads=2,
         use_parallel_residual=True,
         qk_layernorm=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen2-moe": dict(
+        MOE,
+        family="qwen2_moe",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=12,
+        sliding_window=8,
+    ),
+    "qwen2-moe-sparse": dict(
+        MOE,
+        family="qwen2_moe",
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=9,
+        qkv_bias=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        num_hidden_layers=6,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=4,
         tie_word_embeddings=True,
     ),
 }
@@ -445,9 +481,12 @@ def add_lora(model):
                 setattr(module, name, lora)
 
 
-def train(folder, tokens, lora=False):
-    """Trains in f32 on random windows of the tokens. Returns the windows and the losses."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def train(folder, tokens, lora=False, steps=STEPS, **config):
+    """Trains in f32 on random windows of the tokens. Returns the windows and the losses.
+
+    The loss that balances experts, if the config has it, is that of each microbatch.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config)
     if lora:
         add_lora(model)
     generator = torch.Generator().manual_seed(1)
@@ -457,12 +496,16 @@ def train(folder, tokens, lora=False):
     groups = [dict(params=matrices, weight_decay=DECAY), dict(params=vectors, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
     windows, losses = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         starts = torch.randint(len(tokens) - TIME, (MICROBATCHES, ROWS), generator=generator)
         rows = [[tokens[start : start + TIME + 1] for start in part] for part in starts.tolist()]
         batch = torch.tensor(rows).reshape(-1, TIME + 1)
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        if config:
+            parts = batch[:, :-1].reshape(MICROBATCHES, ROWS, TIME)
+            aux = torch.stack([model(part).aux_loss for part in parts]).mean()
+            loss = loss + model.config.router_aux_loss_coef * aux
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -493,6 +536,8 @@ def make_folder(name):
         logits = in_f32(torch.tensor([tokens[:SHORT]])).logits[0]
     windows, losses = train(folder, tokens)
     _, lora_losses = train(folder, tokens, lora=True)
+    balanced = dict(output_router_logits=True, router_aux_loss_coef=BALANCE, steps=BALANCED)
+    has_experts = hasattr(model.config, "num_experts_per_tok")
     expected = dict(
         versions=dict(transformers=transformers.__version__, torch=torch.__version__),
         tokens=tokens[:SHORT],
@@ -506,6 +551,7 @@ def make_folder(name):
         decay=DECAY,
         losses=losses,
         lora_losses=lora_losses,
+        balanced_losses=train(folder, tokens, **balanced)[1] if has_experts else [],
     )
     (folder / "expected.json").write_text(json.dumps(expected) + "\n")
     (HERE / "windows.json").write_text(json.dumps(windows) + "\n")

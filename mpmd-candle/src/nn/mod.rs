@@ -10,7 +10,7 @@
 //!
 //! | | gradient | defers the weights' gradients |
 //! |---|---|---|
-//! | `Linear`, `Embedding`, `LayerNorm`, `RmsNorm` | yes | yes |
+//! | `Linear`, `Grouped`, `Embedding`, `LayerNorm`, `RmsNorm` | yes | yes |
 //! | `Activation`, `Dropout`, attention, softmax, rotary embeddings, losses | yes | no weights |
 //! | `Conv1d`, `Conv2d` | yes | of the weight; not of the bias |
 //! | `GroupNorm`, `PReLU`, `LSTM`, `GRU` | by candle | no |
@@ -34,6 +34,7 @@ pub mod attention;
 pub mod conv;
 mod dropout;
 pub mod embedding;
+mod grouped;
 pub mod layer_norm;
 pub mod linear;
 pub mod loss;
@@ -52,6 +53,7 @@ pub use attention::{Mask, attention, capped_attention};
 pub use conv::{Conv1d, Conv2d, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, embedding};
+pub use grouped::{Grouped, grouped};
 pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };

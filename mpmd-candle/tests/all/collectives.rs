@@ -150,3 +150,42 @@ fn divided_batch_with_whole_gradients_is_refused() {
     });
     results.into_iter().for_each(|result| result.unwrap());
 }
+
+#[test]
+fn tree_sums_add_halves_first() {
+    // 1 is lost beside a large number. Both halves of the devices have one.
+    for (is_tree, expected) in [(false, 1.0), (true, 0.0)] {
+        let results = Simulation::new(2, 4).run(|p| -> Result<_> {
+            let mesh = p.mesh(&[("model", 4)])?;
+            let stage = stage(
+                |vb: VarBuilder<'static>| Ok([vb.get(1, "shift")?, vb.get(4, "w")?]),
+                move |[shift, w]: &[Tensor; 2], x: Tensor, cx: &mut Cx<'_>| {
+                    let (x, axis) = ((x + shift)?, "model");
+                    let sum = match is_tree {
+                        true => cx.tree_sum(&(cx.tree_replicated(&x, axis)? * w)?, axis)?,
+                        false => cx.all_reduce(&(cx.replicated(&x, axis)? * w)?, axis)?,
+                    };
+                    let sum = sum.sum_all()?;
+                    Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
+                },
+            )?;
+            let of = |path: &str| if path == "w" { spec!["model"] } else { Spec::default() };
+            let mut params = stage.init_as(p, 0, |path, _| mesh.sharding(of(path)))?;
+            let w = MpmdArray::from_slice(&[4], &[1.0f32, 1e8, -1e8, 1.0])?;
+            params.insert("w".to_owned(), p.device_put(&w, mesh.sharding(spec!["model"]))?);
+            let mut pipeline = Pipeline::first(stage, &mesh, params)?;
+            let x = p.device_put(&MpmdArray::from_slice(&[1], &[1.0f32])?, mesh.replicated())?;
+            let batch = Microbatch::new(x);
+            pipeline.probe(p, &batch.shapes())?;
+            let schedule = Schedule::named("gpipe", 1, 1, None)?;
+            let output = pipeline.train_step(p, &schedule, vec![batch])?;
+            let mut gradients = output.gradients.into_iter().flatten();
+            let (_, gradient) = gradients.find(|(path, _)| path == "shift").expect("a gradient");
+            let value = |array: MpmdArray| -> Result<f32> {
+                Ok(array.to_host()?.expect("here").to_vec::<f32>()?[0])
+            };
+            Ok([value(output.loss.sum)?, value(gradient)?])
+        });
+        results.into_iter().for_each(|found| assert_eq!(found.unwrap(), [expected; 2]));
+    }
+}

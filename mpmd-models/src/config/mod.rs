@@ -106,7 +106,7 @@ pub enum HeadNorm {
     Width,
 }
 
-/// MLPs of which each token takes some.
+/// Gated MLPs without biases, of which each token takes some.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// Number of experts of a layer.
@@ -115,6 +115,8 @@ pub struct Experts {
     pub per_token: usize,
     /// Width inside an expert.
     pub width: usize,
+    /// Width inside an MLP that all tokens take beside their experts. `None` if there is none.
+    pub shared: Option<usize>,
     /// True if the probabilities of a token's experts are divided by their sum.
     pub normalizes: bool,
     /// Factor of the loss that balances the experts in a training. `None` if there is none.

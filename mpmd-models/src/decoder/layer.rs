@@ -5,6 +5,7 @@ use mpmd::candle::{Cx, Result, Tensor};
 
 use super::Plan;
 use super::attention::{Attention, Keys};
+use super::balance::Balance;
 use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
@@ -24,7 +25,7 @@ pub(super) struct Layer {
 /// The part of a layer behind the attention.
 enum Feed {
     Mlp(Box<Mlp>),
-    Experts(Experts),
+    Experts(Box<Experts>),
 }
 
 impl Layer {
@@ -37,7 +38,7 @@ impl Layer {
         let layer = config.layers[index];
         let vb_mlp = vb.pp("mlp");
         let mlp = match config.experts.filter(|_| layer.has_experts) {
-            Some(experts) => Feed::Experts(Experts::new(plan, experts, &vb_mlp)?),
+            Some(experts) => Feed::Experts(Box::new(Experts::new(plan, experts, &vb_mlp)?)),
             None => {
                 // Of a model with experts, `peft` knows no matrices of LoRA but the attention's.
                 let lora = plan.lora.filter(|_| config.experts.is_none());
@@ -64,13 +65,19 @@ impl Layer {
         }
     }
 
-    pub(super) fn forward(&self, x: &Tensor, keys: Keys<'_>, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        keys: Keys<'_>,
+        balance: Option<&mut Balance>,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
         let attended = (x + self.part(x, 0, |x| self.attention.forward(x, keys, cx))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {
                 Feed::Mlp(mlp) => mlp.forward(x, cx),
-                Feed::Experts(experts) => experts.forward(x, cx),
+                Feed::Experts(experts) => experts.forward(x, balance, cx),
             })?
     }
 

@@ -4,12 +4,14 @@
 //! Its parameters have the same names and forms for all families: those of Llama on model hubs.
 
 mod attention;
+mod balance;
 mod cache;
 mod experts;
 mod layer;
 mod mlp;
 mod norm;
 mod over;
+mod routes;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -27,6 +29,7 @@ use crate::lora::Lora;
 use crate::matrix::{Form, Matrix, Table};
 use crate::rope::Angles;
 use attention::Keys;
+pub(crate) use balance::Balance;
 pub(crate) use cache::{Caches, Rows};
 use layer::{Layer, scaled};
 use norm::Norm;
@@ -188,7 +191,22 @@ impl Part {
         starts: Option<&Tensor>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, starts, None, cx)
+        self.run(x, starts, (None, None), cx)
+    }
+
+    /// Does the same as [`Part::forward`], and adds to the sums of the loss that balances experts.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Part::forward`].
+    pub(crate) fn balanced(
+        &self,
+        x: Tensor,
+        starts: Option<&Tensor>,
+        balance: &mut Balance,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
+        self.run(x, starts, (None, Some(balance)), cx)
     }
 
     /// Computes the part's layers for tokens of several sequences, which follow those in the
@@ -204,14 +222,14 @@ impl Part {
         caches: &mut Caches,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, None, Some((caches, rows)), cx)
+        self.run(x, None, (Some((caches, rows)), None), cx)
     }
 
     fn run(
         &self,
         x: Tensor,
         starts: Option<&Tensor>,
-        mut cached: Option<(&mut Caches, &Rows)>,
+        (mut cached, mut balance): (Option<(&mut Caches, &Rows)>, Option<&mut Balance>),
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let mut x = match &self.embedding {
@@ -231,7 +249,7 @@ impl Part {
                 Some((caches, rows)) => Keys::Cached(&mut caches.0[at], rows),
                 None => Keys::Own(starts),
             };
-            x = layer.forward(&x, keys, cx)?;
+            x = layer.forward(&x, keys, balance.as_deref_mut(), cx)?;
         }
         Ok(x)
     }

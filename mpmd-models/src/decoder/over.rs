@@ -120,6 +120,23 @@ impl Over {
         sum(&x, cx, self.divided())
     }
 
+    /// Returns a tensor that all devices have for the experts, which differ between them.
+    pub(super) fn for_experts(self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+        let x = inside(x, cx, self.divided())?;
+        if self.expert == 1 { Ok(x) } else { cx.tree_replicated(&x, EXPERT) }
+    }
+
+    /// Returns the place of the first of this device's experts, of which it has `own`.
+    pub(super) fn first_expert(self, own: usize, cx: &Cx<'_>) -> Result<usize> {
+        if self.expert == 1 { Ok(0) } else { Ok(own * cx.axis_index(EXPERT)?) }
+    }
+
+    /// Adds up the results of the devices' experts. All get the sum. Experts come first, so its
+    /// bits do not depend on the number of devices over which they are divided.
+    pub(super) fn sum_of_experts(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+        self.sum(if self.expert == 1 { x } else { cx.tree_sum(&x, EXPERT)? }, cx)
+    }
+
     /// Concatenates the parts in the last dimension, for computations that are the same on all
     /// devices.
     pub(super) fn gathered(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {

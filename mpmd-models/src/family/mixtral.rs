@@ -22,6 +22,8 @@ pub(super) const FAMILY: Family = Family {
         ("gate_proj", "w1"),
         ("up_proj", "w3"),
         ("down_proj", "w2"),
+        ("num_experts", "num_local_experts"),
+        ("moe_intermediate_size", "intermediate_size"),
     ],
     ..PLAIN
 };

@@ -12,6 +12,7 @@ mod mixtral;
 mod olmo2;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 mod stablelm;
@@ -64,6 +65,7 @@ pub(crate) static FAMILIES: [Family; 14] = [
     qwen2::FAMILY,
     qwen3::FAMILY,
     mixtral::FAMILY,
+    qwen2_moe::FAMILY,
     qwen3_moe::FAMILY,
     gemma2::FAMILY,
     gemma3::FAMILY,
@@ -118,14 +120,28 @@ const PLAIN: Family = Family {
     ignored: &["rotary_emb.inv_freq"],
 };
 
-/// The place of a parameter in the files: rows of a tensor.
+/// The place of a parameter in the files: rows of a tensor, or of several that it is a stack of.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Source {
-    /// The name of the tensor.
+    /// The name of the tensor. `*` stands for the index of one of several.
     pub(crate) name: String,
+    /// Number of tensors, if the parameter is a stack of them: a tensor for each expert.
+    pub(crate) stacked: Option<usize>,
     pub(crate) rows: Rows,
     /// True if the tensor is `[inputs, outputs]`, so that the rows are its columns.
     pub(crate) is_transposed: bool,
+}
+
+impl Source {
+    /// Returns the names of the tensors.
+    pub(crate) fn names(&self) -> Vec<String> {
+        match self.stacked {
+            None => vec![self.name.clone()],
+            Some(count) => {
+                (0..count).map(|index| self.name.replace('*', &index.to_string())).collect()
+            }
+        }
+    }
 }
 
 /// Blocks of rows of a tensor, which are the rows of a parameter one after another.
@@ -164,13 +180,23 @@ impl Family {
         word(self.words, key)
     }
 
-    /// Returns the place of a parameter with `rows` rows.
-    pub(crate) fn source(&self, config: &Config, name: &str, rows: usize) -> Source {
-        let words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
+    /// Returns the place of a parameter of this shape.
+    pub(crate) fn source(&self, config: &Config, name: &str, shape: &[usize]) -> Source {
+        // A matrix for each expert.
+        let (stacked, shape) = match shape {
+            [count, shape @ ..] if shape.len() == 2 => (Some(*count), shape),
+            shape => (None, shape),
+        };
+        let mut words: Vec<&str> = name.split('.').map(|part| word(self.words, part)).collect();
+        if let Some(experts) = words.iter().position(|part| *part == "experts") {
+            words.insert(experts + 1, "*");
+        }
+        let rows = shape.first().copied().unwrap_or(1);
         let projection = name.split('.').find(|part| part.ends_with("_proj"));
         let fused = projection.and_then(|part| (self.fused)(config, part));
         Source {
             name: words.join("."),
+            stacked,
             rows: fused.unwrap_or(Rows::block(0, rows)),
             is_transposed: self.is_transposed && projection.is_some() && name.ends_with(".weight"),
         }
@@ -316,7 +342,28 @@ fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Re
     }
     let factor = keys.number("router_aux_loss_coef", 0.001)?;
     let balance = keys.flag("output_router_logits", false)?.then_some(factor);
-    Ok(Experts { count, per_token, width: 0, normalizes: true, balance })
+    Ok(Experts { count, per_token, width: 0, shared: None, normalizes: true, balance })
+}
+
+/// Reads which layers have experts, and how many: those of Qwen. The defaults are the number of
+/// experts, that which a token takes, and the width of each.
+fn sparse(
+    keys: &Keys<'_>,
+    config: &mut Config,
+    [count, per_token, width]: [usize; 3],
+) -> Result<()> {
+    let count = keys.size("num_experts", count)?;
+    config.experts = Some(Experts {
+        width: keys.size("moe_intermediate_size", width)?,
+        normalizes: keys.flag("norm_topk_prob", false)?,
+        ..experts(keys, config.num_hidden_layers, count, per_token)?
+    });
+    let step = keys.size("decoder_sparse_step", 1)?;
+    let plain: Vec<usize> = keys.or("mlp_only_layers", "a list of layers", Vec::new())?;
+    for (index, layer) in config.layers.iter_mut().enumerate() {
+        layer.has_experts = !plain.contains(&index) && (index + 1).is_multiple_of(step);
+    }
+    Ok(())
 }
 
 /// Reads the size of a sliding window.

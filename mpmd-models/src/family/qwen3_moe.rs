@@ -2,8 +2,8 @@
 
 use mpmd::Result;
 
-use super::{Defaults, Family, PLAIN, base, experts, qwen2, window};
-use crate::config::{Config, Experts, HeadNorm, Keys};
+use super::{Defaults, Family, PLAIN, base, qwen2, sparse, window};
+use crate::config::{Config, HeadNorm, Keys};
 
 pub(super) const FAMILY: Family = Family { name: "qwen3_moe", read, ..PLAIN };
 
@@ -24,17 +24,7 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     let window = window(keys, Some(4096))?.filter(|_| is_used);
     // `transformers` has the window in all layers.
     keys.get::<usize>("max_window_layers", "a number of layers")?;
-    let count = keys.size("num_experts", 128)?;
-    config.experts = Some(Experts {
-        width: keys.size("moe_intermediate_size", 768)?,
-        normalizes: keys.flag("norm_topk_prob", false)?,
-        ..experts(keys, config.num_hidden_layers, count, 8)?
-    });
-    let step = keys.size("decoder_sparse_step", 1)?;
-    let plain: Vec<usize> = keys.or("mlp_only_layers", "a list of layers", Vec::new())?;
-    for (index, layer) in config.layers.iter_mut().enumerate() {
-        layer.window = window;
-        layer.has_experts = !plain.contains(&index) && (index + 1).is_multiple_of(step);
-    }
+    config.layers.iter_mut().for_each(|layer| layer.window = window);
+    sparse(keys, &mut config, [128, 8, 768])?;
     Ok(config)
 }

@@ -71,6 +71,20 @@ fn configs_of_hubs_are_read() {
             {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}"#,
     );
     assert_eq!((qwen.positions(), qwen.layers[31].window), (4 * 32_768, None));
+    let sparse = read(
+        r#"{"model_type": "qwen2_moe", "decoder_sparse_step": 2, "hidden_act": "silu",
+            "max_window_layers": 3, "mlp_only_layers": [3], "moe_intermediate_size": 1408,
+            "norm_topk_prob": false, "num_experts": 60, "num_experts_per_tok": 4,
+            "num_hidden_layers": 6, "output_router_logits": true, "router_aux_loss_coef": 0.02,
+            "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+            "use_sliding_window": false}"#,
+    );
+    let experts = sparse.experts.unwrap();
+    assert_eq!((experts.shared, experts.normalizes), (Some(5632), false));
+    assert_eq!(experts.balance, Some(0.02));
+    let with: Vec<bool> = sparse.layers.iter().map(|layer| layer.has_experts).collect();
+    assert_eq!(with, [false, true, false, false, false, true]);
+    assert!(sparse.qkv_bias && sparse.layers.iter().all(|layer| layer.window.is_none()));
     let pythia = read(
         r#"{"model_type": "gpt_neox", "hidden_act": "gelu", "rotary_emb_base": 500,
             "rotary_pct": 0.5, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}"#,

@@ -28,6 +28,8 @@ pub(crate) const ALL: [&str; 31] = [
     "qwen3-window",
     "mixtral",
     "mixtral-window",
+    "qwen2-moe",
+    "qwen2-moe-sparse",
     "qwen3-moe",
     "qwen3-moe-sparse",
     "gemma2",
@@ -70,6 +72,10 @@ pub(crate) struct Expected {
     pub(crate) losses: Vec<f64>,
     /// The losses of a training with LoRA of rank 2 and factor 3, from `A[i] = 0.5 cos(i)`.
     pub(crate) lora_losses: Vec<f64>,
+    /// The losses of a training with the loss that balances experts, times a half. Empty if there
+    /// are no experts.
+    #[serde(default)]
+    pub(crate) balanced_losses: Vec<f64>,
 }
 
 pub(crate) fn path(name: &str) -> PathBuf {
@@ -103,10 +109,20 @@ pub(crate) fn simulate<T: Send>(
     stages: usize,
     program: impl Fn(&mut Program, &[Mesh]) -> Result<Option<T>> + Sync,
 ) -> T {
-    let results = Simulation::new(processes, stages).run(|p| {
+    run(processes, stages, |p| {
         let meshes = p.mesh(&[("stage", stages)])?.split("stage")?;
         program(p, &meshes)
-    });
+    })
+}
+
+/// Runs a program as `processes` processes with `devices` devices together. Returns the value of
+/// the process that has one.
+pub(crate) fn run<T: Send>(
+    processes: usize,
+    devices: usize,
+    program: impl Fn(&mut Program) -> Result<Option<T>> + Sync,
+) -> T {
+    let results = Simulation::new(processes, devices).run(program);
     let values = results.into_iter().filter_map(|result| result.unwrap());
     values.last().expect("one process returns a value")
 }

@@ -63,7 +63,8 @@ fn row(name: &str, folder: &Folder) -> String {
     let experts = config.experts.map_or_else(String::new, |experts| {
         let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
         let (taken, count, all) = (experts.per_token, experts.count, config.layers.len());
-        format!("{taken} of {count} experts in {layers} of {all} layers")
+        let shared = if experts.shared.is_some() { " and a shared one" } else { "" };
+        format!("{taken} of {count} experts{shared} in {layers} of {all} layers")
     });
     let usual = (config.head_dim as f64).sqrt();
     let factors = [

@@ -69,6 +69,8 @@ fn tensors_of_other_forms_are_refused_by_their_own_names() {
         ("phi3", "model.layers.3.mlp.gate_up_proj.weight", "[56, 24]"),
         ("neox", "gpt_neox.layers.2.attention.query_key_value.bias", "[54]"),
         ("neox", "embed_out.weight", "[323, 18]"),
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w2.weight", "[16, 12]"),
+        ("qwen3-moe", "model.layers.0.mlp.experts.5.gate_proj.weight", "[8, 16]"),
     ] {
         let expected = format!("model.safetensors: {tensor}: expected f32, bf16 or f16 {shape}");
         let is_it = |one: &crate::folders::Tensor| one.0 == tensor;

@@ -3,6 +3,7 @@
 
 mod divided;
 mod examples;
+mod experts;
 mod folders;
 mod generation;
 mod guide;

@@ -186,7 +186,7 @@ fn each_process_reads_only_its_share() {
 
 #[test]
 fn regions_of_parameters_are_read_alone() {
-    // Of tensors as they are, fused, transposed, head by head, and in bf16.
+    // Of tensors as they are, fused, transposed, head by head, in bf16, and one for each expert.
     for (name, parameter) in [
         ("plain", "mlp.down_proj.weight"),
         ("phi3", "self_attn.k_proj.weight"),
@@ -196,6 +196,8 @@ fn regions_of_parameters_are_read_alone() {
         ("neox", "self_attn.k_proj.weight"),
         ("neox", "self_attn.q_proj.bias"),
         ("bf16", "self_attn.q_proj.weight"),
+        ("qwen3-moe", "mlp.experts.gate_proj.weight"),
+        ("mixtral-window", "mlp.experts.down_proj.weight"),
     ] {
         let parameter = format!("model.layers.1.{parameter}");
         let load = |sharding: &(dyn Fn(&Mesh) -> Sharding + Sync)| {

@@ -8,10 +8,10 @@ use mpmd::topology::Mesh;
 use mpmd::train::data::{At, Data, Packed, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd::{MpmdArray, Program, Result};
-use mpmd_models::Stages;
 use mpmd_models::train::{TrainArgs, trainer};
+use mpmd_models::{Folder, Stages};
 
-use crate::folders::{ALL, Expected, expected, open, simulate};
+use crate::folders::{ALL, Expected, change_config, copy, expected, open, run, simulate};
 
 /// The arguments of a training, without those of the program.
 #[derive(clap::Parser)]
@@ -123,6 +123,65 @@ fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
 #[test]
 fn twenty_steps_of_adamw_equal_those_of_torch() {
     compare("", |expected| &expected.losses);
+}
+
+#[test]
+fn ten_steps_with_balanced_experts_equal_those_of_torch() {
+    let has_experts = |name: &&str| !expected(name).balanced_losses.is_empty();
+    let names: Vec<&str> = ALL.into_iter().filter(has_experts).collect();
+    assert_eq!(names.len(), 6);
+    for name in names {
+        let (folder, expected) = (copy(name), expected(name));
+        change_config(folder.path(), |config| {
+            config["output_router_logits"] = true.into();
+            config["router_aux_loss_coef"] = 0.5.into();
+        });
+        let folder = Folder::open(folder.path()).unwrap();
+        let args = args(&format!("--weight-decay {}", expected.decay));
+        let given = Given(expected.windows);
+        let is_tied = folder.config().tie_word_embeddings;
+        let mut alone = None;
+        let is_even = folder.config().experts.unwrap().count.is_multiple_of(2);
+        let devices = if is_even { 2 } else { 1 };
+        for (stages, schedule, experts) in [
+            (1, "1f1b", 1),
+            (1, "1f1b", devices),
+            (2, "zb-h1", 1),
+            (2, "1f1b", devices),
+            (3, "gpipe", 1),
+        ] {
+            let model = Stages::new(&folder, stages, given.0[0][0][0].len()).unwrap();
+            let model = model.expert_parallel(&[experts]).unwrap();
+            let (losses, evaluated) = run(stages, stages * experts, |p| {
+                let meshes = model.meshes(|stage| stage)?;
+                let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
+                let mut trainer = trainer(p, &model, &meshes, schedule, &args)?
+                    .rate(Rate::Constant(expected.rate));
+                let mut losses = Vec::new();
+                let steps = expected.balanced_losses.len() as u64;
+                let run = Run::steps(steps).progress(false);
+                let first = given.training(p, &meshes, At::new(0, 1, 0, 2))?;
+                let evaluated = trainer.evaluate(p, vec![first])?.read()?.loss();
+                trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
+                Ok(Some((losses, evaluated)))
+            });
+            let case = format!("{name} on {stages} stages over {experts}");
+            for (step, (found, expected)) in
+                losses.iter().zip(&expected.balanced_losses).enumerate()
+            {
+                let off = (found - expected).abs();
+                assert!(off < 1e-3, "{case}, step {step}: {found}, not {expected}");
+            }
+            assert_eq!(losses.len(), expected.balanced_losses.len());
+            let (same, first) = alone.get_or_insert((losses.clone(), evaluated));
+            // A tied output adds up its gradients in an order of its own in each number of stages.
+            if !is_tied || stages == 1 {
+                assert_eq!(losses, *same, "{case}: other bits");
+            }
+            assert_eq!(evaluated, *first, "{case}: other bits of the evaluation");
+            assert!(losses[0] - evaluated > 0.4, "{case}: evaluated {evaluated} without the loss");
+        }
+    }
 }
 
 #[test]

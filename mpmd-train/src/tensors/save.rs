@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 
 use super::disk::{create_folder, partial, remove, replace, sync_folder};
@@ -21,9 +22,10 @@ use crate::agree::{agree, on_first};
 /// call it, and see the same folder. Blocks until the files are complete.
 ///
 /// Each array has a name, and the dtype that it gets in the file: its own, or `bf16` or `f16` for
-/// an array of `f32`. The file is `model.safetensors`. If it would have more than `file_bytes`
-/// bytes, there are `model-00001-of-00003.safetensors` and so on, with
-/// `model.safetensors.index.json`. An array is always in one file.
+/// an array of `f32`. If the name has a `*`, the array is saved as several: one for each index of
+/// its first dimension, which replaces the `*`. The file is `model.safetensors`. If it would have
+/// more than `file_bytes` bytes, there are `model-00001-of-00003.safetensors` and so on, with
+/// `model.safetensors.index.json`. A saved array is always in one file.
 ///
 /// Each process writes the regions that its devices hold; a region of several devices is written
 /// by the first of them.
@@ -49,14 +51,24 @@ pub fn save(
     file_bytes: u64,
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
-    let mut planned = Vec::with_capacity(arrays.len());
+    // The saved arrays, and the place of each array's first one.
+    let (mut planned, mut first) = (Vec::with_capacity(arrays.len()), Vec::new());
     for (name, array, dtype) in arrays {
         let halves = matches!((array.dtype(), dtype), (DType::F32, DType::Bf16 | DType::F16));
         if array.dtype() != *dtype && !halves {
             let problem = format!("{name}: {} cannot be saved as {dtype}", array.aval());
             return Err(Error::kernel(problem));
         }
-        planned.push((name.clone(), ShapedArray::try_new(array.shape(), *dtype)?));
+        first.push(planned.len());
+        match array.shape() {
+            [count, shape @ ..] if name.contains('*') => {
+                for index in 0..*count {
+                    let name = name.replace('*', &index.to_string());
+                    planned.push((name, ShapedArray::try_new(shape, *dtype)?));
+                }
+            }
+            shape => planned.push((name.clone(), ShapedArray::try_new(shape, *dtype)?)),
+        }
     }
     let files = Files::plan(&planned, file_bytes, metadata)?;
     let shardings: Vec<Sharding> =
@@ -73,10 +85,10 @@ pub fn save(
     let mut writer = files.writer(folder, &suffix);
     let once = MoveOptions::default().cache_plans(false);
     let mut written = Ok(());
-    for (place, ((_, array, dtype), to)) in arrays.iter().zip(shardings).enumerate() {
+    for ((first, (name, array, dtype)), to) in first.into_iter().zip(arrays).zip(shardings) {
         let array = p.device_put_with(array, to, once)?;
         if written.is_ok() {
-            written = write(&mut writer, place, &array, *dtype);
+            written = write(&mut writer, (first, name.contains('*')), &array, *dtype);
         }
     }
     let created = p.process() == ProcessId(0);
@@ -104,10 +116,11 @@ pub(crate) fn host_owners(p: &Program, array: &MpmdArray) -> Result<Sharding> {
     Ok(owners(array.aval(), &sharding)?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Writes this process's regions of an array.
+/// Writes this process's regions of an array to the saved array at `first`, or to several that
+/// begin there.
 fn write(
     writer: &mut FilesWriter<'_>,
-    place: usize,
+    (first, is_several): (usize, bool),
     array: &MpmdArray,
     dtype: DType,
 ) -> Result<()> {
@@ -117,7 +130,15 @@ fn write(
     let item = array.dtype().size();
     for shard in array.addressable_shards()? {
         let mut rest = &shard.data.bytes()[..];
-        for piece in pieces(&shard.region, item, PIECE_BYTES) {
+        let mut ranges: Vec<_> = shard.region.ranges().collect();
+        let saved = match is_several && !ranges.is_empty() {
+            true => first + ranges[0].start..first + ranges.remove(0).end,
+            false => first..first + 1,
+        };
+        let region = Region::new(ranges);
+        for (place, piece) in saved.flat_map(|place| {
+            pieces(&region, item, PIECE_BYTES).into_iter().map(move |piece| (place, piece))
+        }) {
             let (bytes, later) = rest.split_at(piece.elements() * item);
             rest = later;
             writer.write(place, &piece, &converted(bytes, array.dtype(), dtype))?;
@@ -205,7 +226,6 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use mpmd_layout::aval::f32s;
-    use mpmd_layout::region::Region;
 
     use super::super::TensorFile;
     use super::*;

@@ -107,6 +107,36 @@ fn large_models_take_several_files_with_an_index() {
 }
 
 #[test]
+fn array_with_a_star_in_its_name_becomes_several() {
+    for (spec, processes) in [(spec!["a", "b"], 2), (spec![None, "a"], 4), (spec![], 1)] {
+        let folder = tempfile::tempdir().unwrap();
+        let results = Simulation::new(processes, 4).run(|p| {
+            let mesh = p.mesh(&[("a", 2), ("b", 2)])?;
+            let w = p.array_from_fn(
+                f32s([4, 2, 6]),
+                mesh.sharding(spec.clone()),
+                |region, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut();
+                    values
+                        .zip(region.indices(&[4, 2, 6]))
+                        .for_each(|(v, element)| *v = value(element));
+                    Ok(())
+                },
+            )?;
+            let arrays = [("w.*.of".to_owned(), w, DType::F32)];
+            save(p, folder.path(), &arrays, 1 << 30, &BTreeMap::new())
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+        let found = contents(&folder.path().join("model.safetensors"));
+        assert_eq!(found.len(), 4);
+        for (index, first) in (0..48).step_by(12).enumerate() {
+            let values = (first..first + 12).flat_map(|i| value(i).to_le_bytes()).collect();
+            assert_eq!(found[&format!("w.{index}.of")], (Dtype::F32, vec![2, 6], values));
+        }
+    }
+}
+
+#[test]
 fn saved_models_change_no_file_of_others() {
     let cache = tempfile::tempdir().unwrap();
     let [folder, blobs] = ["snapshots/1f", "blobs"].map(|name| cache.path().join(name));
