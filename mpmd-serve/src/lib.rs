@@ -2,10 +2,14 @@
 
 #![forbid(unsafe_code)]
 
+mod http;
 mod metrics;
+mod model;
 mod queue;
 mod request;
 
+pub use http::{Front, HttpArgs};
 pub use metrics::{Figures, StageFigures};
+pub use model::Model;
 pub use queue::{Arrival, Arrivals, Limits, Phase, Queue, Refused, Sender, Stream, queue};
 pub use request::{Event, Finish, Logprobs, Request, Token};
