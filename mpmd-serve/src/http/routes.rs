@@ -25,8 +25,8 @@ use crate::queue::{Phase, Queue};
 /// The chat page. It loads nothing, and asks only this server.
 const PAGE: &str = include_str!("page.html");
 const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src \
-                           'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action \
-                           'none'; frame-ancestors 'none'";
+                           'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; \
+                           form-action 'none'; frame-ancestors 'none'";
 /// Time limit for the body of a request.
 const BODY: Duration = Duration::from_secs(30);
 
