@@ -131,7 +131,16 @@ fn sampling(fields: &mut Fields, model: &Model) -> Result<Sampling, Failure> {
         frequency_penalty: fields.number("frequency_penalty", own.frequency_penalty)?,
         seed: seed.unwrap_or_else(random),
     };
-    match sampling.out_of_range() {
+    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
+    // Beyond them logits overflow.
+    let limits = [
+        ("repetition_penalty", repetition_penalty, 0.01..=100.0, "0.01 to 100"),
+        ("presence_penalty", presence_penalty, -2.0..=2.0, "-2 to 2"),
+        ("frequency_penalty", frequency_penalty, -2.0..=2.0, "-2 to 2"),
+    ];
+    let beyond = limits.into_iter().find(|(_, found, range, _)| !range.contains(found));
+    let beyond = beyond.map(|(name, found, _, expected)| (name, expected, found));
+    match sampling.out_of_range().or(beyond) {
         Some((name, expected, found)) => {
             Err(Failure::field(name, format!("expected {expected}, found {found}")))
         }

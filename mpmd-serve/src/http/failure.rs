@@ -43,6 +43,12 @@ impl Failure {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
+    /// Returns the failure of a request for which there is no room now.
+    pub(super) fn busy(message: impl Into<String>) -> Self {
+        let failure = Self::new(StatusCode::TOO_MANY_REQUESTS, message);
+        Self { retry: Some(Duration::from_secs(1)), ..failure.code("rate_limit_exceeded") }
+    }
+
     pub(super) fn status(self, status: StatusCode) -> Self {
         Self { status, ..self }
     }

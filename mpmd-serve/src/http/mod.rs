@@ -32,7 +32,7 @@ use crate::model::Model;
 use crate::queue::{Limits, Queue};
 use access::Access;
 use paced::Paced;
-use routes::{Shared, routes};
+use routes::{Shared, bodies, routes};
 
 /// Number of threads for connections, and for the reading of requests.
 const THREADS: usize = 2;
@@ -146,7 +146,8 @@ impl Front {
         let address = listener.local_addr()?;
         let body = usize::try_from(args.max_body).unwrap_or(usize::MAX);
         let (most, model) = (args.max_tokens, Arc::new(model));
-        let routes = routes(Shared { model, queue: queue.clone(), access, body, most });
+        let bodies = bodies();
+        let routes = routes(Shared { model, queue: queue.clone(), access, body, bodies, most });
         let (connections, drain) = (args.max_connections, Duration::from_secs(args.drain.into()));
         let signals = watch::Sender::new(0);
         let asked = signals.subscribe();

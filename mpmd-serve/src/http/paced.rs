@@ -82,3 +82,26 @@ impl AsyncWrite for Paced {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn only_a_reader_that_takes_no_byte_is_too_slow() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        let (mut client, server) = (client.unwrap(), accepted.unwrap().0);
+        let mut paced = Paced::new(server, Duration::from_millis(300));
+        let bytes = vec![7; 1 << 24];
+        let mut taken = vec![0; 1 << 24];
+        let (written, read) = tokio::join!(paced.write_all(&bytes), client.read_exact(&mut taken));
+        assert!(written.is_ok() && read.is_ok());
+        let error = paced.write_all(&bytes).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}

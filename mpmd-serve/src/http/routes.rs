@@ -12,6 +12,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use futures::StreamExt as _;
 use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::access::Access;
@@ -30,6 +31,9 @@ const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script
 /// Time limit for the body of a request.
 const BODY: Duration = Duration::from_secs(30);
 
+/// Largest number of bytes in all bodies that are being read.
+const BODIES: usize = 64 << 20;
+
 /// What all endpoints share.
 pub(super) struct Shared {
     pub(super) model: Arc<Model>,
@@ -37,6 +41,8 @@ pub(super) struct Shared {
     pub(super) access: Access,
     /// Largest body of a request, in bytes.
     pub(super) body: usize,
+    /// The bytes that are free for bodies.
+    pub(super) bodies: Arc<Semaphore>,
     /// Largest number of new tokens.
     pub(super) most: Option<usize>,
 }
@@ -156,21 +162,40 @@ async fn parse<T: Send + 'static>(
         let why = format!("the body did not come within {} seconds", BODY.as_secs());
         Failure::new(StatusCode::REQUEST_TIMEOUT, why)
     };
-    let bytes = timeout(BODY, bytes(body, shared.body)).await.map_err(late)??;
+    let (bytes, held) = timeout(BODY, bytes(body, shared)).await.map_err(late)??;
     let model = shared.model.clone();
-    let result = tokio::task::spawn_blocking(move || read(&bytes, &model)).await;
+    let read = move || {
+        let result = read(&bytes, &model);
+        drop((bytes, held));
+        result
+    };
+    let result = tokio::task::spawn_blocking(read).await;
     result.map_err(|why| Failure::server(format!("the request could not be read: {why}")))?
 }
 
-async fn bytes(body: Body, most: usize) -> Result<Vec<u8>, Failure> {
-    let (mut parts, mut bytes) = (body.into_data_stream(), Vec::new());
+/// Reads a body. Returns what is to be dropped with its bytes.
+async fn bytes(
+    body: Body,
+    shared: &Shared,
+) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), Failure> {
+    let (mut parts, mut bytes, mut held) = (body.into_data_stream(), Vec::new(), Vec::new());
     while let Some(part) = parts.next().await {
         let part = part.map_err(|why| Failure::invalid(format!("the body: {why}")))?;
+        let most = shared.body;
         if bytes.len() + part.len() > most {
             let why = format!("the body: expected at most {most} bytes (--max-body)");
             return Err(Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why));
         }
+        let permits = u32::try_from(part.len()).unwrap_or(u32::MAX);
+        let permit = shared.bodies.clone().try_acquire_many_owned(permits);
+        let full = |_| Failure::busy("the bodies of other requests take all memory for them");
+        held.push(permit.map_err(full)?);
         bytes.extend_from_slice(&part);
     }
-    Ok(bytes)
+    Ok((bytes, held))
+}
+
+/// Returns the memory for bodies.
+pub(super) fn bodies() -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(BODIES))
 }

@@ -3,7 +3,8 @@
 use std::io::{Read as _, Write as _};
 use std::time::Instant;
 
-use mpmd_serve::{Front, Phase};
+use mpmd_serve::{Finish, Front, Phase};
+use rustix::net::sockopt::set_socket_recv_buffer_size;
 use serde_json::json;
 
 use crate::client::{connect, read, write};
@@ -38,20 +39,29 @@ fn client_that_leaves_ends_its_request() {
 
 #[test]
 fn clients_that_do_not_read_hold_up_nobody() {
-    let server = Server::echo();
-    let long = json!({ "prompt": vec![70; 99], "max_tokens": 100, "stream": true });
+    let server = Server::start(&[], |_| Act::Send(vec![70; 500], Finish::Length));
+    let messages = json!([{ "role": "user", "content": "Hi" }]);
+    // Far more bytes than the system keeps for a client.
+    let long = json!({ "messages": messages, "stream": true, "logprobs": true,
+        "top_logprobs": 20, "max_tokens": 100 });
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n";
     let slow: Vec<_> = (0..50)
         .map(|_| {
             let mut stream = connect(server.address);
-            write(&mut stream, COMPLETIONS, long.to_string().as_bytes());
+            set_socket_recv_buffer_size(&stream, 4 << 10).unwrap();
+            write(&mut stream, head, long.to_string().as_bytes());
             stream
         })
         .collect();
+    until("the engine has answered all", || {
+        let metrics = server.queue.metrics();
+        metrics.contains("mpmd_generated_tokens_total 25000")
+    });
     let reply = server.post("/v1/completions", &json!({ "prompt": "ab" }));
-    assert_eq!(reply.json()["choices"][0]["text"], "ab");
-    for stream in slow {
-        assert!(read(stream).body.ends_with("data: [DONE]\n\n"));
-    }
+    assert_eq!(reply.json()["usage"]["completion_tokens"], 500);
+    assert_eq!(server.queue.open(), 50);
+    drop(slow);
+    until("the clients are noticed", || server.queue.open() == 0);
 }
 
 #[test]
