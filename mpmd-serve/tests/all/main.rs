@@ -2,6 +2,7 @@
 
 mod client;
 mod endpoints;
+mod guide;
 mod leaving;
 mod refusals;
 mod server;

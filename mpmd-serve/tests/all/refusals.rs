@@ -165,10 +165,10 @@ fn full_line_is_429_with_a_time() {
     let body = |count: usize| json!({ "prompt": vec![5; count], "stream": true }).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n";
     let open = |count: usize| {
+        let before = server.queue.open();
         let mut stream = connect(server.address);
         write(&mut stream, head, body(count).as_bytes());
         let start = std::time::Instant::now();
-        let before = server.queue.open();
         while server.queue.open() == before && start.elapsed() < LONG {
             std::thread::yield_now();
         }

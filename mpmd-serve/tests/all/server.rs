@@ -2,12 +2,16 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::{CommandFactory as _, Parser};
 use mpmd_models::{Folder, Sampling};
-use mpmd_serve::{Arrival, Event, Finish, Front, HttpArgs, Logprobs, Model, Queue, Request, Token};
+use mpmd_serve::{
+    Arrival, Arrivals, Event, Figures, Finish, Front, HttpArgs, Logprobs, Model, Queue, Request,
+    Token,
+};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -44,6 +48,7 @@ pub(crate) enum Act {
 pub(crate) struct Server {
     pub(crate) address: SocketAddr,
     pub(crate) queue: Queue,
+    arrivals: Arc<Arrivals>,
     front: Option<Front>,
     engine: Option<JoinHandle<Vec<Request>>>,
     _folder: TempDir,
@@ -76,6 +81,8 @@ impl Server {
         let (queue, arrivals) = mpmd_serve::queue(http.limits());
         let front = Front::start(&http, model, queue.clone()).unwrap();
         arrivals.open();
+        let arrivals = Arc::new(arrivals);
+        let own = arrivals.clone();
         let engine = std::thread::spawn(move || {
             let (mut seen, mut held) = (Vec::new(), Vec::new());
             while !arrivals.is_over() {
@@ -90,7 +97,8 @@ impl Server {
             seen
         });
         let address = front.address();
-        Self { address, queue, front: Some(front), engine: Some(engine), _folder: folder }
+        let (front, engine) = (Some(front), Some(engine));
+        Self { address, queue, arrivals: own, front, engine, _folder: folder }
     }
 
     pub(crate) fn get(&self, path: &str) -> Answer {
@@ -103,6 +111,16 @@ impl Server {
 
     pub(crate) fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
         send(self.address, &format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n"), body)
+    }
+
+    /// Sets the figures of the engine.
+    pub(crate) fn report(&self, figures: Figures) {
+        self.arrivals.report(figures);
+    }
+
+    /// Returns the help text of the arguments.
+    pub(crate) fn help() -> String {
+        Args::command().render_long_help().to_string()
     }
 
     pub(crate) fn front(&self) -> &Front {
