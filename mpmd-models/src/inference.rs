@@ -19,13 +19,14 @@ use crate::choice::{Choice, History};
 use crate::cut::Room;
 use crate::decoder::{Over, Rows};
 use crate::load::{Load, Loaded};
-use crate::pass::{CHOICE, Chunk, MOST_TOKENS, NONE, NOT_FINITE, Pass};
+use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
 
 /// A model for inference: each stage has its weights, packed, and its caches.
 pub struct Inference {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
     meshes: Vec<Mesh>,
     room: Room,
+    positions: usize,
     owner: ProcessId,
 }
 
@@ -43,6 +44,7 @@ impl Inference {
     ) -> Result<Self> {
         let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
         let stages = loads.len();
+        let positions = loads.iter().map(|load| load.positions).min().unwrap_or(1);
         for (index, (load, mesh)) in loads.into_iter().zip(meshes).enumerate() {
             let (stage, bytes) = (load.stage(index == 0, index + 1 == stages, room)?, load.bytes);
             let state = p.object_of_bytes(mesh, bytes, move |device| load.load(device))?;
@@ -60,12 +62,14 @@ impl Inference {
             pipeline: pipeline.ok_or_else(none)?,
             meshes: meshes.to_vec(),
             room,
+            positions,
             owner: owner.ok_or_else(none)?,
         };
         // The largest form: others have smaller collectives.
-        let largest = Pass { chunks: vec![chunk(MOST_TOKENS, room)] };
-        let microbatch = inference.microbatch(p, &largest, None)?;
-        inference.pipeline.probe(p, &microbatch.shapes())?;
+        if let Some(pass) = Pass::of_each_form(inference.most_tokens()).last() {
+            let microbatch = inference.microbatch(p, &pass, None)?;
+            inference.pipeline.probe(p, &microbatch.shapes())?;
+        }
         Ok(inference)
     }
 
@@ -77,6 +81,26 @@ impl Inference {
     /// Returns the numbers of blocks and sequences for which there is room.
     pub fn room(&self) -> Room {
         self.room
+    }
+
+    /// Returns the number of tokens of one sequence for which there are blocks.
+    fn most_tokens(&self) -> usize {
+        (self.room.blocks * BLOCK).min(self.positions)
+    }
+
+    /// Computes a pass of each form, so that later passes need no new plans. Blocks until the
+    /// weights have been read and all passes have ended. No sequence may have begun.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read, a device has too little memory, or a pass fails.
+    pub fn warm_up(&mut self, p: &mut Program) -> Result<()> {
+        let mut last = None;
+        for pass in Pass::of_each_form(self.most_tokens()) {
+            last = Some(self.pass(p, &pass, last.as_ref())?);
+        }
+        let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
+        p.broadcast_value(self.owner, (), wait)
     }
 
     /// Issues a pass. Tokens that are not given are those of `last`, the choices of an earlier pass
@@ -141,19 +165,6 @@ impl Inference {
             let sides = sides.into_iter().map(|(name, array)| (name.to_owned(), array));
             microbatch.side(stage, sides.collect::<BTreeMap<_, _>>())
         }))
-    }
-}
-
-/// Returns a chunk of so many tokens, as far as there is room.
-fn chunk(tokens: usize, room: Room) -> Chunk {
-    let tokens = tokens.min(room.blocks * BLOCK).max(1);
-    Chunk {
-        slot: 0,
-        start: 0,
-        given: vec![0; tokens],
-        samples: true,
-        blocks: (0..tokens.div_ceil(BLOCK) as u32).collect(),
-        new: None,
     }
 }
 

@@ -2,7 +2,7 @@
 //! get it.
 
 use mpmd::candle::candle_core::bail;
-use mpmd::candle::nn::PagedRows;
+use mpmd::candle::nn::{BLOCK, PagedRows};
 use mpmd::candle::{Result as CandleResult, Tensor};
 use mpmd::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -80,6 +80,23 @@ impl Chunk {
 }
 
 impl Pass {
+    /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
+    /// blocks for `most` tokens.
+    pub(crate) fn of_each_form(most: usize) -> impl Iterator<Item = Self> {
+        FORMS.into_iter().map(move |(tokens, _)| {
+            let tokens = tokens.min(most).max(1);
+            let chunk = Chunk {
+                slot: 0,
+                start: 0,
+                given: vec![0; tokens],
+                samples: false,
+                blocks: (0..tokens.div_ceil(BLOCK) as u32).collect(),
+                new: None,
+            };
+            Self { chunks: vec![chunk] }
+        })
+    }
+
     /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         self.chunks.iter().map(Chunk::tokens).sum()

@@ -180,6 +180,16 @@ impl Stages {
         self.over.iter().enumerate().map(mesh).collect()
     }
 
+    /// Returns the bytes that a block of keys and values takes on a device of the stage with most
+    /// layers for its devices.
+    pub fn block_bytes(&self) -> u64 {
+        let one = Held::inference(&self.folder, Room { blocks: 1, sequences: 1 }, false).layer;
+        let of = |(layers, over): (&Range<usize>, &Over)| {
+            layers.len() as u64 * one.div_ceil(over.tensor as u64)
+        };
+        self.cut.iter().zip(&self.over).map(of).max().unwrap_or(one)
+    }
+
     /// Returns tables of each stage's parameters, and of their division over its devices.
     ///
     /// # Errors

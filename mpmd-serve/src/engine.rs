@@ -145,6 +145,7 @@ pub fn run(
     lanes: usize,
     mut engine: Option<&mut Engine>,
 ) -> Result<()> {
+    inference.warm_up(p)?;
     // The choices of each lane's last pass.
     let mut last: Vec<Option<Choices>> = vec![None; lanes];
     if let Some(engine) = &mut engine {

@@ -13,16 +13,16 @@ use serde::Deserialize;
 
 /// The prompt of a folder, and what `transformers` says.
 #[derive(Deserialize)]
-struct Expected {
-    prompt: Vec<u32>,
-    greedy: Vec<u32>,
+pub(crate) struct Expected {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) greedy: Vec<u32>,
 }
 
-fn path(name: &str) -> PathBuf {
+pub(crate) fn path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders").join(name)
 }
 
-fn expected(name: &str) -> Expected {
+pub(crate) fn expected(name: &str) -> Expected {
     let text = std::fs::read_to_string(path(name).join("expected.json")).unwrap();
     serde_json::from_str(&text).unwrap()
 }

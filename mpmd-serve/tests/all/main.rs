@@ -1,3 +1,12 @@
-//! The server against the results of `transformers`, with the folders of `mpmd-models`.
+//! The front over engines that compute nothing, and the engine against the results of
+//! `transformers`.
 
+mod client;
+mod endpoints;
 mod engine;
+mod guide;
+mod leaving;
+mod program;
+mod refusals;
+mod server;
+mod streaming;

@@ -1,0 +1,92 @@
+//! Who may use the server.
+
+use std::io;
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use axum::http::{HeaderMap, StatusCode, header};
+use subtle::{Choice, ConstantTimeEq as _};
+
+use super::failure::Failure;
+
+/// Limit on the length of the file of keys, in bytes.
+const LARGEST_FILE: u64 = 64 << 10;
+
+/// Who may use the server.
+pub(super) enum Access {
+    /// Clients with one of these keys.
+    Keys(Vec<String>),
+    /// Clients on this host, which may have a browser that shows pages of strangers.
+    ThisHost,
+    /// All who can connect.
+    All,
+}
+
+impl Access {
+    /// Reads the keys of a file, one on each line.
+    pub(super) fn keys(file: &Path) -> anyhow::Result<Self> {
+        let read = || -> io::Result<String> {
+            let found = file.metadata()?;
+            match found.is_file() && found.len() <= LARGEST_FILE {
+                true => std::fs::read_to_string(file),
+                false => Err(io::Error::other("expected a small regular file")),
+            }
+        };
+        let text = read().with_context(|| format!("--api-key-file {}", file.display()))?;
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+        let keys: Vec<String> = lines.map(str::to_owned).collect();
+        let file = file.display();
+        ensure!(!keys.is_empty(), "--api-key-file {file}: expected a key on a line, found none");
+        let is_sendable = |key: &String| key.bytes().all(|byte| byte.is_ascii_graphic());
+        ensure!(
+            keys.iter().all(is_sendable),
+            "--api-key-file {file}: expected keys of ASCII characters without blanks"
+        );
+        Ok(Self::Keys(keys))
+    }
+
+    /// Refuses a request that may not come in.
+    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), Failure> {
+        match self {
+            Self::Keys(keys) => check_key(keys, headers),
+            Self::ThisHost => check_host(headers),
+            Self::All => Ok(()),
+        }
+    }
+}
+
+/// Compares a request's key with all keys, in a time that does not depend on their characters.
+fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
+    let given = headers.get(header::AUTHORIZATION).map_or(&[][..], |value| value.as_bytes());
+    let (scheme, key) = given.split_at(given.len().min("Bearer ".len()));
+    let key = if scheme.eq_ignore_ascii_case(b"Bearer ") { key } else { &[] };
+    let equal = keys.iter().map(|own| own.as_bytes().ct_eq(key));
+    match equal.fold(Choice::from(0), |any, is_equal| any | is_equal).into() {
+        true => Ok(()),
+        false => {
+            let why = "expected an API key of this server in the header `Authorization: Bearer`";
+            Err(Failure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
+        }
+    }
+}
+
+/// Refuses what a page of another server has a browser on this host send: such a request has the
+/// page's origin, or, if the page's name leads to this host, that name.
+fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
+    let Some(host) = text(header::HOST) else { return Ok(()) };
+    let name = host.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+    let name = name.map_or(host, |(name, _)| name);
+    let address = name.trim_start_matches('[').trim_end_matches(']');
+    let is_own = name.eq_ignore_ascii_case("localhost")
+        || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+    let origin = text(header::ORIGIN).map(|origin| origin.split_once("://").unwrap_or_default().1);
+    match is_own && origin.is_none_or(|origin| origin.eq_ignore_ascii_case(host)) {
+        true => Ok(()),
+        false => {
+            let why = "a page of another server sent this: without --api-key-file only this \
+                       server's own page and programs on this host may";
+            Err(Failure::new(StatusCode::FORBIDDEN, why).code("other_origin"))
+        }
+    }
+}

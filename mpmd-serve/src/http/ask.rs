@@ -1,0 +1,285 @@
+//! What a client asks for, from its JSON.
+
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+
+use axum::http::StatusCode;
+use mpmd_models::Sampling;
+use serde_json::{Value, json};
+
+use super::failure::Failure;
+use super::fields::Fields;
+use crate::model::Model;
+use crate::request::Request;
+
+/// Largest number of texts that end a reply, and of bytes in each.
+const STOPS: (usize, usize) = (16, 256);
+/// Largest number of tokens whose probabilities are returned beside the chosen one.
+const LOGPROBS: u64 = 20;
+/// Number of new tokens that a completion has by default, as at OpenAI.
+const COMPLETION: usize = 16;
+
+/// The two forms of requests and replies.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Form {
+    Completion,
+    Chat,
+}
+
+/// A request, and the form of its reply.
+pub(super) struct Ask {
+    pub(super) form: Form,
+    pub(super) request: Request,
+    /// The texts that end the reply.
+    pub(super) stops: Vec<String>,
+    /// True if the reply is sent as it comes.
+    pub(super) streams: bool,
+    /// True if a streamed reply ends with its numbers of tokens.
+    pub(super) has_usage: bool,
+    /// True if the reply has the numbers of its tokens.
+    pub(super) has_ids: bool,
+}
+
+impl Ask {
+    /// Reads a request. `most` is the largest number of new tokens.
+    pub(super) fn of(
+        body: &[u8],
+        form: Form,
+        model: &Model,
+        most: Option<usize>,
+    ) -> Result<Self, Failure> {
+        let mut fields = Fields::of(body)?;
+        check_model(&mut fields, model)?;
+        let sampling = sampling(&mut fields, model)?;
+        let streams = fields.flag("stream", false)?;
+        let has_usage = usage(&mut fields, streams)?;
+        let stops = stops(&mut fields)?;
+        let has_ids = fields.flag("return_token_ids", false)?;
+        let ends = match fields.flag("ignore_eos", false)? {
+            true => Vec::new(),
+            false => model.ends.clone(),
+        };
+        let logprobs = match form {
+            Form::Completion => fields.count("logprobs", (0, LOGPROBS))?,
+            Form::Chat => chat_logprobs(&mut fields)?,
+        };
+        let mut limit = fields.count("max_tokens", (1, u64::MAX))?;
+        let mut param = "max_tokens";
+        if form == Form::Chat
+            && let Some(newer) = fields.count("max_completion_tokens", (1, u64::MAX))?
+        {
+            (limit, param) = (Some(newer), "max_completion_tokens");
+        }
+        let (source, name) = match form {
+            Form::Completion => (text_source(&mut fields)?, "prompt"),
+            Form::Chat => (chat_source(&mut fields)?, "messages"),
+        };
+        // The costly part comes last.
+        fields.end()?;
+        let prompt = tokens(&source, name, model)?;
+        let room = model.positions.saturating_sub(prompt.len());
+        let most = room.min(most.unwrap_or(usize::MAX));
+        let (given, positions) = (prompt.len(), model.positions);
+        if room == 0 {
+            let why =
+                format!("{given} tokens; the model has {positions} positions, replies included");
+            return Err(Failure::field(name, why).code("context_length_exceeded"));
+        }
+        if let Some(limit) = limit.filter(|limit| *limit > most) {
+            let why = format!(
+                "expected at most {most} behind a prompt of {given} tokens, found {limit}; the \
+                 model has {positions} positions"
+            );
+            return Err(Failure::field(param, why).code("context_length_exceeded"));
+        }
+        let own = if form == Form::Chat { most } else { most.min(COMPLETION) };
+        let max_tokens = limit.unwrap_or(own);
+        let request = Request { prompt, max_tokens, sampling, ends, logprobs };
+        Ok(Self { form, request, stops, streams, has_usage, has_ids })
+    }
+}
+
+/// Checks that a request asks for this model, if for any.
+pub(super) fn check_model(fields: &mut Fields, model: &Model) -> Result<(), Failure> {
+    match fields.text("model")?.filter(|name| *name != model.name) {
+        None => Ok(()),
+        Some(_) => {
+            let why = format!("the model of this server is {:?}", model.name);
+            let failure = Failure::field("model", why).code("model_not_found");
+            Err(failure.status(StatusCode::NOT_FOUND))
+        }
+    }
+}
+
+fn sampling(fields: &mut Fields, model: &Model) -> Result<Sampling, Failure> {
+    let own = model.sampling;
+    // vLLM's clients write all tokens as -1.
+    let top_k =
+        fields.take("top_k", "a whole number, -1 or more", |value| match value.as_i64() {
+            Some(-1) => Some(0),
+            count => usize::try_from(count?).ok(),
+        })?;
+    let seed = fields.take("seed", "a whole number", |value| {
+        value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
+    })?;
+    let sampling = Sampling {
+        temperature: fields.number("temperature", own.temperature)?,
+        top_k: top_k.unwrap_or(own.top_k),
+        top_p: fields.number("top_p", own.top_p)?,
+        min_p: fields.number("min_p", own.min_p)?,
+        repetition_penalty: fields.number("repetition_penalty", own.repetition_penalty)?,
+        presence_penalty: fields.number("presence_penalty", own.presence_penalty)?,
+        frequency_penalty: fields.number("frequency_penalty", own.frequency_penalty)?,
+        seed: seed.unwrap_or_else(random),
+    };
+    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
+    // Beyond them logits overflow.
+    let limits = [
+        ("repetition_penalty", repetition_penalty, 0.01..=100.0, "0.01 to 100"),
+        ("presence_penalty", presence_penalty, -2.0..=2.0, "-2 to 2"),
+        ("frequency_penalty", frequency_penalty, -2.0..=2.0, "-2 to 2"),
+    ];
+    let beyond = limits.into_iter().find(|(_, found, range, _)| !range.contains(found));
+    let beyond = beyond.map(|(name, found, _, expected)| (name, expected, found));
+    match sampling.out_of_range().or(beyond) {
+        Some((name, expected, found)) => {
+            Err(Failure::field(name, format!("expected {expected}, found {found}")))
+        }
+        None => Ok(sampling),
+    }
+}
+
+/// Returns a number that a client cannot guess.
+pub(super) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+fn usage(fields: &mut Fields, streams: bool) -> Result<bool, Failure> {
+    let options = fields.take("stream_options", "an object with include_usage", |value| {
+        let options = value.as_object()?;
+        let usage = options.get("include_usage").map_or(Some(false), Value::as_bool)?;
+        options.keys().all(|key| key == "include_usage").then_some(usage)
+    })?;
+    match options {
+        Some(_) if !streams => Err(Failure::field("stream_options", "only with \"stream\": true")),
+        options => Ok(options.unwrap_or(false)),
+    }
+}
+
+fn stops(fields: &mut Fields) -> Result<Vec<String>, Failure> {
+    let (count, bytes) = STOPS;
+    let expected = format!("a text, or {count} texts at most, each of 1 to {bytes} bytes");
+    let stops = fields.take("stop", &expected, |value| {
+        let one = |value: &Value| value.as_str().map(str::to_owned);
+        let stops: Option<Vec<String>> = match value {
+            Value::Array(several) => several.iter().map(one).collect(),
+            value => Some(vec![one(value)?]),
+        };
+        let is_valid = |stop: &String| (1..=bytes).contains(&stop.len());
+        stops.filter(|stops| stops.len() <= count && stops.iter().all(is_valid))
+    })?;
+    Ok(stops.unwrap_or_default())
+}
+
+fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, Failure> {
+    let wanted = fields.flag("logprobs", false)?;
+    let top = fields.count("top_logprobs", (0, LOGPROBS))?;
+    match top {
+        Some(1..) if !wanted => Err(Failure::field("top_logprobs", "only with \"logprobs\": true")),
+        top => Ok(wanted.then_some(top.unwrap_or(0))),
+    }
+}
+
+/// A prompt that is not yet tokens.
+pub(super) enum Source {
+    Text(String, bool),
+    Tokens(Vec<u32>),
+    Messages(Vec<Value>),
+}
+
+fn text_source(fields: &mut Fields) -> Result<Source, Failure> {
+    fields
+        .take("prompt", "a text, a list of tokens, or a list of one of these", read_prompt)?
+        .ok_or_else(|| Failure::field("prompt", "expected a prompt, found none"))
+}
+
+fn read_prompt(value: &Value) -> Option<Source> {
+    let value = match value {
+        Value::Array(one) if one.len() == 1 && !one[0].is_number() => &one[0],
+        value => value,
+    };
+    match value {
+        Value::String(text) => Some(Source::Text(text.clone(), true)),
+        several => read_tokens(several).map(Source::Tokens),
+    }
+}
+
+/// Reads a list of tokens.
+pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
+    let token = |value: &Value| u32::try_from(value.as_u64()?).ok();
+    value.as_array()?.iter().map(token).collect()
+}
+
+/// Takes the messages of a conversation.
+pub(super) fn chat_source(fields: &mut Fields) -> Result<Source, Failure> {
+    let list = |value: &Value| value.as_array().filter(|list| !list.is_empty()).cloned();
+    let messages = fields
+        .take("messages", "a list of messages", list)?
+        .ok_or_else(|| Failure::field("messages", "expected a list of messages, found none"))?;
+    let read = |(at, message): (usize, Value)| message_of(at, message);
+    Ok(Source::Messages(messages.into_iter().enumerate().map(read).collect::<Result<_, _>>()?))
+}
+
+fn message_of(at: usize, message: Value) -> Result<Value, Failure> {
+    const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+    let wrong = |field: &str, why: &str| Failure::field(format!("messages[{at}]{field}"), why);
+    let Value::Object(message) = message else {
+        return Err(wrong("", "expected an object with role and content"));
+    };
+    let mut fields = message;
+    let role = fields.remove("role").unwrap_or_default();
+    let role = role.as_str().filter(|role| ROLES.contains(role));
+    let role = role.ok_or_else(|| wrong(".role", &format!("expected one of {ROLES:?}")))?;
+    let expected = "expected a text, or a list of objects with type \"text\" and text";
+    let content = match fields.remove("content") {
+        Some(Value::String(text)) => text,
+        Some(Value::Array(parts)) => {
+            let text = |part: &Value| match part["type"].as_str() {
+                Some("text") => part["text"].as_str().map(str::to_owned),
+                _ => None,
+            };
+            let texts: Option<Vec<String>> = parts.iter().map(text).collect();
+            texts.ok_or_else(|| wrong(".content", expected))?.concat()
+        }
+        _ => return Err(wrong(".content", expected)),
+    };
+    let name = fields.remove("name").filter(|name| !name.is_null());
+    if let Some((key, _)) = fields.iter().find(|(_, value)| !value.is_null()) {
+        let key: String = key.chars().take(60).collect();
+        return Err(wrong(&format!(".{key}"), "not supported by this server"));
+    }
+    let mut message = json!({ "role": role, "content": content });
+    match name {
+        Some(Value::String(name)) => message["name"] = name.into(),
+        Some(_) => return Err(wrong(".name", "expected a text")),
+        None => {}
+    }
+    Ok(message)
+}
+
+/// Returns the tokens of a prompt, which is the field `name`.
+pub(super) fn tokens(source: &Source, name: &str, model: &Model) -> Result<Vec<u32>, Failure> {
+    let tokens = match source {
+        Source::Text(text, special) => model.encode(text, *special),
+        Source::Tokens(tokens) => Ok(tokens.clone()),
+        Source::Messages(messages) => model.chat(messages),
+    };
+    let tokens = tokens.map_err(|why| Failure::field(name, why))?;
+    let vocab = model.vocab;
+    if let Some(token) = tokens.iter().find(|token| **token as usize >= vocab) {
+        return Err(Failure::field(name, format!("expected tokens below {vocab}, found {token}")));
+    }
+    match tokens.is_empty() {
+        true => Err(Failure::field(name, "expected at least one token, found none")),
+        false => Ok(tokens),
+    }
+}

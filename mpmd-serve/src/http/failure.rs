@@ -1,0 +1,99 @@
+//! Errors, in the form that clients of OpenAI expect.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use crate::queue::Refused;
+
+/// Why a request has no answer.
+#[derive(Debug)]
+pub(super) struct Failure {
+    status: StatusCode,
+    message: String,
+    /// The field at fault.
+    param: Option<String>,
+    code: Option<&'static str>,
+    /// The time after which the client may try again.
+    retry: Option<Duration>,
+}
+
+impl Failure {
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None, code: None, retry: None }
+    }
+
+    /// Returns the failure of a request that is invalid as a whole.
+    pub(super) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// Returns the failure of a request with an invalid field.
+    pub(super) fn field(param: impl Into<String>, why: impl Display) -> Self {
+        let param = param.into();
+        Self { param: Some(param.clone()), ..Self::invalid(format!("{param}: {why}")) }
+    }
+
+    /// Returns the failure of something in the server.
+    pub(super) fn server(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
+    /// Returns the failure of a request for which there is no room now.
+    pub(super) fn busy(message: impl Into<String>) -> Self {
+        let failure = Self::new(StatusCode::TOO_MANY_REQUESTS, message);
+        Self { retry: Some(Duration::from_secs(1)), ..failure.code("rate_limit_exceeded") }
+    }
+
+    pub(super) fn status(self, status: StatusCode) -> Self {
+        Self { status, ..self }
+    }
+
+    pub(super) fn code(self, code: &'static str) -> Self {
+        Self { code: Some(code), ..self }
+    }
+
+    /// Returns the object that clients expect.
+    pub(super) fn body(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        let Self { message, param, code, .. } = self;
+        json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
+    }
+}
+
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Self {
+        let (status, code, retry) = match refused {
+            Refused::Requests { retry, .. } | Refused::Tokens { retry, .. } => {
+                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", retry)
+            }
+            Refused::Starting | Refused::Draining => {
+                (StatusCode::SERVICE_UNAVAILABLE, "unavailable", Duration::from_secs(5))
+            }
+        };
+        Self { retry: Some(retry), ..Self::new(status, refused.to_string()).code(code) }
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body())).into_response();
+        let headers = response.headers_mut();
+        if let Some(retry) = self.retry {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(retry.as_secs()));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

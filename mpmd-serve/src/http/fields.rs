@@ -1,0 +1,98 @@
+//! The fields of a request's JSON. Each is taken once; what is left at the end is not supported.
+
+use serde_json::{Map, Value, json};
+
+use super::failure::Failure;
+
+/// Fields that change no reply.
+const HARMLESS: [&str; 6] = [
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "user",
+];
+/// Longest part of a value in a message, in characters.
+const SHOWN: usize = 60;
+
+/// The fields of a request.
+pub(super) struct Fields(Map<String, Value>);
+
+impl Fields {
+    pub(super) fn of(body: &[u8]) -> Result<Self, Failure> {
+        match serde_json::from_slice(body) {
+            Ok(Value::Object(fields)) => Ok(Self(fields)),
+            Ok(_) => Err(Failure::invalid("the body: expected an object")),
+            Err(why) => Err(Failure::invalid(format!("the body: expected JSON: {why}"))),
+        }
+    }
+
+    /// Takes a field. `None` if it is absent or null.
+    pub(super) fn take<T>(
+        &mut self,
+        name: &str,
+        expected: &str,
+        read: impl FnOnce(&Value) -> Option<T>,
+    ) -> Result<Option<T>, Failure> {
+        let Some(value) = self.0.remove(name).filter(|value| !value.is_null()) else {
+            return Ok(None);
+        };
+        let wrong = || {
+            let found: String = value.to_string().chars().take(SHOWN).collect();
+            Failure::field(name, format!("expected {expected}, found {found}"))
+        };
+        read(&value).map(Some).ok_or_else(wrong)
+    }
+
+    pub(super) fn flag(&mut self, name: &str, default: bool) -> Result<bool, Failure> {
+        Ok(self.take(name, "true or false", Value::as_bool)?.unwrap_or(default))
+    }
+
+    pub(super) fn number(&mut self, name: &str, default: f64) -> Result<f64, Failure> {
+        Ok(self.take(name, "a number", Value::as_f64)?.unwrap_or(default))
+    }
+
+    pub(super) fn text(&mut self, name: &str) -> Result<Option<String>, Failure> {
+        self.take(name, "a text", |value| value.as_str().map(str::to_owned))
+    }
+
+    /// Takes a whole number of at least `least` and at most `most`.
+    pub(super) fn count(
+        &mut self,
+        name: &str,
+        (least, most): (u64, u64),
+    ) -> Result<Option<usize>, Failure> {
+        let expected = match most {
+            u64::MAX => format!("a whole number, {least} or more"),
+            _ => format!("a whole number from {least} to {most}"),
+        };
+        let is_in = |count: &u64| (least..=most).contains(count);
+        self.take(name, &expected, |value| {
+            value.as_u64().filter(is_in).and_then(|count| usize::try_from(count).ok())
+        })
+    }
+
+    /// Refuses the fields that were not taken, except those that change nothing.
+    pub(super) fn end(self) -> Result<(), Failure> {
+        let neutral = |name: &str, value: &Value| match name {
+            "best_of" | "n" => *value == 1,
+            "echo" | "store" => *value == false,
+            "suffix" => *value == "",
+            "logit_bias" => *value == json!({}),
+            "tools" => *value == json!([]),
+            "tool_choice" => *value == "none" || *value == "auto",
+            "response_format" => *value == json!({ "type": "text" }),
+            _ => HARMLESS.contains(&name) || value.is_null(),
+        };
+        match self.0.iter().find(|(name, value)| !value.is_null() && !neutral(name, value)) {
+            None => Ok(()),
+            Some((name, value)) => {
+                let found: String = value.to_string().chars().take(SHOWN).collect();
+                let name: String = name.chars().take(SHOWN).collect();
+                let why = format!("not supported by this server: {found}");
+                Err(Failure::field(name, why).code("unsupported_parameter"))
+            }
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The reply to a request: as one object, or as server-sent events.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::response::sse::{Event as Sent, KeepAlive, Sse};
+use axum::response::{IntoResponse as _, Response};
+use futures::stream::unfold;
+use mpmd_models::Text;
+use serde_json::{Map, Value, json};
+
+use super::ask::{Ask, Form, random};
+use super::failure::Failure;
+use crate::model::{Model, unix_seconds};
+use crate::queue::Stream;
+use crate::request::{Event, Finish, Token};
+
+/// Time without an event after which a comment is sent, so that nobody takes the connection for
+/// dead.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// The logarithm that stands for a probability of zero, which JSON cannot have.
+const NEVER: f32 = -9999.0;
+
+/// A reply under way.
+pub(super) struct Reply {
+    model: Arc<Model>,
+    ask: Ask,
+    /// `None` once the reply has ended.
+    stream: Option<Stream>,
+    text: Text,
+    /// Number of new tokens.
+    count: usize,
+    /// Number of characters in the texts of the tokens whose probabilities were returned.
+    offset: usize,
+    id: String,
+    created: u64,
+}
+
+/// A part of a reply.
+#[derive(Default)]
+struct Piece {
+    text: String,
+    tokens: Vec<Token>,
+    finish: Option<&'static str>,
+}
+
+impl Reply {
+    pub(super) fn new(model: Arc<Model>, ask: Ask, stream: Stream) -> Self {
+        let text = Text::new(model.tokenizer.clone(), ask.stops.clone());
+        let prefix = if ask.form == Form::Chat { "chatcmpl" } else { "cmpl" };
+        let (id, created) = (format!("{prefix}-{:016x}", random()), unix_seconds());
+        Self { model, ask, stream: Some(stream), text, count: 0, offset: 0, id, created }
+    }
+
+    /// Waits for the next part that a client would see. `None` after the last.
+    async fn next(&mut self) -> Option<Result<Piece, Failure>> {
+        let mut piece = Piece::default();
+        let shows_tokens = self.ask.has_ids || self.ask.request.logprobs.is_some();
+        while let Some(event) = self.stream.as_mut()?.next().await {
+            let added = match event {
+                Event::Token(token) => {
+                    self.count += 1;
+                    let is_end = self.ask.request.ends.contains(&token.id);
+                    let added = if is_end { Ok("") } else { self.text.push(token.id) };
+                    piece.tokens.push(token);
+                    added
+                }
+                Event::End(finish) => {
+                    self.stream = None;
+                    let finish = if finish == Finish::Stop { "stop" } else { "length" };
+                    piece.finish = Some(finish);
+                    self.text.end()
+                }
+                Event::Failed(why) => {
+                    self.stream = None;
+                    return Some(Err(Failure::server(&*why)));
+                }
+            };
+            match added {
+                Ok(added) => piece.text += added,
+                Err(why) => {
+                    self.stream = None;
+                    return Some(Err(Failure::server(why.to_string())));
+                }
+            }
+            if self.text.is_stopped() {
+                piece.finish = Some("stop");
+                self.stream.take().into_iter().for_each(Stream::stop);
+            }
+            if piece.finish.is_some() || !piece.text.is_empty() || shows_tokens {
+                return Some(Ok(piece));
+            }
+        }
+        None
+    }
+
+    /// Waits for the whole reply.
+    pub(super) async fn whole(mut self) -> Result<Response, Failure> {
+        let mut whole = Piece::default();
+        while let Some(piece) = self.next().await {
+            let Piece { text, tokens, finish } = piece?;
+            whole.text += &text;
+            whole.tokens.extend(tokens);
+            whole.finish = finish;
+        }
+        let is_chat = self.ask.form == Form::Chat;
+        let mut choice = self.choice(&whole);
+        let text = whole.text;
+        match is_chat {
+            true => {
+                choice["message"] = json!({ "role": "assistant", "content": text, "refusal": null })
+            }
+            false => choice["text"] = text.into(),
+        }
+        let object = if is_chat { "chat.completion" } else { "text_completion" };
+        let mut reply = self.frame(object, vec![choice]);
+        reply["usage"] = self.usage();
+        Ok(Json(reply).into_response())
+    }
+
+    /// Returns the reply as server-sent events.
+    pub(super) fn events(self) -> Response {
+        let at = if self.ask.form == Form::Chat { Part::Role } else { Part::Piece };
+        let next = async |(mut reply, at): (Self, Part)| {
+            let (data, at) = reply.event(at).await?;
+            Some((Ok::<_, Infallible>(Sent::default().data(data)), (reply, at)))
+        };
+        let events = unfold((self, at), next);
+        Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+    }
+
+    /// Waits for the next event. Returns its data, and the part after it.
+    async fn event(&mut self, mut at: Part) -> Option<(String, Part)> {
+        loop {
+            let chunk = match at {
+                Part::Role => {
+                    let delta = json!({ "role": "assistant", "content": "" });
+                    let choice = json!({ "index": 0, "delta": delta, "logprobs": null,
+                        "finish_reason": null });
+                    (self.chunk(vec![choice]), Part::Piece)
+                }
+                Part::Piece => match self.next().await {
+                    Some(Ok(piece)) => {
+                        let mut choice = self.choice(&piece);
+                        match self.ask.form {
+                            Form::Chat if piece.text.is_empty() => choice["delta"] = json!({}),
+                            Form::Chat => choice["delta"] = json!({ "content": piece.text }),
+                            Form::Completion => choice["text"] = piece.text.into(),
+                        }
+                        (self.chunk(vec![choice]), Part::Piece)
+                    }
+                    Some(Err(failure)) => (failure.body(), Part::Done),
+                    None => {
+                        at = if self.ask.has_usage { Part::Usage } else { Part::Done };
+                        continue;
+                    }
+                },
+                Part::Usage => {
+                    let mut chunk = self.chunk(Vec::new());
+                    chunk["usage"] = self.usage();
+                    (chunk, Part::Done)
+                }
+                Part::Done => return Some(("[DONE]".to_owned(), Part::Nothing)),
+                Part::Nothing => return None,
+            };
+            return Some((chunk.0.to_string(), chunk.1));
+        }
+    }
+
+    /// Returns what all objects of a reply have.
+    fn frame(&self, object: &str, choices: Vec<Value>) -> Value {
+        let Self { id, created, model, .. } = self;
+        let model = &model.name;
+        json!({ "id": id, "object": object, "created": created, "model": model,
+            "choices": choices })
+    }
+
+    fn chunk(&self, choices: Vec<Value>) -> Value {
+        let is_chat = self.ask.form == Form::Chat;
+        let object = if is_chat { "chat.completion.chunk" } else { "text_completion" };
+        let mut chunk = self.frame(object, choices);
+        if self.ask.has_usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+
+    fn usage(&self) -> Value {
+        let (prompt, count) = (self.ask.request.prompt.len(), self.count);
+        json!({ "prompt_tokens": prompt, "completion_tokens": count,
+            "total_tokens": prompt + count })
+    }
+
+    /// Returns the choice of a part, without its text.
+    fn choice(&mut self, piece: &Piece) -> Value {
+        let logprobs = match self.ask.request.logprobs.filter(|_| !piece.tokens.is_empty()) {
+            Some(_) if self.ask.form == Form::Chat => self.chat_logprobs(&piece.tokens),
+            Some(_) => self.text_logprobs(&piece.tokens),
+            None => Value::Null,
+        };
+        let mut choice = json!({ "index": 0, "logprobs": logprobs, "finish_reason": piece.finish });
+        if self.ask.has_ids {
+            choice["token_ids"] = piece.tokens.iter().map(|token| token.id).collect();
+        }
+        choice
+    }
+
+    fn chat_logprobs(&self, tokens: &[Token]) -> Value {
+        let entry = |id: u32, logprob: f32| {
+            let text = self.token_text(id);
+            let bytes = text.as_bytes();
+            json!({ "token": text, "logprob": logprob.max(NEVER), "bytes": bytes })
+        };
+        let content = tokens.iter().filter_map(|token| {
+            let logprobs = token.logprobs.as_ref()?;
+            let top = logprobs.top.iter().map(|(id, logprob)| entry(*id, *logprob));
+            let mut content = entry(token.id, logprobs.chosen);
+            content["top_logprobs"] = top.collect();
+            Some(content)
+        });
+        json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
+    }
+
+    fn text_logprobs(&mut self, tokens: &[Token]) -> Value {
+        let (mut texts, mut chosen, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
+        for token in tokens {
+            let Some(logprobs) = &token.logprobs else { continue };
+            let text = self.token_text(token.id);
+            offsets.push(self.offset);
+            self.offset += text.chars().count();
+            let top = logprobs.top.iter().map(|(id, logprob)| (self.token_text(*id), *logprob));
+            let top = top.chain([(text.clone(), logprobs.chosen)]);
+            tops.push(
+                top.map(|(text, logprob)| (text, logprob.max(NEVER).into()))
+                    .collect::<Map<String, Value>>(),
+            );
+            texts.push(text);
+            chosen.push(logprobs.chosen.max(NEVER));
+        }
+        json!({ "tokens": texts, "token_logprobs": chosen, "top_logprobs": tops,
+            "text_offset": offsets })
+    }
+
+    fn token_text(&self, id: u32) -> String {
+        self.model.decode(&[id]).unwrap_or_default()
+    }
+}
+
+/// The parts of a streamed reply.
+enum Part {
+    /// The role, with which a chat begins.
+    Role,
+    Piece,
+    Usage,
+    Done,
+    Nothing,
+}

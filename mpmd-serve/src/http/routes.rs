@@ -1,0 +1,201 @@
+//! The endpoints.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{Html, IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use futures::StreamExt as _;
+use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+use super::access::Access;
+use super::ask::{Ask, Form, Source, chat_source, check_model, read_tokens, tokens};
+use super::failure::Failure;
+use super::fields::Fields;
+use super::reply::Reply;
+use crate::model::Model;
+use crate::queue::{Phase, Queue};
+
+/// The chat page. It loads nothing, and asks only this server.
+const PAGE: &str = include_str!("page.html");
+const PAGE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src \
+                           'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; \
+                           form-action 'none'; frame-ancestors 'none'";
+/// Time limit for the body of a request.
+const BODY: Duration = Duration::from_secs(30);
+
+/// Largest number of bytes in all bodies that are being read.
+const BODIES: usize = 64 << 20;
+
+/// What all endpoints share.
+pub(super) struct Shared {
+    pub(super) model: Arc<Model>,
+    pub(super) queue: Queue,
+    pub(super) access: Access,
+    /// Largest body of a request, in bytes.
+    pub(super) body: usize,
+    /// The bytes that are free for bodies.
+    pub(super) bodies: Arc<Semaphore>,
+    /// Largest number of new tokens.
+    pub(super) most: Option<usize>,
+}
+
+type Answer = Result<Response, Failure>;
+type Shares = State<Arc<Shared>>;
+
+/// Returns the endpoints. The page and those that tell the state are for everyone.
+pub(super) fn routes(shared: Shared) -> Router {
+    let shared = Arc::new(shared);
+    let guarded = Router::new()
+        .route("/v1/models", get(models))
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .route("/metrics", get(metrics))
+        .route_layer(from_fn_with_state(shared.clone(), guard));
+    let page = [(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)];
+    let version = json!({ "version": env!("CARGO_PKG_VERSION") });
+    guarded
+        .route("/", get(move || async move { (page, Html(PAGE)) }))
+        .route("/health", get(async || StatusCode::OK))
+        .route("/ready", get(ready))
+        .route("/version", get(move || async move { Json(version) }))
+        .fallback(async || Failure::new(StatusCode::NOT_FOUND, "there is no such endpoint"))
+        .method_not_allowed_fallback(async || {
+            let why = "the endpoint has no such method";
+            Failure::new(StatusCode::METHOD_NOT_ALLOWED, why)
+        })
+        .with_state(shared)
+}
+
+async fn guard(State(shared): Shares, request: Request, next: Next) -> Response {
+    match shared.access.check(request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(failure) => failure.into_response(),
+    }
+}
+
+async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
+    let (status, word) = match shared.queue.phase() {
+        Phase::Ready => (StatusCode::OK, "ready"),
+        Phase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
+        Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+    };
+    (status, Json(json!({ "status": word })))
+}
+
+async fn metrics(State(shared): Shares) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], shared.queue.metrics())
+}
+
+async fn models(State(shared): Shares) -> Json<Value> {
+    let Model { name, created, positions, .. } = &*shared.model;
+    Json(json!({ "object": "list", "data": [{ "id": name, "object": "model", "created": created,
+        "owned_by": "mpmd", "max_model_len": positions }] }))
+}
+
+async fn completions(shared: Shares, body: Body) -> Answer {
+    reply(shared, body, Form::Completion).await
+}
+
+async fn chat(shared: Shares, body: Body) -> Answer {
+    reply(shared, body, Form::Chat).await
+}
+
+async fn reply(State(shared): Shares, body: Body, form: Form) -> Answer {
+    let most = shared.most;
+    let ask = parse(&shared, body, move |body, model| Ask::of(body, form, model, most)).await?;
+    let stream = shared.queue.submit(ask.request.clone())?;
+    let streams = ask.streams;
+    let reply = Reply::new(shared.model.clone(), ask, stream);
+    if streams { Ok(reply.events()) } else { reply.whole().await }
+}
+
+async fn tokenize(State(shared): Shares, body: Body) -> Answer {
+    let count = |body: &[u8], model: &Model| {
+        let mut fields = Fields::of(body)?;
+        check_model(&mut fields, model)?;
+        let special = fields.flag("add_special_tokens", true)?;
+        let source = match fields.text("prompt")? {
+            Some(text) => Source::Text(text, special),
+            None => chat_source(&mut fields)?,
+        };
+        fields.end()?;
+        let tokens = match &source {
+            Source::Text(text, _) if text.is_empty() && !special => Vec::new(),
+            source => tokens(source, "prompt", model)?,
+        };
+        let (count, most) = (tokens.len(), model.positions);
+        Ok(json!({ "count": count, "max_model_len": most, "tokens": tokens }))
+    };
+    Ok(Json(parse(&shared, body, count).await?).into_response())
+}
+
+async fn detokenize(State(shared): Shares, body: Body) -> Answer {
+    let text = |body: &[u8], model: &Model| {
+        let mut fields = Fields::of(body)?;
+        check_model(&mut fields, model)?;
+        let tokens = fields.take("tokens", "a list of tokens", read_tokens)?;
+        let tokens = tokens.ok_or_else(|| Failure::field("tokens", "expected a list of tokens"))?;
+        fields.end()?;
+        let text = model.decode(&tokens).map_err(|why| Failure::field("tokens", why))?;
+        Ok(json!({ "prompt": text }))
+    };
+    Ok(Json(parse(&shared, body, text).await?).into_response())
+}
+
+/// Reads a body and calls `read` with it on a thread for such work, since texts may be long.
+async fn parse<T: Send + 'static>(
+    shared: &Shared,
+    body: Body,
+    read: impl FnOnce(&[u8], &Model) -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let late = |_| {
+        let why = format!("the body did not come within {} seconds", BODY.as_secs());
+        Failure::new(StatusCode::REQUEST_TIMEOUT, why)
+    };
+    let (bytes, held) = timeout(BODY, bytes(body, shared)).await.map_err(late)??;
+    let model = shared.model.clone();
+    let read = move || {
+        let result = read(&bytes, &model);
+        drop((bytes, held));
+        result
+    };
+    let result = tokio::task::spawn_blocking(read).await;
+    result.map_err(|why| Failure::server(format!("the request could not be read: {why}")))?
+}
+
+/// Reads a body. Returns what is to be dropped with its bytes.
+async fn bytes(
+    body: Body,
+    shared: &Shared,
+) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), Failure> {
+    let (mut parts, mut bytes, mut held) = (body.into_data_stream(), Vec::new(), Vec::new());
+    while let Some(part) = parts.next().await {
+        let part = part.map_err(|why| Failure::invalid(format!("the body: {why}")))?;
+        let most = shared.body;
+        if bytes.len() + part.len() > most {
+            let why = format!("the body: expected at most {most} bytes (--max-body)");
+            return Err(Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why));
+        }
+        let permits = u32::try_from(part.len()).unwrap_or(u32::MAX);
+        let permit = shared.bodies.clone().try_acquire_many_owned(permits);
+        let full = |_| Failure::busy("the bodies of other requests take all memory for them");
+        held.push(permit.map_err(full)?);
+        bytes.extend_from_slice(&part);
+    }
+    Ok((bytes, held))
+}
+
+/// Returns the memory for bodies.
+pub(super) fn bodies() -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(BODIES))
+}

@@ -1,0 +1,76 @@
+//! The facts about the model that requests are checked by.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use mpmd_models::{Folder, Sampling, Templates, encode_prompt, tokenizer};
+use tokenizers::Tokenizer;
+
+/// A model, as clients know it.
+pub struct Model {
+    /// The name by which requests ask for it.
+    pub(crate) name: String,
+    /// Most tokens of a prompt and its reply.
+    pub(crate) positions: usize,
+    /// Number of tokens that the model knows.
+    pub(crate) vocab: usize,
+    /// The tokens that end a text.
+    pub(crate) ends: Vec<u32>,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    /// The chat templates, or why there is none.
+    templates: Result<Templates, String>,
+    /// The choice of tokens, where a request says nothing.
+    pub(crate) sampling: Sampling,
+    /// Time of the start, in seconds of Unix.
+    pub(crate) created: u64,
+}
+
+impl Model {
+    /// Reads the tokenizer, the chat templates and the settings of generation of a folder. Without
+    /// a name it is called as the folder. A prompt and its reply have at most `positions` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If a file is damaged. A folder without a chat template is none.
+    pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> anyhow::Result<Self> {
+        let sampling = Sampling::of(folder)?;
+        if let Some((key, expected, found)) = sampling.out_of_range() {
+            anyhow::bail!("generation_config.json: {key}: expected {expected}, found {found}");
+        }
+        let path = folder.path();
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let own_name = || path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into();
+        Ok(Self {
+            name: name.unwrap_or_else(own_name),
+            positions,
+            vocab: folder.config().vocab_size,
+            ends: folder.end_tokens(),
+            tokenizer: Arc::new(tokenizer(folder)?),
+            templates: Templates::of(folder).map_err(|why| why.to_string()),
+            sampling,
+            created: unix_seconds(),
+        })
+    }
+
+    /// Returns the tokens of a text, with those that the tokenizer puts around it if `special` is
+    /// set.
+    pub(crate) fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, String> {
+        encode_prompt(&self.tokenizer, text, special).map_err(|why| why.to_string())
+    }
+
+    /// Returns the tokens with which a conversation goes on.
+    pub(crate) fn chat(&self, messages: &[serde_json::Value]) -> Result<Vec<u32>, String> {
+        let templates = self.templates.as_ref().map_err(Clone::clone)?;
+        self.encode(&templates.prompt(messages).map_err(|why| why.to_string())?, false)
+    }
+
+    /// Returns the text of tokens, special ones included.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, String> {
+        self.tokenizer.decode(tokens, false).map_err(|why| why.to_string())
+    }
+}
+
+/// Returns the time in seconds since the start of 1970.
+pub(crate) fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

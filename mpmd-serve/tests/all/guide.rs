@@ -1,0 +1,66 @@
+//! The guide's tables say what the server has.
+
+use std::collections::BTreeSet;
+
+use mpmd_serve::{Figures, StageFigures};
+use serde_json::json;
+
+use crate::server::Server;
+
+const GUIDE: &str = include_str!("../../../docs/guide/serve.md");
+
+/// Returns the words in code style in the first column of a section's table.
+fn first_column(section: &str) -> BTreeSet<&'static str> {
+    let text = GUIDE.split(&format!("\n## {section}\n")).nth(1).unwrap();
+    let text = text.split("\n## ").next().unwrap();
+    let cells = text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" |").next());
+    cells.flat_map(|cell| cell.split(['`', ',', ' '])).filter(|word| !word.is_empty()).collect()
+}
+
+#[test]
+fn fields_of_the_guide_are_known() {
+    let server = Server::echo();
+    let fields = first_column("Fields of a request");
+    assert_eq!(fields.len(), 20);
+    for field in fields {
+        let answers = [
+            ("/v1/completions", json!({ "prompt": "a" })),
+            ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": "a" }] })),
+        ]
+        .map(|(path, mut body)| {
+            body[field] = json!({ "no": "value" });
+            server.post(path, &body).json()["error"].clone()
+        });
+        assert!(answers.iter().all(|error| error["param"] == field), "{answers:?}");
+        let is_known = answers.iter().any(|error| error["code"] != "unsupported_parameter");
+        assert!(is_known, "{answers:?}");
+    }
+}
+
+#[test]
+fn metrics_of_the_guide_are_those_of_the_server() {
+    let server = Server::echo();
+    server.post("/v1/completions", &json!({ "prompt": "a" }));
+    server.queue.drain();
+    server.post("/v1/completions", &json!({ "prompt": "a" }));
+    server.report(Figures { stages: vec![StageFigures::default()], ..Figures::default() });
+    let text = server.queue.metrics();
+    let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    assert_eq!(types.collect::<BTreeSet<&str>>(), first_column("Metrics"));
+}
+
+#[test]
+fn limits_of_the_guide_are_the_defaults() {
+    let rows = GUIDE.lines().filter_map(|line| line.strip_prefix("| `--")?.split_once("` | "));
+    let help = Server::help();
+    let mut count = 0;
+    for (name, rest) in rows {
+        let default = rest.split(" |").next().unwrap();
+        let option = help.split(&format!("--{name} ")).nth(1).unwrap();
+        let option = option.split("\n      --").next().unwrap();
+        let is_said = option.contains(&format!("[default: {default}]"));
+        assert!(is_said || name == "max-tokens", "{name}: {default}, not {option}");
+        count += 1;
+    }
+    assert_eq!(count, 6);
+}

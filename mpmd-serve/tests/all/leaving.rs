@@ -1,0 +1,123 @@
+//! Clients that leave or do not read, and the end of the server.
+
+use std::io::{Read as _, Write as _};
+use std::time::Instant;
+
+use mpmd_serve::{Finish, Front, Phase};
+use rustix::net::sockopt::set_socket_recv_buffer_size;
+use serde_json::json;
+
+use crate::client::{connect, read, write};
+use crate::server::{Act, LONG, Server};
+
+/// Waits until a condition holds.
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < LONG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+const COMPLETIONS: &str = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n";
+
+#[test]
+fn client_that_leaves_ends_its_request() {
+    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    for body in [json!({ "prompt": "ab", "stream": true }), json!({ "prompt": "ab" })] {
+        let mut stream = connect(server.address);
+        write(&mut stream, COMPLETIONS, body.to_string().as_bytes());
+        until("the request is taken", || server.queue.open() == 1);
+        drop(stream);
+        until("the client is noticed", || server.queue.open() == 0);
+    }
+    until("the engine has dropped both", || {
+        server.queue.metrics().contains("mpmd_requests_running 0")
+    });
+    assert!(server.queue.metrics().contains("mpmd_requests_ended_total{end=\"left\"} 2"));
+}
+
+#[test]
+fn clients_that_do_not_read_hold_up_nobody() {
+    let server = Server::start(&[], |_| Act::Send(vec![70; 500], Finish::Length));
+    let messages = json!([{ "role": "user", "content": "Hi" }]);
+    // Far more bytes than the system keeps for a client.
+    let long = json!({ "messages": messages, "stream": true, "logprobs": true,
+        "top_logprobs": 20, "max_tokens": 100 });
+    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n";
+    let slow: Vec<_> = (0..50)
+        .map(|_| {
+            let mut stream = connect(server.address);
+            set_socket_recv_buffer_size(&stream, 4 << 10).unwrap();
+            write(&mut stream, head, long.to_string().as_bytes());
+            stream
+        })
+        .collect();
+    until("the engine has answered all", || {
+        let metrics = server.queue.metrics();
+        metrics.contains("mpmd_generated_tokens_total 25000")
+    });
+    let reply = server.post("/v1/completions", &json!({ "prompt": "ab" }));
+    assert_eq!(reply.json()["usage"]["completion_tokens"], 500);
+    assert_eq!(server.queue.open(), 50);
+    drop(slow);
+    until("the clients are noticed", || server.queue.open() == 0);
+}
+
+#[test]
+fn connection_serves_several_requests() {
+    let server = Server::echo();
+    let mut stream = connect(server.address);
+    for _ in 0..3 {
+        stream.write_all(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        let mut bytes = [0; 1024];
+        let count = stream.read(&mut bytes).unwrap();
+        assert!(bytes[..count].starts_with(b"HTTP/1.1 200"));
+    }
+}
+
+#[test]
+fn connections_beyond_the_limit_wait_for_others() {
+    let server = Server::start(&["--max-connections", "2"], |_| Act::Echo);
+    let held = [connect(server.address), connect(server.address)];
+    let mut third = connect(server.address);
+    write(&mut third, "GET /health HTTP/1.1\r\nHost: localhost\r\n", b"");
+    drop(held);
+    assert_eq!(read(third).status, 200);
+}
+
+#[test]
+fn draining_server_answers_open_requests_and_no_new_ones() {
+    let server = Server::start(&[], |request| match request.max_tokens {
+        1 => Act::Stall(Vec::new()),
+        _ => Act::Echo,
+    });
+    let mut open = connect(server.address);
+    let body = json!({ "prompt": "a", "max_tokens": 1, "stream": true });
+    write(&mut open, COMPLETIONS, body.to_string().as_bytes());
+    until("the request is taken", || server.queue.open() == 1);
+    server.front().drain();
+    until("the server drains", || server.queue.phase() == Phase::Draining);
+    let ready = server.get("/ready");
+    assert_eq!((ready.status, &ready.json()["status"]), (503, &json!("draining")));
+    let refused = server.post("/v1/completions", &json!({ "prompt": "a" }));
+    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("5")));
+    assert_eq!(refused.json()["error"]["message"], "the server is shutting down");
+    // A second request to end fails the open one.
+    server.front().drain();
+    let error = &read(open).chunks()[0]["error"]["message"];
+    assert_eq!(error, "the server is shutting down");
+    assert_eq!(server.end().len(), 1);
+}
+
+#[test]
+fn drain_fails_open_requests_after_its_time() {
+    let server = Server::start(&["--drain", "0"], |_| Act::Stall(Vec::new()));
+    let mut open = connect(server.address);
+    write(&mut open, COMPLETIONS, json!({ "prompt": "a" }).to_string().as_bytes());
+    until("the request is taken", || server.queue.open() == 1);
+    Front::drain(server.front());
+    let reply = read(open);
+    assert_eq!(reply.status, 500);
+    assert_eq!(reply.json()["error"]["message"], "the server is shutting down");
+}

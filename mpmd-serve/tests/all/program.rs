@@ -1,0 +1,153 @@
+//! The program, as a user starts it.
+
+use std::io::{BufRead as _, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+use crate::client::{Answer, send};
+use crate::engine::{Expected, expected, path};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A running program.
+struct Serving {
+    child: Child,
+    address: SocketAddr,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Serving {
+    /// Starts the program on any free port, and waits until it takes requests.
+    fn start(model: &str, args: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
+        command.arg("--model").arg(path(model)).args(["--port", "0"]).args(args);
+        let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+        let (to, lines) = mpsc::channel();
+        let from = BufReader::new(child.stderr.take().unwrap());
+        thread::spawn(move || {
+            from.lines().map_while(Result::ok).try_for_each(|line| to.send(line))
+        });
+        let found = lines.recv_timeout(LONG).unwrap_or_default();
+        let Some(address) = found.split("listening on http://").nth(1) else {
+            child.kill().unwrap();
+            panic!("{found}");
+        };
+        let serving = Self { address: address.parse().unwrap(), child, lines };
+        let start = Instant::now();
+        while serving.send("GET", "/ready", &Value::Null).status != 200 {
+            assert!(start.elapsed() < LONG, "it never takes requests");
+            thread::sleep(Duration::from_millis(20));
+        }
+        serving
+    }
+
+    fn send(&self, method: &str, path: &str, body: &Value) -> Answer {
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n",
+            self.address
+        );
+        let body = if body.is_null() { String::new() } else { body.to_string() };
+        send(self.address, &head, body.as_bytes())
+    }
+
+    /// Asks the program to end, and waits for that.
+    fn end(mut self) -> (ExitStatus, Vec<String>) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::TERM).unwrap();
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(start.elapsed() < LONG, "it never ends");
+            thread::sleep(Duration::from_millis(5));
+        };
+        let said = self.lines.try_iter().collect();
+        (status, said)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // It has ended, but for a failed test.
+        _ = self.child.kill();
+        _ = self.child.wait();
+    }
+}
+
+#[test]
+fn program_answers_over_one_and_several_processes() {
+    let Expected { prompt, greedy } = expected("qwen3-window");
+    for args in [
+        &["--stages", "1"][..],
+        &["--stages", "2", "--processes", "2", "--cache", "100KiB", "--max-len", "200"],
+        &["--stages", "2", "--processes", "2", "--tensor-parallel", "2,1", "--dtype", "bf16"],
+    ] {
+        let serving = Serving::start("qwen3-window", args);
+        let ask = json!({
+            "prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": true,
+            "return_token_ids": true,
+        });
+        let answer = serving.send("POST", "/v1/completions", &ask);
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let tokens = answer.json()["choices"][0]["token_ids"].clone();
+        if args.contains(&"bf16") {
+            assert_eq!(tokens.as_array().unwrap().len(), 64);
+        } else {
+            assert_eq!(tokens, json!(greedy), "{args:?}");
+        }
+        let metrics = serving.send("GET", "/metrics", &Value::Null).body;
+        assert!(metrics.contains("mpmd_generated_tokens_total 64"), "{metrics}");
+        let (status, said) = serving.end();
+        assert!(status.success() && said.is_empty(), "{status}: {said:?}");
+    }
+}
+
+#[test]
+fn open_requests_end_before_the_program() {
+    for args in [&["--stages", "1"][..], &["--stages", "2", "--processes", "2"]] {
+        let serving = Serving::start("plain", args);
+        let ask = json!({ "prompt": "A kernel", "max_tokens": 900, "ignore_eos": true });
+        let (address, body) = (serving.address, ask.to_string());
+        let client = thread::spawn(move || {
+            let kind = "Content-Type: application/json\r\n";
+            let head = format!("POST /v1/completions HTTP/1.1\r\nHost: {address}\r\n{kind}");
+            send(address, &head, body.as_bytes())
+        });
+        let start = Instant::now();
+        loop {
+            let metrics = serving.send("GET", "/metrics", &Value::Null).body;
+            if metrics.contains("mpmd_requests_running 1") {
+                break;
+            }
+            assert!(start.elapsed() < LONG && !client.is_finished(), "{metrics}");
+        }
+        serving.end();
+        let answer = client.join().unwrap();
+        assert_eq!(answer.json()["usage"]["completion_tokens"], 900, "{args:?}: {answer:?}");
+    }
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused_before_the_start() {
+    for (args, expected) in [
+        ("--max-len 2000", "--max-len: expected at most 1024, the positions of the model, found"),
+        ("--cache 1KiB", "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024"),
+        ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE"),
+        ("--stages 9", "num_hidden_layers: expected at least 9, the number of stages, found 4"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
+        let model = path("plain");
+        command.arg("--model").arg(model).args(["--port", "0"]).args(args.split(' '));
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && said.contains(expected), "{args}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}

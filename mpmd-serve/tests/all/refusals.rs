@@ -1,0 +1,281 @@
+//! Everything that is refused, with the field at fault.
+
+use clap::Parser as _;
+use mpmd_models::Folder;
+use mpmd_serve::{Front, Model};
+use serde_json::{Value, json};
+
+use crate::client::{Answer, connect, read, send, write};
+use crate::server::{Act, Args, LONG, Server, plain};
+
+/// Checks the status and the form of an error. Returns the field at fault.
+fn param(answer: &Answer, status: u16) -> Option<String> {
+    let body = answer.json();
+    assert_eq!(answer.status, status, "{body}");
+    let error = body["error"].as_object().unwrap();
+    let keys: Vec<&str> = error.keys().map(String::as_str).collect();
+    assert_eq!(keys, ["code", "message", "param", "type"]);
+    let message = error["message"].as_str().unwrap();
+    let param = error["param"].as_str().map(str::to_owned);
+    assert!(param.iter().all(|param| message.starts_with(param)), "{body}");
+    param
+}
+
+#[test]
+fn bodies_that_are_no_object_are_refused() {
+    let server = Server::echo();
+    let nested = "[".repeat(100_000);
+    for body in ["", "{", "[]", "7", "\"a\"", "{\"prompt\": \"a\"} x", "\u{0}", "{'a': 1}", &nested]
+    {
+        for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
+            assert_eq!(param(&server.post_bytes(path, body.as_bytes()), 400), None, "{body:.9}");
+        }
+    }
+    let latin = server.post_bytes("/v1/completions", b"{\"prompt\": \"\xff\"}");
+    assert_eq!(param(&latin, 400), None);
+}
+
+#[test]
+fn fields_that_are_wrong_are_named() {
+    let server = Server::echo();
+    let many = vec!["x"; 17];
+    for (field, value) in [
+        ("prompt", json!(7)),
+        ("prompt", json!([])),
+        ("prompt", json!([[]])),
+        ("prompt", json!([["a"]])),
+        ("prompt", json!(["a", "b"])),
+        ("prompt", json!([[1], [2]])),
+        ("prompt", json!([1, "a"])),
+        ("prompt", json!([-1])),
+        ("prompt", json!([1.5])),
+        ("prompt", json!([320])),
+        ("prompt", json!([4294967296u64])),
+        ("prompt", json!(vec![5; 200])),
+        ("prompt", json!({ "text": "a" })),
+        ("prompt", Value::Null),
+        ("max_tokens", json!(0)),
+        ("max_tokens", json!(-1)),
+        ("max_tokens", json!(1.5)),
+        ("max_tokens", json!("9")),
+        ("max_tokens", json!(200)),
+        ("max_tokens", json!(u64::MAX)),
+        ("temperature", json!(-0.1)),
+        ("temperature", json!("hot")),
+        ("top_p", json!(0)),
+        ("top_p", json!(1.1)),
+        ("top_k", json!(-2)),
+        ("top_k", json!(0.5)),
+        ("min_p", json!(2)),
+        ("repetition_penalty", json!(0)),
+        ("repetition_penalty", json!(1e-60)),
+        ("presence_penalty", json!(2.5)),
+        ("frequency_penalty", json!(1e300)),
+        ("presence_penalty", json!([])),
+        ("frequency_penalty", json!(true)),
+        ("seed", json!(0.5)),
+        ("seed", json!("s")),
+        ("stop", json!("")),
+        ("stop", json!([1])),
+        ("stop", json!({})),
+        ("stop", json!(many)),
+        ("stop", json!("x".repeat(257))),
+        ("stream", json!("yes")),
+        ("stream_options", json!({ "include_usage": true })),
+        ("logprobs", json!(21)),
+        ("logprobs", json!(true)),
+        ("ignore_eos", json!(1)),
+        ("return_token_ids", json!("no")),
+        ("model", json!(7)),
+        ("n", json!(2)),
+        ("best_of", json!(3)),
+        ("echo", json!(true)),
+        ("suffix", json!("end")),
+        ("logit_bias", json!({ "5": 1 })),
+        ("max_completion_tokens", json!(5)),
+        ("messages", json!([])),
+        ("temprature", json!(1)),
+    ] {
+        let mut body = json!({ "prompt": "a" });
+        body[field] = value.clone();
+        let answer = server.post("/v1/completions", &body);
+        assert_eq!(param(&answer, 400).as_deref(), Some(field), "{value}");
+    }
+    assert!(server.end().is_empty());
+}
+
+#[test]
+fn fields_of_chats_that_are_wrong_are_named() {
+    let server = Server::start(&["--max-tokens", "9"], |_| Act::Echo);
+    let message = |role: &str, content: Value| json!([{ "role": role, "content": content }]);
+    for (field, name, value) in [
+        ("messages", "messages", json!([])),
+        ("messages", "messages", json!("Hi")),
+        ("messages", "messages", Value::Null),
+        ("messages", "messages[0]", json!(["Hi"])),
+        ("messages", "messages[0].role", json!([{ "content": "Hi" }])),
+        ("messages", "messages[0].role", message("king", json!("Hi"))),
+        ("messages", "messages[0].content", message("user", Value::Null)),
+        ("messages", "messages[0].content", message("user", json!(7))),
+        ("messages", "messages[0].content", message("user", json!([{ "type": "image_url" }]))),
+        ("messages", "messages[0].content", message("user", json!([{ "text": "Hi" }]))),
+        ("messages", "messages", message("tool", json!("the template raises an error"))),
+        ("messages", "messages", message("user", json!("long ".repeat(100)))),
+        (
+            "messages",
+            "messages[0].tool_calls",
+            json!([{ "role": "assistant", "content": "", "tool_calls": [1] }]),
+        ),
+        ("messages", "messages[0].name", json!([{ "role": "user", "content": "", "name": 1 }])),
+        ("max_tokens", "max_tokens", json!(10)),
+        ("max_completion_tokens", "max_completion_tokens", json!(10)),
+        ("top_logprobs", "top_logprobs", json!(2)),
+        ("logprobs", "logprobs", json!(2)),
+        ("tools", "tools", json!([{ "type": "function" }])),
+        ("tool_choice", "tool_choice", json!("required")),
+        ("response_format", "response_format", json!({ "type": "json_object" })),
+        ("prompt", "prompt", json!("a")),
+        ("functions", "functions", json!([])),
+    ] {
+        let mut body = json!({ "messages": [{ "role": "user", "content": "a" }] });
+        body[field] = value.clone();
+        let answer = server.post("/v1/chat/completions", &body);
+        assert_eq!(param(&answer, 400).as_deref(), Some(name), "{value}");
+    }
+}
+
+#[test]
+fn other_models_and_endpoints_are_not_found() {
+    let server = Server::echo();
+    let body = json!({ "model": "gpt", "prompt": "a" });
+    for path in ["/v1/completions", "/tokenize"] {
+        let answer = server.post(path, &body);
+        assert_eq!(param(&answer, 404).as_deref(), Some("model"));
+        assert_eq!(answer.json()["error"]["code"], "model_not_found");
+    }
+    assert_eq!(param(&server.get("/v2/models"), 404), None);
+    assert_eq!(param(&server.get("/v1/completions"), 405), None);
+    assert_eq!(param(&server.post("/v1/models", &body), 405), None);
+}
+
+#[test]
+fn full_line_is_429_with_a_time() {
+    let args = ["--max-waiting", "2", "--max-waiting-tokens", "50"];
+    let server = Server::start(&args, |_| Act::Ignore);
+    let body = |count: usize| json!({ "prompt": vec![5; count], "stream": true }).to_string();
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n";
+    let open = |count: usize| {
+        let before = server.queue.open();
+        let mut stream = connect(server.address);
+        write(&mut stream, head, body(count).as_bytes());
+        let start = std::time::Instant::now();
+        while server.queue.open() == before && start.elapsed() < LONG {
+            std::thread::yield_now();
+        }
+        stream
+    };
+    let _first = open(40);
+    let refused = server.post_bytes("/v1/completions", body(11).as_bytes());
+    assert_eq!(param(&refused, 429), None);
+    assert!(refused.header("retry-after").unwrap().parse::<u64>().unwrap() >= 1);
+    assert_eq!(refused.json()["error"]["code"], "rate_limit_exceeded");
+    let _second = open(10);
+    let refused = server.post_bytes("/v1/completions", body(1).as_bytes());
+    let error = refused.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(refused.status == 429 && error.contains("2 requests are waiting"), "{error}");
+    let metrics = server.get("/metrics").body;
+    for reason in ["requests", "tokens"] {
+        let line = format!("mpmd_requests_rejected_total{{reason=\"{reason}\"}} 1");
+        assert!(metrics.contains(&line), "{line} in {metrics}");
+    }
+}
+
+#[test]
+fn large_bodies_and_heads_are_refused() {
+    let server = Server::start(&["--max-body", "1KiB"], |_| Act::Echo);
+    let body = json!({ "prompt": "a".repeat(1024) });
+    assert_eq!(server.post("/v1/completions", &body).status, 413);
+    let head = "GET /version HTTP/1.1\r\nHost: localhost\r\n";
+    let long = format!("{head}X: {}\r\n", "x".repeat(100_000));
+    assert_eq!(send(server.address, &long, b"").status, 431);
+    let many: String = (0..100).map(|at| format!("X-{at}: x\r\n")).collect();
+    assert_eq!(send(server.address, &format!("{head}{many}"), b"").status, 431);
+    let mut stream = connect(server.address);
+    std::io::Write::write_all(&mut stream, b"no HTTP\r\n\r\n").unwrap();
+    assert_eq!(read(stream).status, 400);
+}
+
+#[test]
+fn keys_are_demanded_where_a_file_has_some() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "key-one\n\n  key-two \n").unwrap();
+    let path = file.path().to_str().unwrap();
+    let server = Server::start(&["--api-key-file", path], |_| Act::Echo);
+    let get = |path: &str, header: &str| {
+        send(server.address, &format!("GET {path} HTTP/1.1\r\nHost: x\r\n{header}"), b"")
+    };
+    for header in [
+        "",
+        "Authorization: key-one\r\n",
+        "Authorization: Bearer \r\n",
+        "Authorization: Bearer key-on\r\n",
+        "Authorization: Bearer key-one2\r\n",
+        "Authorization: Basic key-one\r\n",
+    ] {
+        for path in ["/v1/models", "/metrics"] {
+            let answer = get(path, header);
+            assert_eq!(param(&answer, 401), None, "{header}");
+            assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+        }
+    }
+    for header in ["Authorization: Bearer key-one\r\n", "Authorization: bearer key-two\r\n"] {
+        assert_eq!(get("/v1/models", header).status, 200);
+    }
+    for path in ["/", "/health", "/ready", "/version"] {
+        assert_eq!(get(path, "").status, 200);
+    }
+}
+
+#[test]
+fn pages_of_other_servers_are_refused_without_keys() {
+    let server = Server::echo();
+    let status = |headers: &str| {
+        send(server.address, &format!("GET /v1/models HTTP/1.1\r\n{headers}"), b"").status
+    };
+    for (headers, expected) in [
+        ("Host: localhost:8000\r\n", 200),
+        ("Host: 127.0.0.1:8000\r\nOrigin: http://127.0.0.1:8000\r\n", 200),
+        ("Host: [::1]:8000\r\n", 200),
+        ("Host: evil.example:8000\r\n", 403),
+        ("Host: 192.0.2.7\r\n", 403),
+        ("Host: localhost:8000\r\nOrigin: http://evil.example\r\n", 403),
+        ("Host: localhost:8000\r\nOrigin: http://localhost:9000\r\n", 403),
+        ("Host: localhost:8000\r\nOrigin: null\r\n", 403),
+    ] {
+        assert_eq!(status(headers), expected, "{headers}");
+    }
+}
+
+#[test]
+fn other_hosts_need_a_key_or_the_word() {
+    let start = |args: &[&str]| {
+        let all = [&["serve", "--port", "0"], args].concat();
+        let Args { http } = Args::parse_from(all);
+        let model = Model::of(&Folder::open(plain()).unwrap(), None, 99).unwrap();
+        Front::start(&http, model, mpmd_serve::queue(http.limits()).0)
+    };
+    let empty = tempfile::NamedTempFile::new().unwrap();
+    let empty = empty.path().to_str().unwrap();
+    for (args, expected) in [
+        (&["--host", "0.0.0.0"] as &[&str], "give --api-key-file FILE, or --no-auth"),
+        (&["--host", "0.0.0.0", "--api-key-file", empty], "expected a key on a line, found none"),
+        (&["--api-key-file", "/nowhere"], "--api-key-file /nowhere"),
+        (&["--host", "no such host"], "--host no such host"),
+    ] {
+        let error = format!("{:#}", start(args).err().unwrap());
+        assert!(error.contains(expected), "{error}");
+    }
+    let front = start(&["--host", "0.0.0.0", "--no-auth"]).unwrap();
+    front.drain();
+    front.join();
+}

@@ -1,0 +1,191 @@
+//! A front with an engine that computes nothing.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use clap::{CommandFactory as _, Parser};
+use mpmd_models::{Folder, Sampling};
+use mpmd_serve::{
+    Arrival, Arrivals, Event, Figures, Finish, Front, HttpArgs, Logprobs, Model, Queue, Request,
+    Token,
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::client::{Answer, send};
+
+/// A deadline that no test reaches.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+/// Positions of the model.
+pub(crate) const POSITIONS: usize = 200;
+
+#[derive(Parser)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(crate) http: HttpArgs,
+}
+
+/// What the engine does with a request.
+#[derive(Clone)]
+pub(crate) enum Act {
+    /// Sends these tokens, and the end.
+    Send(Vec<u32>, Finish),
+    /// Sends the prompt.
+    Echo,
+    /// Sends these tokens, and nothing more until the client has left.
+    Stall(Vec<u32>),
+    /// Sends a token, and fails.
+    Fail,
+    /// Sends a token, and forgets the request.
+    Forget,
+    /// Leaves the request in the waiting line.
+    Ignore,
+}
+
+pub(crate) struct Server {
+    pub(crate) address: SocketAddr,
+    pub(crate) queue: Queue,
+    arrivals: Arc<Arrivals>,
+    front: Option<Front>,
+    engine: Option<JoinHandle<Vec<Request>>>,
+    _folder: TempDir,
+}
+
+/// Returns the path of a model without a chat template.
+pub(crate) fn plain() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain")
+}
+
+impl Server {
+    pub(crate) fn echo() -> Self {
+        Self::start(&[], |_| Act::Echo)
+    }
+
+    pub(crate) fn start(args: &[&str], act: fn(&Request) -> Act) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+        {
+            std::fs::copy(plain().join(file), folder.path().join(file)).unwrap();
+        }
+        let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
+                        {% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}\
+                        {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}";
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        let all = [&["serve", "--port", "0", "--model-name", "toy"], args].concat();
+        let Args { http } = Args::parse_from(all);
+        let opened = Folder::open(folder.path()).unwrap();
+        let model = Model::of(&opened, http.model_name.clone(), POSITIONS).unwrap();
+        let (queue, arrivals) = mpmd_serve::queue(http.limits());
+        let front = Front::start(&http, model, queue.clone()).unwrap();
+        arrivals.open();
+        let arrivals = Arc::new(arrivals);
+        let own = arrivals.clone();
+        let engine = std::thread::spawn(move || {
+            let (mut seen, mut held) = (Vec::new(), Vec::new());
+            while !arrivals.is_over() {
+                arrivals.wait(LONG);
+                held.retain(|arrival: &Arrival| !arrival.sender.is_gone());
+                for arrival in arrivals.take() {
+                    seen.push(arrival.request.clone());
+                    let act = act(&arrival.request);
+                    held.extend(answer(arrival, act));
+                }
+            }
+            seen
+        });
+        let address = front.address();
+        let (front, engine) = (Some(front), Some(engine));
+        Self { address, queue, arrivals: own, front, engine, _folder: folder }
+    }
+
+    pub(crate) fn get(&self, path: &str) -> Answer {
+        send(self.address, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n"), b"")
+    }
+
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Answer {
+        self.post_bytes(path, body.to_string().as_bytes())
+    }
+
+    pub(crate) fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
+        send(self.address, &format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n"), body)
+    }
+
+    /// Sets the figures of the engine.
+    pub(crate) fn report(&self, figures: Figures) {
+        self.arrivals.report(figures);
+    }
+
+    /// Returns the help text of the arguments.
+    pub(crate) fn help() -> String {
+        Args::command().render_long_help().to_string()
+    }
+
+    pub(crate) fn front(&self) -> &Front {
+        self.front.as_ref().unwrap()
+    }
+
+    /// Ends the server. Returns the requests that the engine has seen.
+    pub(crate) fn end(mut self) -> Vec<Request> {
+        self.finish()
+    }
+
+    fn finish(&mut self) -> Vec<Request> {
+        let Some(front) = self.front.take() else { return Vec::new() };
+        front.drain();
+        front.drain();
+        front.join();
+        self.engine.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Answers a request. Returns it if it stays open.
+fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
+    let Arrival { request, sender } = &mut arrival;
+    let token = |id| {
+        let wanted = |top| Logprobs {
+            chosen: -0.5,
+            top: (0..top as u32).map(|at| (70 + at, -1.0 - at as f32)).collect(),
+        };
+        Event::Token(Token { id, logprobs: request.logprobs.map(wanted) })
+    };
+    if !matches!(act, Act::Ignore) {
+        sender.start();
+    }
+    match act {
+        Act::Send(tokens, finish) => {
+            tokens.into_iter().for_each(|id| sender.send(token(id)));
+            sender.send(Event::End(finish));
+        }
+        Act::Echo => {
+            let tokens = request.prompt.iter().take(request.max_tokens);
+            tokens.for_each(|id| sender.send(token(*id)));
+            let is_all = request.prompt.len() <= request.max_tokens;
+            sender.send(Event::End(if is_all { Finish::Stop } else { Finish::Length }));
+        }
+        Act::Stall(tokens) => {
+            tokens.into_iter().for_each(|id| sender.send(token(id)));
+            return Some(arrival);
+        }
+        Act::Fail => {
+            sender.send(token(70));
+            sender.send(Event::Failed("process 1 has died".into()));
+        }
+        Act::Forget => sender.send(token(70)),
+        Act::Ignore => return Some(arrival),
+    }
+    None
+}
+
+/// Returns how a request chooses tokens if it says nothing, with its seed.
+pub(crate) fn greedy(seed: u64) -> Sampling {
+    Sampling { seed, ..Sampling::default() }
+}
