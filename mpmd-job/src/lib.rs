@@ -197,6 +197,18 @@ impl Placement {
         }
     }
 
+    /// Returns the numbers of processes that fit: `1, 2, 4`.
+    fn process_counts(&self) -> String {
+        match self {
+            Self::Even(devices) => process_counts(*devices),
+            Self::Groups(_) => {
+                let fits = |count: &usize| self.by_process(*count).is_some();
+                let counts = (1..=self.devices()).filter(fits).map(|count| count.to_string());
+                counts.collect::<Vec<_>>().join(", ")
+            }
+        }
+    }
+
     /// Returns the number of devices of each process, if they can be placed on as many.
     fn by_process(&self, processes: usize) -> Option<Vec<usize>> {
         match self {
@@ -337,10 +349,10 @@ impl JobArgs {
             say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
                  --processes may be {}",
-                process_counts(devices)
+                on.process_counts()
             ));
         } else if kinds > processes {
-            let counts = process_counts(devices);
+            let counts = on.process_counts();
             let problem = format!("{kinds} kinds of devices for {processes} processes");
             anyhow::ensure!(
                 self.device.is_some(),
@@ -475,6 +487,18 @@ mod tests {
         assert_eq!(kinds("cpu,cpu,cpu,cuda").len(), 4, "too many are not lost");
         assert_eq!(devices("cpu, cuda").unwrap().to_string(), "cpu,cuda");
         assert!(devices("gpu").unwrap_err().to_string().contains("cpu or cuda"));
+    }
+
+    #[test]
+    fn groups_of_devices_stay_together_or_are_spread_evenly() {
+        let groups = Placement::from(vec![2, 1, 1, 2]);
+        assert_eq!(groups.by_process(4), Some(vec![2, 1, 1, 2]));
+        assert_eq!(groups.by_process(2), Some(vec![3, 3]));
+        assert_eq!(groups.by_process(6), Some(vec![1; 6]));
+        assert_eq!(groups.by_process(5), None);
+        assert_eq!(groups.by_process(0), None);
+        assert_eq!(groups.process_counts(), "1, 2, 3, 4, 6");
+        assert_eq!(Placement::from(6).by_process(4), None);
     }
 
     #[test]

@@ -138,7 +138,7 @@ impl Folder {
 
     /// Returns the tokens that end a text: those of the settings of generation, or else those of
     /// the config. Neither need have any.
-    pub(crate) fn end_tokens(&self) -> Vec<u32> {
+    pub fn end_tokens(&self) -> Vec<u32> {
         let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
         let of = |settings: Value| match &settings["eos_token_id"] {
             Value::Array(several) => several.iter().map(number).collect(),

@@ -9,14 +9,16 @@ use clap::builder::NonEmptyStringValueParser;
 use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_job::{JobArgs, at_least, not_negative};
 use serde::Serialize;
+use serde_json::json;
 use tokenizers::Tokenizer;
 
-use crate::cut::{CutArgs, Held};
+use crate::cut::{CutArgs, Held, Room};
 use crate::folder::{Folder, GENERATION};
 use crate::sample::Sampling;
 use crate::stages::Stages;
 use crate::template::Templates;
-use crate::tokens::{check_inputs, check_rows, guarded, spread, tokenizer};
+use crate::text::Text;
+use crate::tokens::{check_inputs, check_rows, encode_prompt, spread, tokenizer};
 
 /// Arguments of a generation.
 #[derive(Clone, Debug, clap::Args)]
@@ -94,28 +96,28 @@ impl GenerateArgs {
     /// If `generation_config.json` is damaged, or a value is out of its range. If an argument would
     /// do nothing.
     pub fn sampling(&self, folder: &Folder) -> Result<Sampling> {
-        let sampling = self.unchecked(folder)?;
-        let Sampling { temperature, top_p, min_p, repetition_penalty, .. } = sampling;
-        for (key, value, is_right, expected) in [
-            ("temperature", temperature, temperature >= 0.0, "0 or more"),
-            ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "more than 0, and 1 at most"),
-            ("min_p", min_p, (0.0..=1.0).contains(&min_p), "0 to 1"),
-            ("repetition_penalty", repetition_penalty, repetition_penalty > 0.0, "more than 0"),
-        ] {
-            if !is_right || !value.is_finite() {
-                let file = folder.path().join(GENERATION);
-                let from = format!("--{}, or in {}", key.replace('_', "-"), file.display());
-                return Err(Error::Environment(format!(
-                    "{from}: expected {expected}, found {value}"
-                )));
-            }
+        let own = Sampling::of(folder)?;
+        let sampling = Sampling {
+            temperature: self.temperature.unwrap_or(own.temperature),
+            top_k: self.top_k.unwrap_or(own.top_k),
+            top_p: self.top_p.unwrap_or(own.top_p),
+            min_p: self.min_p.unwrap_or(own.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            seed: self.seed,
+        };
+        if let Some((key, expected, found)) = sampling.out_of_range() {
+            let file = folder.path().join(GENERATION);
+            let from = format!("--{}, or in {}", key.replace('_', "-"), file.display());
+            return Err(Error::Environment(format!("{from}: expected {expected}, found {found}")));
         }
         let draws = [
             ("--top-p", self.top_p.is_some()),
             ("--min-p", self.min_p.is_some()),
             ("--top-k", self.top_k.is_some()),
         ];
-        match draws.iter().find(|(_, is_given)| *is_given && temperature == 0.0) {
+        match draws.iter().find(|(_, is_given)| *is_given && sampling.temperature == 0.0) {
             Some((name, _)) => Err(Error::Environment(format!(
                 "{name}: the most probable token is taken; to draw tokens add --temperature 1"
             ))),
@@ -123,34 +125,8 @@ impl GenerateArgs {
         }
     }
 
-    fn unchecked(&self, folder: &Folder) -> Result<Sampling> {
-        let own = folder.generation()?;
-        let number = |key: &str, default: f64| own[key].as_f64().unwrap_or(default);
-        // Without it, the settings of the file do not count.
-        let samples = own["do_sample"].as_bool().unwrap_or(false);
-        let if_sampled = |key: &str, default: f64| {
-            if samples { number(key, default) } else { default }
-        };
-        let temperature = if samples { number("temperature", 1.0) } else { 0.0 };
-        Ok(Sampling {
-            temperature: self.temperature.unwrap_or(temperature),
-            top_k: self.top_k.unwrap_or(if_sampled("top_k", 0.0) as usize),
-            top_p: self.top_p.unwrap_or(if_sampled("top_p", 1.0)),
-            min_p: self.min_p.unwrap_or(if_sampled("min_p", 0.0)),
-            repetition_penalty: self
-                .repetition_penalty
-                .unwrap_or(number("repetition_penalty", 1.0)),
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            seed: self.seed,
-        })
-    }
-
     /// Returns the tokens of the prompt.
     fn prompt(&self, folder: &Folder, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        let of = |text: &str, special| -> Result<Vec<u32>> {
-            Ok(guarded(|| tokenizer.encode(text, special))?.get_ids().to_vec())
-        };
         let ids = match (&self.prompt_ids, &self.chat, &self.prompt) {
             (Some(ids), ..) => {
                 let rows = folder.config().vocab_size;
@@ -160,8 +136,12 @@ impl GenerateArgs {
                 }
                 ids.clone()
             }
-            (_, Some(message), _) => of(&Templates::of(folder)?.prompt(message)?, false)?,
-            (.., prompt) => of(prompt.as_deref().unwrap_or_default(), true)?,
+            (_, Some(message), _) => {
+                let message = json!({ "role": "user", "content": message });
+                let text = Templates::of(folder)?.prompt(&[message])?;
+                encode_prompt(tokenizer, &text, false)?
+            }
+            (.., prompt) => encode_prompt(tokenizer, prompt.as_deref().unwrap_or_default(), true)?,
         };
         check_rows(folder, tokenizer, ids.iter())?;
         Ok(ids)
@@ -177,7 +157,7 @@ fn token(text: &str) -> Result<u32, std::num::ParseIntError> {
 #[derive(Serialize)]
 struct Generated<'a> {
     tokens: &'a [u32],
-    text: String,
+    text: &'a str,
 }
 
 /// Generates text, and has process 0 print it to stdout as it comes, or one line of JSON. Checks
@@ -201,7 +181,7 @@ pub fn run(
     check_inputs(folder, &none, &none)?;
     let (stages, in_half) = (cut.stages(), args.dtype == WeightType::Bf16);
     // Found before processes start. The prompt's tokens are not known yet.
-    let held = Held::generation(folder, args.max_len.unwrap_or(args.tokens), in_half);
+    let held = Held::inference(folder, Room::for_one(args.max_len.unwrap_or(args.tokens)), in_half);
     let model = Stages::new(folder, stages, 1)?.cut(cut, held)?;
     let (devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
     if cut.show_sharding {
@@ -236,13 +216,17 @@ pub fn run(
         }
         let model = Stages::new(folder, stages, positions)?;
         let mut generator = model
-            .cut(cut, Held::generation(folder, positions, in_half))?
+            .cut(cut, Held::inference(folder, Room::for_one(positions), in_half))?
             .generator(p, &meshes, in_half)?;
         let own = own.into_inner().filter(|_| !p.is_dry_run());
-        let text = own.map(|tokenizer| Text { tokenizer, args, printed: RefCell::new(0) });
+        let text = own.map(|tokenizer| Text::new(tokenizer.into(), args.stop.clone()));
+        let output = RefCell::new(text.map(|text| Output { text, is_json: args.json }));
         let is_end = |p: &mut Program, tokens: &[u32]| {
             let is_end = tokens.last().is_some_and(|last| ends.contains(last));
-            let next = || text.as_ref().map_or(Ok(false), |text| text.next(tokens, is_end));
+            let next = || match (output.borrow_mut().as_mut(), tokens.last()) {
+                (Some(output), Some(token)) => output.next(*token),
+                _ => Ok(false),
+            };
             match args.stop.is_empty() {
                 true => next().map(|_| is_end),
                 // Only process 0 has the text.
@@ -250,72 +234,40 @@ pub fn run(
             }
         };
         let tokens = generator.generate(p, &prompt, &sampling, args.tokens, is_end)?;
-        if let Some(text) = text {
-            text.end(&tokens)?;
+        if let Some(output) = output.into_inner() {
+            output.end(&tokens)?;
         }
         anyhow::Ok(())
     })
 }
 
 /// The text of the new tokens, which is printed as it comes.
-struct Text<'a> {
-    tokenizer: Tokenizer,
-    args: &'a GenerateArgs,
-    /// Number of bytes that were printed.
-    printed: RefCell<usize>,
+struct Output {
+    text: Text,
+    is_json: bool,
 }
 
-impl Text<'_> {
-    /// Returns the text of tokens up to the first text that ends it, and true if it has one.
-    fn of(&self, tokens: &[u32]) -> Result<(String, bool)> {
-        let failed = |why| Error::Environment(format!("the tokenizer: {why}"));
-        let mut text = self.tokenizer.decode(tokens, true).map_err(failed)?;
-        let stop = self.args.stop.iter().filter_map(|stop| text.find(stop)).min();
-        stop.into_iter().for_each(|at| text.truncate(at));
-        Ok((text, stop.is_some()))
-    }
-
+impl Output {
     /// Prints what a further token adds. Returns true if the text has one that ends it.
-    fn next(&self, tokens: &[u32], is_end: bool) -> Result<bool> {
-        if self.args.json && self.args.stop.is_empty() {
-            return Ok(false);
-        }
-        let (text, stops) = self.of(tokens)?;
-        if !self.args.json {
-            // An end that may still become another character or a stop is kept back.
-            let held = self.args.stop.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
-            let whole = text.trim_end_matches('\u{fffd}').len();
-            let until = if stops || is_end { text.len() } else { whole.min(text.len() - held) };
-            self.print(&text, until);
-        }
-        Ok(stops)
-    }
-
-    fn print(&self, text: &str, until: usize) {
-        let mut printed = self.printed.borrow_mut();
-        if let Some(more) = text.get(*printed..until) {
+    fn next(&mut self, token: u32) -> Result<bool> {
+        let more = self.text.push(token)?;
+        if !self.is_json {
             print!("{more}");
             // If it fails, the next line does, and ends the program.
             _ = stdout().flush();
-            *printed = until;
         }
+        Ok(self.text.is_stopped())
     }
 
     /// Prints the rest, or the line of JSON.
-    fn end(&self, tokens: &[u32]) -> anyhow::Result<()> {
-        let (text, _) = self.of(tokens)?;
-        if self.args.json {
-            println!("{}", serde_json::to_string(&Generated { tokens, text })?);
+    fn end(mut self, tokens: &[u32]) -> anyhow::Result<()> {
+        let rest = self.text.end()?;
+        if !self.is_json {
+            println!("{rest}");
             return Ok(());
         }
-        self.print(&text, text.len());
-        println!();
+        let text = self.text.given();
+        println!("{}", serde_json::to_string(&Generated { tokens, text })?);
         Ok(())
     }
-}
-
-/// Returns the length of the longest end of a text with which `stop` begins.
-fn overlap(text: &str, stop: &str) -> usize {
-    let starts = stop.char_indices().map(|(at, char)| at + char.len_utf8());
-    starts.filter(|len| text.ends_with(&stop[..*len])).max().unwrap_or(0)
 }

@@ -28,6 +28,7 @@
 
 #![forbid(unsafe_code)]
 
+mod choice;
 mod config;
 mod cut;
 mod decoder;
@@ -39,8 +40,11 @@ mod folder;
 mod forward;
 pub mod generate;
 mod generator;
+mod inference;
+mod load;
 mod lora;
 mod matrix;
+mod pass;
 mod rope;
 mod sample;
 mod save;
@@ -48,6 +52,7 @@ pub mod score;
 mod stages;
 mod stored;
 mod template;
+mod text;
 mod tokens;
 pub mod train;
 
@@ -56,17 +61,22 @@ use std::path::Path;
 
 use mpmd::Error;
 
+pub use choice::Choice;
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
-pub use cut::{CutArgs, Held};
+pub use cut::{CutArgs, Held, Room};
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use generator::Generator;
+pub use inference::{Choices, Inference};
 pub use lora::{Lora, merged};
+pub use pass::{Begin, Chunk, MOST_TOKENS, MOST_WORDS, Pass, TOP};
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};
 pub use stages::Stages;
-pub use tokens::{Tokens, tokenizer};
+pub use template::Templates;
+pub use text::Text;
+pub use tokens::{Tokens, encode_prompt, tokenizer};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or
 /// a key; it may be empty if the file itself is meant.

@@ -248,21 +248,22 @@ impl Angles {
         Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
-    /// Rotates heads `[batch, time, heads, head_dim]`, where time begins at position `at`, and ends
-    /// with the sequence.
+    /// Rotates heads `[batch, time, heads, head_dim]` of whole sequences, or of tokens at these
+    /// positions, `[time]`.
     ///
     /// # Errors
     ///
     /// If there are more positions than angles.
-    pub fn rotate(&self, heads: &Tensor, at: usize) -> Result<Tensor> {
+    pub fn rotate(&self, heads: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
         let (_, time, _, head_dim) = heads.dims4()?;
-        let length = at + time;
-        let tables = match !self.is_fixed && self.rope.is_long(length) {
-            true => Self::tables(&self.rope, length, length)?,
+        let tables = match !self.is_fixed && self.rope.is_long(time) {
+            true => Self::tables(&self.rope, time, time)?,
             false => self.tables.clone(),
         };
-        let own = |table: &Tensor| table.narrow(0, at, table.dim(0)?.saturating_sub(at));
-        let (cos, sin) = (own(&tables[0])?, own(&tables[1])?);
+        let [cos, sin] = match positions {
+            None => tables,
+            Some(at) => [tables[0].index_select(at, 0)?, tables[1].index_select(at, 0)?],
+        };
         let dim = 2 * self.rope.pairs();
         if dim == head_dim {
             return rope_thd(heads, &cos, &sin);

@@ -3,11 +3,15 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
+use mpmd::Result;
 use mpmd::random::{Key, uniform_f64};
+use serde::{Deserialize, Serialize};
+
+use crate::folder::Folder;
 
 /// How the next token is chosen. The order of the steps is that of the library `transformers`:
 /// penalties, temperature, `top_k`, `top_p`, `min_p`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Sampling {
     /// Divides the logits. With 0 the most probable token is taken.
     pub temperature: f64,
@@ -45,6 +49,46 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// Returns how a folder's `generation_config.json` says that tokens are chosen. Values may be
+    /// out of their ranges.
+    ///
+    /// # Errors
+    ///
+    /// If the file is damaged.
+    pub fn of(folder: &Folder) -> Result<Self> {
+        let own = folder.generation()?;
+        let number = |key: &str, default: f64| own[key].as_f64().unwrap_or(default);
+        // Without it, the settings of the file do not count.
+        let samples = own["do_sample"].as_bool().unwrap_or(false);
+        let if_sampled = |key: &str, default: f64| {
+            if samples { number(key, default) } else { default }
+        };
+        Ok(Self {
+            temperature: if samples { number("temperature", 1.0) } else { 0.0 },
+            top_k: if_sampled("top_k", 0.0) as usize,
+            top_p: if_sampled("top_p", 1.0),
+            min_p: if_sampled("min_p", 0.0),
+            repetition_penalty: number("repetition_penalty", 1.0),
+            ..Self::default()
+        })
+    }
+
+    /// Returns (name, expected, found) of a value that is out of its range.
+    pub fn out_of_range(&self) -> Option<(&'static str, &'static str, f64)> {
+        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { presence_penalty, frequency_penalty, .. } = *self;
+        let all = [
+            ("temperature", "0 or more", temperature, temperature >= 0.0),
+            ("top_p", "more than 0, and 1 at most", top_p, top_p > 0.0 && top_p <= 1.0),
+            ("min_p", "0 to 1", min_p, (0.0..=1.0).contains(&min_p)),
+            ("repetition_penalty", "more than 0", repetition_penalty, repetition_penalty > 0.0),
+            ("presence_penalty", "a finite number", presence_penalty, true),
+            ("frequency_penalty", "a finite number", frequency_penalty, true),
+        ];
+        let wrong = all.into_iter().find(|(.., found, is_right)| !is_right || !found.is_finite());
+        wrong.map(|(name, expected, found, _)| (name, expected, found))
+    }
+
     /// Returns the token that follows a prompt and a text, from its logits. The same arguments
     /// always give the same token: the random number depends on the seed and the length of the text
     /// alone. `None` if the largest logit is no finite number.
@@ -128,8 +172,6 @@ impl PartialOrd for Ranked {
 
 #[cfg(test)]
 mod tests {
-    use serde::Deserialize;
-
     use super::*;
 
     /// Probabilities that `transformers` gives; see `tests/make_examples.py`.

@@ -12,12 +12,14 @@ use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
-use crate::cut::{Cost, CutArgs, Held, Layers, TooLittle};
+use crate::cut::{Cost, Costs, CutArgs, Held, Layers, Room, TooLittle};
 use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::forward::{Forward, loss_shapes, sequences};
 use crate::generator::Generator;
+use crate::inference::Inference;
+use crate::load::Load;
 use crate::lora::{self, Lora};
 use crate::rope::Angles;
 use crate::{unexpected, wrong};
@@ -65,7 +67,7 @@ impl Stages {
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let over = vec![Over::ONE; stages.max(1)];
-        let cut = costs(folder, &over, Held::default()).cut(over.len(), &[]);
+        let cut = costs(folder, &over, Held::default())?.cut(&[]);
         let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
         Ok(Self {
             folder: folder.clone(),
@@ -195,7 +197,11 @@ impl Stages {
             let table = divide::divided(self.folder.config(), mesh, stage.shapes())?;
             let Range { start, end } = self.layers(index);
             let of = format!("stage {index}, layers {start} to {}", end - 1);
-            text += &format!("{of}, on each of {} devices:\n{table}\n", mesh.devices().len());
+            let devices = match mesh.devices().len() {
+                1 => "on 1 device".to_owned(),
+                several => format!("over {several} devices"),
+            };
+            text += &format!("{of}, {devices}:\n{table}\n");
         }
         Ok(text)
     }
@@ -220,9 +226,9 @@ impl Stages {
         if !args.expert_parallel.is_empty() {
             self = self.expert_parallel(&args.expert_parallel)?;
         }
-        let costs = costs(&self.folder, &self.over, held);
+        let costs = costs(&self.folder, &self.over, held)?;
         if args.cut.is_empty() {
-            self.cut = match costs.cut(stages, limits) {
+            self.cut = match costs.cut(limits) {
                 Ok(cut) => cut,
                 Err(TooLittle { stage, needs }) => {
                     let limit = limits.get(stage).copied().unwrap_or_default();
@@ -243,7 +249,7 @@ impl Stages {
                 return Err(wrong("--cut", expected, format!("{range:?}")));
             }
             end = range.end;
-            let bytes = costs.cost(range.clone(), stage, stages).bytes;
+            let bytes = costs.cost(range.clone(), stage).bytes;
             if let Some(limit) = limits.get(stage).filter(|limit| bytes > **limit) {
                 let expected = format!("{} for stage {stage}", bytes_text(bytes));
                 return Err(wrong("--memory", expected, bytes_text(*limit)));
@@ -354,8 +360,39 @@ impl Stages {
     ///
     /// If there are fewer meshes than stages.
     pub fn generator(&self, p: &mut Program, meshes: &[Mesh], in_half: bool) -> Result<Generator> {
+        let room = Room::for_one(self.positions);
+        Ok(Generator::new(self.inference(p, meshes, room, in_half)?, self.positions))
+    }
+
+    /// Creates an inference, and issues the reading of the weights, as [`Stages::generator`] does.
+    /// There is `room` for sequences.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::generator`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn inference(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        room: Room,
+        in_half: bool,
+    ) -> Result<Inference> {
+        self.folder.compare(p)?;
+        let ropes = &self.folder.config().ropes;
+        let angles = ropes.iter().map(|rope| Angles::fixed(rope, self.positions));
+        let angles = angles.collect::<CandleResult<Vec<_>>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
         let meshes = &meshes[..self.cut.len()];
-        Generator::new(p, &self.folder, &self.cut, meshes, (self.positions, in_half))
+        let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
+            let place = (layers.clone(), mesh);
+            Load::new(&self.folder, &angles, place, (room, self.positions), in_half)
+        };
+        let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;
+        Inference::new(p, loads, meshes, room)
     }
 
     /// Returns the forward passes of the stages.
@@ -453,34 +490,53 @@ impl Stages {
     }
 }
 
-/// Returns the costs of the layers, and of what the first and the last stage have beside. `over` is
-/// the division of each stage over its devices. A layer's work is the number of its parameters, of experts of those that a token takes.
-/// Of the embedding a token reads a row.
-fn costs(folder: &Folder, over: &[Over], held: Held) -> Layers {
-    let cost = |work: u64, elements: u64| Cost { work, bytes: elements * held.element };
-    let elements = |aval: &ShapedArray| aval.elements() as u64;
-    let mut layers = vec![Cost { work: 0, bytes: held.layer }; folder.config().num_hidden_layers];
+/// Returns the costs of the layers on a device of each stage, and of what the first and the last
+/// stage have beside. `over` is the division of each stage over its devices.
+fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
+    let (count, mut stages) = (over.len(), Vec::<(Over, Layers)>::new());
+    for over in over.iter().copied() {
+        let known = stages.iter().find(|(other, _)| *other == over);
+        let costs = match known {
+            Some((_, costs)) => costs.clone(),
+            None => costs_on(folder, over, count, held)?,
+        };
+        stages.push((over, costs));
+    }
+    Ok(Costs(stages.into_iter().map(|(_, costs)| costs).collect()))
+}
+
+/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's work is the number of its
+/// parameters, of experts of those that a token takes. Of the embedding a token reads a row.
+fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
+    let config = folder.config();
+    let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;
+    let params = folder.params().map(|(name, aval)| (name.to_owned(), aval.clone()));
+    let cache = held.layer.div_ceil(over.tensor as u64);
+    let mut layers = vec![Cost { work: 0, bytes: cache }; config.num_hidden_layers];
     let (mut first, mut last) = (Cost::default(), Cost::default());
-    for (name, aval) in folder.params() {
+    for leaf in divide::divided(config, &mesh, params)?.leaves() {
+        let (name, elements) = (&*leaf.name, leaf.bytes_per_device / size_of::<f32>() as u64);
+        let cost = |work: u64| Cost { work, bytes: elements * held.element };
         let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
         let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
-        let taken = |elements: u64| match folder.config().experts {
+        let taken = match config.experts {
             Some(experts) if name.contains(".experts.") => {
                 elements * experts.per_token as u64 / experts.count as u64
             }
             _ => elements,
         };
         let (work, to) = match (layer, name) {
-            (Some(layer), _) => (taken(elements(aval)), layer),
-            (None, OUTPUT) => (elements(aval), &mut last),
+            (Some(layer), _) => (taken, layer),
+            (None, OUTPUT) => (elements, &mut last),
             (None, name) if name.starts_with("model.embed") => (0, &mut first),
             _ => (0, &mut last),
         };
-        *to = to.and(cost(work, elements(aval)));
-        if name == EMBEDDING && folder.config().tie_word_embeddings {
+        *to = to.and(cost(work));
+        if name == EMBEDDING && config.tie_word_embeddings {
             // A copy, unless it is in the same stage.
-            last = last.and(cost(elements(aval), if over.len() > 1 { elements(aval) } else { 0 }));
+            let bytes = if stages > 1 { cost(elements).bytes } else { 0 };
+            last = last.and(Cost { work: elements, bytes });
         }
     }
-    Layers::new(&layers, first, last, over.iter().map(|over| over.parts() as u64).collect())
+    Ok(Layers::new(&layers, first, last))
 }

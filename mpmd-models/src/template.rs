@@ -30,7 +30,7 @@ const FUEL: u64 = 10_000_000;
 const MARKS: [char; 2] = ['\u{f8f0e}', '\u{f8f0f}'];
 
 /// The chat templates of a folder.
-pub(crate) struct Templates {
+pub struct Templates {
     /// By [`NAMES`]; `None` if the folder has none of this name.
     all: [Option<Template>; 2],
 }
@@ -106,7 +106,7 @@ impl Templates {
     /// # Errors
     ///
     /// If the folder has none, or a file is damaged.
-    pub(crate) fn of(folder: &Folder) -> Result<Self> {
+    pub fn of(folder: &Folder) -> Result<Self> {
         let (path, special) = (folder.path(), special_tokens(folder)?);
         let read = |name| {
             let Some(source) = source(folder, name)? else { return Ok(None) };
@@ -123,15 +123,20 @@ impl Templates {
         }
     }
 
-    /// Returns the text with which a model replies to a user's message.
+    /// Returns the text with which a model replies to the messages of a conversation: objects, with
+    /// `role` and `content`.
     ///
     /// # Errors
     ///
-    /// If the template refuses it.
-    pub(crate) fn prompt(&self, message: &str) -> Result<String> {
-        let pairs = [("role", "user"), ("content", message)];
-        let messages = [Value::from_pairs(pairs)];
+    /// If the template refuses them.
+    pub fn prompt(&self, messages: &[serde_json::Value]) -> Result<String> {
         let failed = |why: String| Error::Environment(format!("the chat template: {why}"));
+        let read = |message: &serde_json::Value| serde_json::from_value(message.clone());
+        let messages: Vec<Value> = messages
+            .iter()
+            .map(read)
+            .collect::<Result<_, serde_json::Error>>()
+            .map_err(|why| failed(why.to_string()))?;
         let template = self.all.iter().rev().flatten().next();
         let template = template.ok_or_else(|| failed("none".to_owned()))?;
         Ok(template.render(&messages, None, true).map_err(|why| failed(detail(&why)))?.0)

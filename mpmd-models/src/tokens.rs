@@ -60,6 +60,16 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(guarded(|| tokenizer.encode_fast(text, false))?.get_ids().to_vec())
 }
 
+/// Turns a prompt into tokens, with those that the tokenizer puts around a text if `special` is
+/// set.
+///
+/// # Errors
+///
+/// If the tokenizer fails, or its pattern engine gives up.
+pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result<Vec<u32>> {
+    Ok(guarded(|| tokenizer.encode(text, special))?.get_ids().to_vec())
+}
+
 /// Returns what `encode` returns.
 ///
 /// # Errors

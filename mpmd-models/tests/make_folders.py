@@ -142,6 +142,8 @@ FOLDERS = {
         use_sliding_window=True,
         sliding_window=9,
         max_window_layers=1,
+        hidden_size=24,
+        num_attention_heads=4,
         num_hidden_layers=5,
         tie_word_embeddings=True,
     ),
@@ -149,7 +151,8 @@ FOLDERS = {
     "qwen3-window": dict(
         ODD,
         family="qwen3",
-        num_key_value_heads=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         attention_bias=True,
         use_sliding_window=True,
         sliding_window=7,
@@ -157,7 +160,13 @@ FOLDERS = {
         tie_word_embeddings=True,
     ),
     "mistral": dict(ODD, family="mistral", sliding_window=12),
-    "mistral-bf16": dict(ODD, family="mistral", sliding_window=None, tie_word_embeddings=True),
+    "mistral-bf16": dict(
+        ODD,
+        family="mistral",
+        num_attention_heads=4,
+        sliding_window=None,
+        tie_word_embeddings=True,
+    ),
     "gemma3": dict(
         GEMMA,
         family="gemma3_text",
@@ -169,13 +178,20 @@ FOLDERS = {
         ),
     ),
     "gemma3-old": dict(
-        GEMMA, family="gemma3_text", head_dim=6, num_key_value_heads=3, final_logit_softcapping=4.0
+        GEMMA,
+        family="gemma3_text",
+        hidden_size=20,
+        head_dim=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        final_logit_softcapping=4.0,
     ),
     "gpt2": dict(GPT2, family="gpt2"),
     "gpt2-hub": dict(
         GPT2,
         family="gpt2",
-        n_head=5,
+        n_embd=16,
+        n_head=4,
         n_inner=22,
         scale_attn_by_inverse_layer_idx=True,
         activation_function="gelu",
@@ -193,7 +209,12 @@ FOLDERS = {
         ),
     ),
     "phi3-window": dict(
-        PHI3, family="phi3", num_key_value_heads=3, sliding_window=11, tie_word_embeddings=True
+        PHI3,
+        family="phi3",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=11,
+        tie_word_embeddings=True,
     ),
     "gemma2": dict(
         GEMMA, family="gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=5.0
@@ -201,14 +222,21 @@ FOLDERS = {
     "gemma2-bf16": dict(
         GEMMA,
         family="gemma2",
-        num_key_value_heads=3,
+        hidden_size=20,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         attention_bias=True,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
     ),
     "olmo2": dict(ODD, family="olmo2", head_dim=None),
     "olmo2-wide": dict(
-        ODD, family="olmo2", num_key_value_heads=3, attention_bias=True, tie_word_embeddings=True
+        ODD,
+        family="olmo2",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "granite": dict(
         ODD,
@@ -221,6 +249,7 @@ FOLDERS = {
     "granite-tied": dict(
         ODD,
         family="granite",
+        num_attention_heads=4,
         attention_bias=True,
         mlp_bias=True,
         tie_word_embeddings=True,
@@ -230,6 +259,8 @@ FOLDERS = {
     "neox-serial": dict(
         NEOX,
         family="gpt_neox",
+        hidden_size=20,
+        num_attention_heads=4,
         use_parallel_residual=False,
         attention_bias=False,
         hidden_act="gelu_new",

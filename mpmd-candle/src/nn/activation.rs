@@ -6,8 +6,8 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail}
 use candle_nn::Module;
 pub use candle_nn::activation::{PReLU, prelu};
 
-use super::lanes::exp;
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
+use mpmd_device::cpu::lanes::exp;
 
 /// The kernels' functions and slopes beyond this number are those of infinity.
 const BOUND: f32 = 1e4;

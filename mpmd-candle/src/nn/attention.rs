@@ -11,11 +11,11 @@ use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Result, Shape, Tensor
 pub use candle_nn::attention::*;
 use rayon::prelude::*;
 
-use super::lanes;
 use super::softmax::softmax;
 use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::keeps;
+use mpmd_device::cpu::lanes;
 
 /// The number of queries in a block: their scores are computed together.
 pub(super) const BLOCK: usize = 64;

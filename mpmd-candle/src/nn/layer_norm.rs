@@ -6,12 +6,12 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Te
 pub use candle_nn::LayerNormConfig;
 use candle_nn::{Init, Module, VarBuilder};
 
-use super::lanes;
 use super::values::{
     add_columns, are_fast, bias_gradient, for_rows, in_layer, name_of, result, single, slice,
     tensor_like, values,
 };
 use crate::pass::weight_gradient;
+use mpmd_device::cpu::lanes;
 
 /// A layer that scales each row to mean 0 and variance 1, then scales and shifts each column.
 /// Without `remove_mean` it keeps the mean and scales to mean square 1.

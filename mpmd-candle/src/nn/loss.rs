@@ -6,10 +6,10 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Result, Shape
 
 use super::attention::Normalizer;
 use super::embedding::indices;
-use super::lanes;
 use super::softmax::log_softmax;
 use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
 use crate::pass::keeps;
+use mpmd_device::cpu::lanes;
 
 /// Computes the mean cross-entropy of `target` `[rows]`, indices of classes, under the logits `inp`
 /// `[rows, classes]`, in nats. The result is a scalar of the logits' type.

@@ -17,7 +17,7 @@
 //! | `ConvTranspose2d` | by candle, without groups | no |
 //! | `ConvTranspose1d` | none: an error | |
 //! | `BatchNorm` | by candle; a forward pass writes the running statistics | no |
-//! | `PackedLinear` | none: for inference | |
+//! | `PackedLinear`, `PagedCache` | none: for inference | |
 //! | `moe`, `kv_cache`, quantized layers, `attention::flash_attn` | none: for inference | |
 //!
 //! A layer that does not defer computes the gradients of its weights with that of its input. That
@@ -35,12 +35,12 @@ pub mod conv;
 mod dropout;
 pub mod embedding;
 mod grouped;
-mod lanes;
 pub mod layer_norm;
 pub mod linear;
 pub mod loss;
 pub mod ops;
 mod packed;
+mod paged;
 pub mod rotary_emb;
 mod self_attention;
 mod softmax;
@@ -59,4 +59,5 @@ pub use layer_norm::{
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use packed::PackedLinear;
+pub use paged::{BLOCK, PagedCache, PagedRows, PagedScores};
 pub use self_attention::self_attention;

@@ -10,10 +10,10 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
 use super::attention::{BLOCK, Mask, Normalizer, attention, probabilities, score_gradients};
-use super::lanes;
 use super::values::{are_fast, exact, result, slice, tensor_like, values};
 use crate::matmul::{Matrix, multiply_here, multiply_strided};
 use crate::pass::keeps;
+use mpmd_device::cpu::lanes;
 
 /// Computes `softmax(scale q kᵀ + mask) v` for each head, where one tensor has queries, keys and
 /// values.

@@ -3,10 +3,10 @@
 use candle_core::shape::Dim;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
 
-use super::lanes;
 use super::values::{
     Values, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
 };
+use mpmd_device::cpu::lanes;
 
 /// Computes the softmax along dimension `dim`.
 ///

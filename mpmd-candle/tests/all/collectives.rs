@@ -13,6 +13,8 @@ enum Form {
     Whole,
     /// Columns of the first matrix, rows of the second, and an all-reduce at the end.
     Reduced,
+    /// One matrix is divided by columns, and the other is whole.
+    Gathered,
     /// The same with the rows of the input divided between the layers.
     Scattered,
     /// Rows divided over the devices.
@@ -44,6 +46,12 @@ fn run(form: Form) -> Vec<Vec<f32>> {
                         let x = cx.replicated(&x, "model")?;
                         cx.all_reduce(&x.matmul(up)?.sqr()?.matmul(down)?, "model")?
                     }
+                    // Each device computes columns in between, and all compute the same of them.
+                    Form::Gathered => {
+                        let x = cx.replicated(&x, "model")?;
+                        let y = cx.gathered(&x.matmul(up)?.sqr()?, 1, "model")?;
+                        y.matmul(down)?
+                    }
                     Form::Scattered => {
                         let x = cx.all_gather(&x, 0, "model")?;
                         cx.reduce_scatter(&x.matmul(up)?.sqr()?.matmul(down)?, 0, "model")?
@@ -51,7 +59,7 @@ fn run(form: Form) -> Vec<Vec<f32>> {
                 };
                 let loss = (y * cx.side("factors")?)?.sum_all()?;
                 let sum = match form {
-                    Form::Whole | Form::Reduced => loss,
+                    Form::Whole | Form::Reduced | Form::Gathered => loss,
                     _ => cx.all_reduce(&loss, "model")?,
                 };
                 let weight = sum.ones_like()?.detach();
@@ -59,7 +67,7 @@ fn run(form: Form) -> Vec<Vec<f32>> {
             },
         )?;
         let rows = match form {
-            Form::Whole | Form::Reduced => Spec::default(),
+            Form::Whole | Form::Reduced | Form::Gathered => Spec::default(),
             _ => spec!["model"],
         };
         let layer = layer.input_spec(rows.clone());
@@ -68,7 +76,10 @@ fn run(form: Form) -> Vec<Vec<f32>> {
             layer.init_as(p, 3, |path, _| {
                 mesh.sharding(match (form, path) {
                     (Form::Whole | Form::Rows, _) => Spec::default(),
-                    (Form::Reduced | Form::Scattered, "up") => spec![None, "model"],
+                    (Form::Reduced | Form::Scattered | Form::Gathered, "up") => {
+                        spec![None, "model"]
+                    }
+                    (Form::Gathered, _) => Spec::default(),
                     _ => spec!["model"],
                 })
             })?
@@ -105,7 +116,7 @@ fn run(form: Form) -> Vec<Vec<f32>> {
 fn divided_layers_have_values_and_gradients_of_the_whole() {
     let whole = run(Form::Whole);
     assert_eq!(whole.len(), 4);
-    for form in [Form::Reduced, Form::Scattered, Form::Rows, Form::Stored] {
+    for form in [Form::Reduced, Form::Gathered, Form::Scattered, Form::Rows, Form::Stored] {
         for (found, expected) in run(form).iter().zip(&whole) {
             let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (found, expected) in found.iter().zip(expected) {

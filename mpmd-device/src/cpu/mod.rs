@@ -1,5 +1,7 @@
 //! The CPU back end.
 
+pub mod lanes;
 pub mod matmul;
 pub mod packed;
+pub mod paged;
 pub mod stream;

@@ -136,7 +136,7 @@ pub struct LayerConfig {
 
 impl Config {
     /// Returns the most tokens of a sequence.
-    pub(crate) fn positions(&self) -> usize {
+    pub fn positions(&self) -> usize {
         let own = self.max_position_embeddings;
         self.ropes.iter().map(|rope| rope.positions(own)).max().unwrap_or(own)
     }

@@ -1,12 +1,10 @@
 //! The attention of a decoder's layer.
 
-use std::ops::Range;
-
-use mpmd::candle::nn::kv_cache::KvCache;
-use mpmd::candle::nn::{self, Mask, VarBuilder};
+use mpmd::candle::nn::{self, Mask, PagedCache, PagedScores, VarBuilder};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
 use super::Plan;
+use super::cache::Rows;
 use super::norm::Norm;
 use super::over::Over;
 
@@ -65,17 +63,9 @@ impl Attention {
         all.into_iter().try_for_each(|projection| projection.pack(form))
     }
 
-    /// Computes the attention of tokens to those of the pass, or also to those in `cache`, to which
-    /// it adds them.
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        starts: Option<&Tensor>,
-        cache: Option<&mut KvCache>,
-        cx: &Cx<'_>,
-    ) -> Result<Tensor> {
+    /// Computes the attention of tokens to those that they see.
+    pub(super) fn forward(&self, x: &Tensor, keys: Keys<'_>, cx: &Cx<'_>) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
-        let before = cache.as_ref().map_or(0, |cache| cache.current_seq_len());
         let over = self.over;
         let axes = [over.divided(), over.of_keys()];
         // `[batch, time, heads, head_dim]`, of this device's heads.
@@ -86,36 +76,60 @@ impl Attention {
             Some((HeadNorm::Width, norms)) => heads(norms[which].over(&x, cx, axes[which])?),
         };
         let rotated = |x: Tensor| match &self.angles {
-            Some(angles) => angles.rotate(&x, before),
+            Some(angles) => angles.rotate(&x, keys.positions()),
             None => Ok(x),
         };
-        let [keys, queries] = over.heads(x, cx)?;
-        let q = rotated(normed(self.q.part(&queries)?, 0)?)?.transpose(1, 2)?;
-        let k = rotated(normed(self.k.part(&keys)?, 1)?)?.transpose(1, 2)?;
-        let v = heads(self.v.part(&keys)?)?.transpose(1, 2)?;
-        let (k, v) = (over.repeated(k, cx)?, over.repeated(v, cx)?);
-        let (k, v) = match cache {
-            Some(cache) => cache.append(&k.contiguous()?, &v.contiguous()?)?,
-            None => (k, v),
+        let [of_keys, of_queries] = over.heads(x, cx)?;
+        let q = rotated(normed(self.q.part(&of_queries)?, 0)?)?;
+        let k = over.repeated(rotated(normed(self.k.part(&of_keys)?, 1)?)?, cx)?;
+        let v = over.repeated(heads(self.v.part(&of_keys)?)?, cx)?;
+        let LayerConfig { window, scale, .. } = self.layer;
+        let out = match keys {
+            Keys::Cached(cache, rows) => {
+                let scores = PagedScores { scale, cap: self.cap, window };
+                let [q, k, v] = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
+                cache.attention([&q, &k, &v], &rows.sequences, scores)?
+            }
+            Keys::Own(starts) => {
+                let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+                let mask = mask(window, starts, time)?;
+                let out = match self.cap {
+                    None => nn::attention(&q, &k, &v, mask, scale)?,
+                    Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
+                };
+                out.transpose(1, 2)?
+            }
         };
-        let mask = mask(self.layer.window, starts, before..before + time)?;
-        let scale = self.layer.scale;
-        let out = match self.cap {
-            None => nn::attention(&q, &k, &v, mask, scale)?,
-            Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
-        };
-        self.o.whole(&out.transpose(1, 2)?.reshape((batch, time, ()))?, cx, over.divided())
+        self.o.whole(&out.reshape((batch, time, ()))?, cx, over.divided())
     }
 }
 
-/// Returns the mask of a causal attention of the queries at these positions, in which each sees
-/// `window` keys at most, from its start on.
-fn mask(window: Option<usize>, starts: Option<&Tensor>, queries: Range<usize>) -> Result<Mask> {
-    let Some(window) = window.filter(|window| *window < queries.end) else {
+/// The keys that the tokens of a pass see.
+pub(super) enum Keys<'a> {
+    /// Those of the pass. A row's sequences start at these columns, `[batch, time]`; by default
+    /// each row is a sequence.
+    Own(Option<&'a Tensor>),
+    /// Those of their sequences so far, which are kept here, and their own. There is one row.
+    Cached(&'a mut PagedCache, &'a Rows),
+}
+
+impl Keys<'_> {
+    /// Returns the positions of the tokens. `None` if they are those of the pass.
+    fn positions(&self) -> Option<&Tensor> {
+        match self {
+            Self::Own(_) => None,
+            Self::Cached(_, rows) => Some(&rows.positions),
+        }
+    }
+}
+
+/// Returns the mask of a causal attention of `time` queries, in which each sees `window` keys at
+/// most, from its start on.
+fn mask(window: Option<usize>, starts: Option<&Tensor>, time: usize) -> Result<Mask> {
+    let Some(window) = window.filter(|window| *window < time) else {
         return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
     };
-    let time = queries.len();
-    let first = queries.map(|query| (query + 1).saturating_sub(window) as u32);
+    let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
     let first = Tensor::from_vec(first.collect(), (1, time), &Device::Cpu)?;
     Ok(Mask::CausalFrom(match starts {
         Some(starts) => starts.broadcast_maximum(&first)?,

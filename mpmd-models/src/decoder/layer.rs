@@ -1,11 +1,10 @@
 //! A layer of a decoder.
 
 use mpmd::candle::nn::VarBuilder;
-use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::{Cx, Result, Tensor};
 
 use super::Plan;
-use super::attention::Attention;
+use super::attention::{Attention, Keys};
 use super::balance::Balance;
 use super::experts::Experts;
 use super::mlp::Mlp;
@@ -69,12 +68,11 @@ impl Layer {
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        starts: Option<&Tensor>,
-        cache: Option<&mut KvCache>,
+        keys: Keys<'_>,
         balance: Option<&mut Balance>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, starts, cache, cx))?)?;
+        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, keys, cx))?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {

@@ -5,6 +5,7 @@
 
 mod attention;
 mod balance;
+mod cache;
 mod experts;
 mod layer;
 mod mlp;
@@ -18,7 +19,6 @@ use std::ops::Range;
 use mpmd::Result as CoreResult;
 use mpmd::aval::{self, ShapedArray};
 use mpmd::candle::candle_core::{DType, Error as CandleError, bail};
-use mpmd::candle::nn::kv_cache::KvCache;
 use mpmd::candle::nn::{
     Embedding, Linear, Module, PackedLinear, VarBuilder, embedding, linear_no_bias,
 };
@@ -28,7 +28,9 @@ use crate::config::Config;
 use crate::lora::Lora;
 use crate::matrix::{Form, Matrix, Table};
 use crate::rope::Angles;
+use attention::Keys;
 pub(crate) use balance::Balance;
+pub(crate) use cache::{Caches, Rows};
 use layer::{Layer, scaled};
 use norm::Norm;
 pub(crate) use over::{Over, Shared};
@@ -207,36 +209,47 @@ impl Part {
         self.run(x, starts, (None, Some(balance)), cx)
     }
 
-    /// Computes the part's layers for the tokens that follow those of the caches, and adds them.
-    /// The shapes are those of [`Part::forward`], with a batch of one.
+    /// Computes the part's layers for tokens of several sequences, which follow those in the
+    /// caches, and adds them. The shapes are those of [`Part::forward`], with a batch of one.
     ///
     /// # Errors
     ///
-    /// As for [`Part::forward`], and if the caches are full.
-    pub(crate) fn follow(&self, x: Tensor, caches: &mut Caches, cx: &Cx<'_>) -> Result<Tensor> {
-        self.run(x, None, (Some(caches), None), cx)
+    /// As for [`Part::forward`], and if the rows do not fit `x` or the caches.
+    pub(crate) fn follow(
+        &self,
+        x: Tensor,
+        rows: &Rows,
+        caches: &mut Caches,
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
+        self.run(x, None, (Some((caches, rows)), None), cx)
     }
 
     fn run(
         &self,
         x: Tensor,
         starts: Option<&Tensor>,
-        (mut caches, mut balance): (Option<&mut Caches>, Option<&mut Balance>),
+        (mut cached, mut balance): (Option<(&mut Caches, &Rows)>, Option<&mut Balance>),
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        let before = caches.as_deref().map_or(0, Caches::tokens) as u32;
         let mut x = match &self.embedding {
             Some(table) => scaled(self.embed(table, &x, cx)?, self.embedding_scale)?,
             None => x,
         };
         if let Some(positions) = &self.positions {
-            let at = Tensor::arange(before, before + x.dim(1)? as u32, &Device::Cpu)?;
+            let at = match &cached {
+                Some((_, rows)) => rows.positions.clone(),
+                None => Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?,
+            };
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
         }
         for (at, layer) in self.layers.iter().enumerate() {
-            let cache = caches.as_deref_mut().map(|caches| &mut caches.0[at]);
-            x = layer.forward(&x, starts, cache, balance.as_deref_mut(), cx)?;
+            let keys = match &mut cached {
+                Some((caches, rows)) => Keys::Cached(&mut caches.0[at], rows),
+                None => Keys::Own(starts),
+            };
+            x = layer.forward(&x, keys, balance.as_deref_mut(), cx)?;
         }
         Ok(x)
     }
@@ -284,27 +297,6 @@ impl Part {
             Some(cap) => (logits / cap)?.tanh()? * cap,
             None => Ok(logits),
         }
-    }
-}
-
-/// The keys and values of the tokens so far, for each layer of a part.
-pub(crate) struct Caches(Vec<KvCache>);
-
-impl Caches {
-    /// Creates empty caches for `layers` layers and up to `tokens` tokens.
-    pub(crate) fn new(layers: usize, tokens: usize) -> Self {
-        // `[1, heads, tokens, head_dim]`.
-        Self((0..layers).map(|_| KvCache::new(2, tokens)).collect())
-    }
-
-    /// Returns the number of tokens.
-    pub(crate) fn tokens(&self) -> usize {
-        self.0.first().map_or(0, KvCache::current_seq_len)
-    }
-
-    /// Forgets all tokens.
-    pub(crate) fn clear(&mut self) {
-        self.0.iter_mut().for_each(KvCache::reset);
     }
 }
 

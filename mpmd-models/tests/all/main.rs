@@ -1,6 +1,7 @@
 //! Models in folders that `transformers` has made, against its results. `make_folders.py` makes
 //! the folders again.
 
+mod divided;
 mod examples;
 mod experts;
 mod folders;

@@ -55,15 +55,21 @@ impl Data<MpmdArray> for Given {
 }
 
 /// Replaces LoRA's matrices A by `0.5 cos(i)`, where `i` is the index of the element.
-fn set_lora(p: &mut Program, pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>) -> Result<()> {
+pub(crate) fn set_lora(
+    p: &mut Program,
+    pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
+) -> Result<()> {
     for stage in 0..pipeline.stages() {
-        let sharding = pipeline.mesh(stage).replicated();
         let mut params = Vec::new();
         for (name, array) in pipeline.params(stage) {
             params.push(if name.ends_with("lora_A.weight") {
-                p.array_from_fn(array.aval().clone(), &sharding, |_, mut view| {
-                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
-                    values.for_each(|(i, value)| *value = (0.5 * (i as f64).cos()) as f32);
+                let (aval, sharding) = (array.aval().clone(), array.sharding().cloned());
+                let shape = aval.shape().to_vec();
+                p.array_from_fn(aval, sharding.unwrap(), move |region, mut view| {
+                    let elements = region.indices(&shape);
+                    for (value, i) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
+                        *value = (0.5 * (i as f64).cos()) as f32;
+                    }
                     Ok(())
                 })?
             } else {

@@ -8,13 +8,13 @@
 const LANES: usize = 16;
 
 /// Returns the sum of the elements, or zero if there are none.
-pub(super) fn sum(x: &[f32]) -> f32 {
+pub fn sum(x: &[f32]) -> f32 {
     sum_of(x, |x| x)
 }
 
 /// Returns the sum of `f` of each element.
 #[inline(always)]
-pub(super) fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+pub fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
     for chunk in chunks {
@@ -29,13 +29,13 @@ pub(super) fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 }
 
 /// Returns the sum of the products of corresponding elements of two slices of one length.
-pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     sum_of_both(x, y, |x, y| x * y)
 }
 
 /// Returns the sum of `f` of corresponding elements of two slices of one length.
 #[inline(always)]
-pub(super) fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     debug_assert_eq!(x.len(), y.len(), "elements of a sum");
     let ((x_chunks, x_rest), (y_chunks, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
     let mut lanes = [0.0; LANES];
@@ -52,7 +52,7 @@ pub(super) fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> 
 
 /// Returns the largest element, or minus infinity if there is none. It may ignore a NaN, which
 /// later shows in the exponentials.
-pub(super) fn max(x: &[f32]) -> f32 {
+pub fn max(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let (chunks, rest) = x.as_chunks::<LANES>();
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -74,7 +74,7 @@ pub(super) fn max(x: &[f32]) -> f32 {
 /// The code has no branches or calls. `e^x = 2^n e^r` with an integer `n` and `|r|` at most half of
 /// ln 2. There seven terms of the series are exact to the last bit or two.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub fn exp(x: f32) -> f32 {
     const LIMIT: f32 = 80.0;
     // Adding it to a small number rounds that number to an integer, which is left in the lowest
     // bits.

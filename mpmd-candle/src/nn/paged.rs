@@ -1,0 +1,229 @@
+//! Attention of several sequences to keys and values that stay from pass to pass, in blocks.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+pub use mpmd_device::cpu::paged::BLOCK;
+use mpmd_device::cpu::paged::{Paged, Query, Scores};
+use rayon::prelude::*;
+
+use super::values::values;
+
+/// Number of tokens whose queries are computed by one thread.
+const ROWS: usize = 16;
+
+/// The keys and values of a layer, in blocks of [`BLOCK`] tokens. Sequences have their own blocks,
+/// or share those of equal beginnings.
+#[derive(Clone, Debug)]
+pub struct PagedCache {
+    paged: Paged,
+    heads: usize,
+    dim: usize,
+}
+
+/// Tokens of one sequence in a pass.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct PagedRows {
+    /// Position of the first of the tokens.
+    pub start: usize,
+    /// Number of tokens.
+    pub rows: usize,
+    /// The blocks of the sequence, in order: as many as its tokens up to these need.
+    pub blocks: Vec<u32>,
+}
+
+/// The function of an attention's scores, and the keys that are seen.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedScores {
+    /// Factor of the products of queries and keys.
+    pub scale: f64,
+    /// A score `x` becomes `cap tanh(x / cap)`.
+    pub cap: Option<f64>,
+    /// Number of keys that a query sees, its own included. `None` if it sees all before it.
+    pub window: Option<usize>,
+}
+
+impl PagedCache {
+    /// Creates `blocks` blocks for so many heads of keys, of width `dim`.
+    pub fn new(blocks: usize, heads: usize, dim: usize) -> Self {
+        Self { paged: Paged::zeros(blocks, heads, dim), heads, dim }
+    }
+
+    /// Adds the keys and values of a pass, and computes the causal attention of its queries. `q` is
+    /// `[tokens, heads, dim]`, and `k` and `v` `[tokens, heads of keys, dim]`: the tokens of the
+    /// first sequence, then those of the next. Each head of keys serves as many consecutive heads.
+    /// Returns `[tokens, heads, dim]`. A token's result has the same bits whatever else is in the
+    /// pass, and however its sequence was divided over passes. There is no gradient.
+    ///
+    /// # Errors
+    ///
+    /// If shapes do not fit, or a sequence has too few blocks or one that does not exist.
+    pub fn attention(
+        &mut self,
+        [q, k, v]: [&Tensor; 3],
+        sequences: &[PagedRows],
+        PagedScores { scale, cap, window }: PagedScores,
+    ) -> Result<Tensor> {
+        let &mut Self { heads: groups, dim, .. } = self;
+        let tokens: usize = sequences.iter().map(|sequence| sequence.rows).sum();
+        let heads = match *q.dims() {
+            [count, heads, own]
+                if (count, own) == (tokens, dim)
+                    && heads.is_multiple_of(groups)
+                    && [k, v].iter().all(|x| x.dims() == [tokens, groups, dim])
+                    && [q, k, v].iter().all(|x| x.dtype() == DType::F32) =>
+            {
+                heads
+            }
+            _ => bail!(
+                "attention of q {:?}, k {:?} and v {:?}: expected F32 [{tokens}, _, {dim}] and \
+                 [{tokens}, {groups}, {dim}]",
+                q.dims(),
+                k.dims(),
+                v.dims()
+            ),
+        };
+        for PagedRows { start, rows, blocks } in sequences {
+            let needed = (start + rows).div_ceil(BLOCK);
+            let all = self.paged.blocks();
+            if blocks.len() < needed || blocks.iter().any(|block| *block as usize >= all) {
+                bail!("{needed} blocks of {all} are needed for a sequence, found {blocks:?}");
+            }
+        }
+        let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+        let [q, k, v] = [values(&q)?, values(&k)?, values(&v)?];
+        let (mut row, width) = (0, groups * dim);
+        for PagedRows { start, rows, blocks } in sequences {
+            for position in *start..start + rows {
+                let [keys, values] = [&k, &v].map(|x| &x[row * width..][..width]);
+                let block = blocks[position / BLOCK] as usize;
+                self.paged.set(block, position % BLOCK, keys, values);
+                row += 1;
+            }
+        }
+        let (shared, width) = (heads / groups, heads * dim);
+        let scores = Scores { scale: scale as f32, cap: cap.map(|cap| cap as f32) };
+        let mut parts: Vec<Part<'_>> = Vec::new();
+        let mut first = 0;
+        for sequence in sequences {
+            for start in (0..sequence.rows).step_by(ROWS) {
+                let rows = first + start..first + sequence.rows.min(start + ROWS);
+                let position = sequence.start + start;
+                let part = |group| Part { rows: rows.clone(), position, group, sequence };
+                parts.extend((0..groups).map(part));
+            }
+            first += sequence.rows;
+        }
+        let results: Vec<Vec<f32>> = parts
+            .par_iter()
+            .map(|part| {
+                let queries = part.rows.clone().flat_map(|row| {
+                    let position = part.position + row - part.rows.start;
+                    let start = window.map_or(0, |window| (position + 1).saturating_sub(window));
+                    (0..shared).map(move |head| (row, head, start..position + 1))
+                });
+                let queries: Vec<Query<'_>> = queries
+                    .map(|(row, head, seen)| {
+                        let at = row * width + (part.group * shared + head) * dim;
+                        Query { elements: &q[at..][..dim], seen }
+                    })
+                    .collect();
+                let mut out = vec![0.0; queries.len() * dim];
+                self.paged.attend(part.group, &part.sequence.blocks, &queries, scores, &mut out);
+                out
+            })
+            .collect();
+        let mut out = vec![0.0; tokens * width];
+        for (part, result) in parts.iter().zip(&results) {
+            for (row, result) in part.rows.clone().zip(result.chunks_exact(shared * dim)) {
+                let at = row * width + part.group * shared * dim;
+                out[at..][..shared * dim].copy_from_slice(result);
+            }
+        }
+        Tensor::from_vec(out, (tokens, heads, dim), &Device::Cpu)
+    }
+}
+
+/// Tokens of a sequence, and a head of keys.
+struct Part<'a> {
+    /// Their places in the pass.
+    rows: Range<usize>,
+    /// Position of the first one.
+    position: usize,
+    group: usize,
+    sequence: &'a PagedRows,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nn::{Mask, attention};
+
+    #[test]
+    fn passes_of_several_sequences_equal_whole_ones() {
+        let (heads, groups, dim) = (6, 2, 4);
+        let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap();
+        let lengths = [37, 5, 18];
+        let tables: [Vec<u32>; 3] = [vec![4, 1, 9], vec![7], vec![2, 0]];
+        let inputs = lengths.map(|length| {
+            [
+                random(&[length, heads, dim]),
+                random(&[length, groups, dim]),
+                random(&[length, groups, dim]),
+            ]
+        });
+        for window in [None, Some(7)] {
+            let scores = PagedScores { scale: 0.6, cap: None, window };
+            let mut cache = PagedCache::new(10, groups, dim);
+            let mut found = lengths.map(|_| Vec::new());
+            // Each pass has some tokens of each sequence.
+            for [a, b, c] in [[0..20, 0..1, 0..0], [20..21, 1..2, 0..17], [21..37, 2..5, 17..18]] {
+                let ranges = [a, b, c];
+                let rows = ranges.iter().zip(&tables).map(|(range, table)| PagedRows {
+                    start: range.start,
+                    rows: range.len(),
+                    blocks: table.clone(),
+                });
+                let rows: Vec<PagedRows> = rows.collect();
+                let joined = [0, 1, 2].map(|which| {
+                    let parts = ranges.iter().zip(&inputs).map(|(range, inputs)| {
+                        inputs[which].narrow(0, range.start, range.len()).unwrap()
+                    });
+                    Tensor::cat(&parts.collect::<Vec<_>>(), 0).unwrap()
+                });
+                let out = cache.attention(joined.each_ref(), &rows, scores).unwrap();
+                let mut first = 0;
+                for (range, found) in ranges.iter().zip(&mut found) {
+                    found.push(out.narrow(0, first, range.len()).unwrap());
+                    first += range.len();
+                }
+            }
+            for ((length, inputs), found) in lengths.iter().zip(&inputs).zip(&found) {
+                let [q, k, v] =
+                    inputs.each_ref().map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
+                let first = (0..*length as u32)
+                    .map(|at| window.map_or(0, |window| (at + 1).saturating_sub(window as u32)));
+                let first = Tensor::from_vec(first.collect(), (1, *length), &Device::Cpu).unwrap();
+                let whole = attention(&q, &k, &v, Mask::CausalFrom(first), 0.6).unwrap();
+                let whole = whole.squeeze(0).unwrap().transpose(0, 1).unwrap();
+                let off = (Tensor::cat(found, 0).unwrap() - whole).unwrap().abs().unwrap();
+                let off = off.max_all().unwrap().to_scalar::<f32>().unwrap();
+                assert!(off < 2e-6, "{window:?}: {off}");
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_blocks_are_refused() {
+        let mut cache = PagedCache::new(2, 1, 4);
+        let x = Tensor::zeros((3, 1, 4), DType::F32, &Device::Cpu).unwrap();
+        let scores = PagedScores { scale: 1.0, cap: None, window: None };
+        let mut said = |start, rows, blocks: &[u32]| {
+            let rows = PagedRows { start, rows, blocks: blocks.to_vec() };
+            cache.attention([&x, &x, &x], &[rows], scores).unwrap_err().to_string()
+        };
+        assert!(said(14, 3, &[1]).contains("2 blocks of 2 are needed"), "too few");
+        assert!(said(0, 3, &[2]).contains("1 blocks of 2 are needed"), "no such block");
+        assert!(said(0, 2, &[0]).contains("expected F32 [2, _, 4]"), "other tokens");
+    }
+}

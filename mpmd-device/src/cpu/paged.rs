@@ -1,0 +1,316 @@
+//! Attention to keys and values in blocks, for inference.
+//!
+//! A block has the keys and values of [`BLOCK`] tokens of a sequence, for each head. Blocks of a
+//! sequence may lie anywhere. The numbers of a query depend on its own position and keys alone, in
+//! one order: so its result has the same bits whatever else is computed, and wherever the blocks
+//! are. With fused multiply-add instructions the bits differ from those without.
+
+use std::ops::Range;
+
+use super::lanes;
+
+/// Number of tokens of a block.
+pub const BLOCK: usize = 16;
+/// Number of queries that read a block together.
+const TILE: usize = 4;
+
+/// The keys and values of tokens, in blocks.
+#[derive(Clone, Debug)]
+pub struct Paged {
+    heads: usize,
+    dim: usize,
+    /// `[blocks, heads, dim, BLOCK]`: the keys of a block lie next to each other.
+    keys: Vec<f32>,
+    /// `[blocks, heads, BLOCK, dim]`.
+    values: Vec<f32>,
+}
+
+/// A query: a token, and the keys that it sees.
+#[derive(Clone, Debug)]
+pub struct Query<'a> {
+    /// The elements of the query, of `dim`.
+    pub elements: &'a [f32],
+    /// The positions of the keys that it sees; at least one.
+    pub seen: Range<usize>,
+}
+
+/// The function of scores.
+#[derive(Clone, Copy, Debug)]
+pub struct Scores {
+    /// Factor of the products.
+    pub scale: f32,
+    /// A score `x` becomes `cap tanh(x / cap)`.
+    pub cap: Option<f32>,
+}
+
+impl Paged {
+    /// Creates `blocks` blocks of zeros.
+    pub fn zeros(blocks: usize, heads: usize, dim: usize) -> Self {
+        let elements = blocks * heads * dim * BLOCK;
+        Self { heads, dim, keys: vec![0.0; elements], values: vec![0.0; elements] }
+    }
+
+    /// Returns the number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.keys.len().checked_div(self.heads * self.dim * BLOCK).unwrap_or(0)
+    }
+
+    /// Sets the keys and values of a token, `[heads, dim]` each, at this place of a block.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such place, or the lengths do not fit.
+    pub fn set(&mut self, block: usize, place: usize, keys: &[f32], values: &[f32]) {
+        let Self { heads, dim, .. } = *self;
+        assert!(place < BLOCK && keys.len() == heads * dim && values.len() == heads * dim);
+        let start = block * heads * dim * BLOCK;
+        for head in 0..heads {
+            let (from, to) = (head * dim, start + head * dim * BLOCK);
+            let column = self.keys[to..][..dim * BLOCK].iter_mut().skip(place).step_by(BLOCK);
+            column.zip(&keys[from..][..dim]).for_each(|(to, key)| *to = *key);
+            let row = &mut self.values[to + place * dim..][..dim];
+            row.copy_from_slice(&values[from..][..dim]);
+        }
+    }
+
+    /// Computes `softmax(scores) v` for queries of one sequence and one head of keys, on the calling
+    /// thread. `table` are the sequence's blocks, in order. `out` is `[queries, dim]`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such block, or the lengths do not fit.
+    pub fn attend(
+        &self,
+        head: usize,
+        table: &[u32],
+        queries: &[Query<'_>],
+        scores: Scores,
+        out: &mut [f32],
+    ) {
+        let dim = self.dim;
+        assert!(head < self.heads && out.len() == queries.len() * dim, "results of queries");
+        for query in queries {
+            assert!(query.elements.len() == dim && !query.seen.is_empty(), "a query of {dim}");
+        }
+        let mut room = Vec::new();
+        for (queries, out) in queries.chunks(TILE).zip(out.chunks_mut(TILE * dim)) {
+            dispatch(self, (head, table), queries, scores, &mut room, out);
+        }
+    }
+
+    fn keys_of(&self, block: u32, head: usize) -> &[[f32; BLOCK]] {
+        let len = self.dim * BLOCK;
+        self.keys[(block as usize * self.heads + head) * len..][..len].as_chunks().0
+    }
+
+    fn values_of(&self, block: u32, head: usize) -> &[f32] {
+        let len = self.dim * BLOCK;
+        &self.values[(block as usize * self.heads + head) * len..][..len]
+    }
+}
+
+/// Computes with the best instructions that the processor has.
+fn dispatch(
+    paged: &Paged,
+    at: (usize, &[u32]),
+    queries: &[Query<'_>],
+    scores: Scores,
+    room: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the processor has these instructions.
+            return unsafe { with_avx512(paged, at, queries, scores, room, out) };
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the processor has these instructions.
+            return unsafe { with_avx2(paged, at, queries, scores, room, out) };
+        }
+    }
+    #[cfg(target_arch = "x86_64")]
+    tile::<false>(paged, at, queries, scores, room, out);
+    // Others have the instruction always.
+    #[cfg(not(target_arch = "x86_64"))]
+    tile::<true>(paged, at, queries, scores, room, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn with_avx512(
+    paged: &Paged,
+    at: (usize, &[u32]),
+    queries: &[Query<'_>],
+    scores: Scores,
+    room: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    tile::<true>(paged, at, queries, scores, room, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn with_avx2(
+    paged: &Paged,
+    at: (usize, &[u32]),
+    queries: &[Query<'_>],
+    scores: Scores,
+    room: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    tile::<true>(paged, at, queries, scores, room, out);
+}
+
+/// Computes up to [`TILE`] queries. `room` is for their scores.
+#[inline(always)]
+fn tile<const FUSED: bool>(
+    paged: &Paged,
+    (head, table): (usize, &[u32]),
+    queries: &[Query<'_>],
+    Scores { scale, cap }: Scores,
+    room: &mut Vec<f32>,
+    out: &mut [f32],
+) {
+    let (Some(start), Some(end)) = (
+        queries.iter().map(|query| query.seen.start / BLOCK).min(),
+        queries.iter().map(|query| query.seen.end.div_ceil(BLOCK)).max(),
+    ) else {
+        return;
+    };
+    let (blocks, first) = (&table[start..end], start * BLOCK);
+    let len = blocks.len() * BLOCK;
+    room.resize(TILE * len, 0.0);
+    for (at, block) in blocks.iter().enumerate() {
+        let keys = paged.keys_of(*block, head);
+        let mut sums = [[0.0f32; BLOCK]; TILE];
+        for (column, keys) in keys.iter().enumerate() {
+            for (sums, query) in sums.iter_mut().zip(queries) {
+                let x = query.elements[column];
+                for (sum, key) in sums.iter_mut().zip(keys) {
+                    *sum = if FUSED { x.mul_add(*key, *sum) } else { *sum + x * *key };
+                }
+            }
+        }
+        for (query, sums) in sums.iter().enumerate() {
+            room[query * len + at * BLOCK..][..BLOCK].copy_from_slice(sums);
+        }
+    }
+    out.fill(0.0);
+    let each = queries.iter().zip(room.chunks_exact_mut(len)).zip(out.chunks_exact_mut(paged.dim));
+    for ((query, row), out) in each {
+        let row = &mut row[query.seen.start - first..query.seen.end - first];
+        for x in &mut *row {
+            *x *= scale;
+            if let Some(cap) = cap {
+                *x = cap * (*x / cap).tanh();
+            }
+        }
+        let largest = lanes::max(row);
+        row.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
+        let share = 1.0 / lanes::sum(row);
+        for (position, x) in query.seen.clone().zip(row) {
+            let values = paged.values_of(table[position / BLOCK], head);
+            let values = &values[position % BLOCK * paged.dim..][..paged.dim];
+            let weight = share * *x;
+            for (sum, value) in out.iter_mut().zip(values) {
+                *sum = if FUSED { weight.mul_add(*value, *sum) } else { *sum + weight * *value };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(i: usize) -> f32 {
+        ((i * 7919) % 1013) as f32 / 512.0 - 1.0
+    }
+
+    fn numbers(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| number(i + seed * 1299)).collect()
+    }
+
+    const HEADS: usize = 2;
+    const DIM: usize = 5;
+
+    /// Returns the blocks of a sequence of `tokens` tokens, in this order, and others of NaN.
+    fn sequence(tokens: usize, table: &[u32]) -> Paged {
+        let mut paged = Paged::zeros(40, HEADS, DIM);
+        let none = [f32::NAN; HEADS * DIM];
+        (0..40 * BLOCK).for_each(|at| paged.set(at / BLOCK, at % BLOCK, &none, &none));
+        for token in 0..tokens {
+            let [keys, values] = [1, 2].map(|seed| numbers(HEADS * DIM, seed + 3 * token));
+            paged.set(table[token / BLOCK] as usize, token % BLOCK, &keys, &values);
+        }
+        paged
+    }
+
+    /// Computes the query of the token at `position` in double precision.
+    fn exact(position: usize, seen: Range<usize>, head: usize, scores: Scores) -> Vec<f64> {
+        let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
+        let query = wide(&numbers(DIM, position + 99));
+        let of = |seed: usize, token: usize| {
+            wide(&numbers(HEADS * DIM, seed + 3 * token)[head * DIM..][..DIM])
+        };
+        let score = |token| {
+            let x: f64 = of(1, token).iter().zip(&query).map(|(a, b)| a * b).sum();
+            let x = x * f64::from(scores.scale);
+            scores.cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh())
+        };
+        let weights: Vec<f64> = seen.clone().map(|token| score(token).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let terms = seen.zip(weights);
+        terms.fold(vec![0.0; DIM], |sum, (token, weight)| {
+            sum.iter().zip(of(2, token)).map(|(sum, value)| sum + weight / total * value).collect()
+        })
+    }
+
+    #[test]
+    fn results_equal_those_in_double_precision_wherever_the_blocks_are() {
+        let tables = [(0..8).collect::<Vec<u32>>(), vec![9, 3, 39, 0, 17, 2, 30, 31]];
+        for cap in [None, Some(0.7)] {
+            let scores = Scores { scale: 1.3, cap };
+            for head in 0..HEADS {
+                for position in [0, 1, 14, 15, 16, 17, 47, 100, 127] {
+                    for window in [1, 3, 16, 50, 1000] {
+                        let seen = (position + 1usize).saturating_sub(window)..position + 1;
+                        let exact = exact(position, seen.clone(), head, scores);
+                        let found = tables.each_ref().map(|table| {
+                            let (paged, elements) =
+                                (sequence(position + 1, table), numbers(DIM, position + 99));
+                            let query = Query { elements: &elements, seen: seen.clone() };
+                            let mut out = [0.0; DIM];
+                            paged.attend(head, table, &[query], scores, &mut out);
+                            out
+                        });
+                        assert_eq!(found[0].map(f32::to_bits), found[1].map(f32::to_bits));
+                        for (found, exact) in found[0].iter().zip(&exact) {
+                            let off = (f64::from(*found) - exact).abs();
+                            assert!(off < 2e-6, "{position}, window {window}: {found}: {exact}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn queries_have_the_same_bits_whatever_is_computed_beside() {
+        let table: Vec<u32> = (0..8).rev().collect();
+        let (paged, scores) = (sequence(128, &table), Scores { scale: 0.4, cap: None });
+        let elements: Vec<Vec<f32>> = (0..128).map(|at| numbers(DIM, at + 99)).collect();
+        let query = |at: usize| Query { elements: &elements[at], seen: 0..at + 1 };
+        let run = |first: usize, count: usize| {
+            let queries: Vec<_> = (first..first + count).map(query).collect();
+            let mut out = vec![0.0; count * DIM];
+            paged.attend(1, &table, &queries, scores, &mut out);
+            out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let whole = run(0, 128);
+        for (first, count) in [(0, 1), (127, 1), (3, 2), (5, 9), (64, 64), (1, 127)] {
+            assert_eq!(run(first, count), whole[first * DIM..(first + count) * DIM]);
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The keys and values of the tokens so far, for inference.
+
+use mpmd::candle::candle_core::bail;
+use mpmd::candle::nn::{PagedCache, PagedRows};
+use mpmd::candle::{Device, Result, Tensor};
+
+use super::over::Over;
+
+use crate::config::Config;
+
+/// The keys and values of a device, for each layer of a part.
+pub(crate) struct Caches(pub(super) Vec<PagedCache>);
+
+impl Caches {
+    /// Creates empty caches of so many blocks.
+    pub(crate) fn new(config: &Config, layers: usize, over: Over, blocks: usize) -> Self {
+        let heads = config.num_key_value_heads / over.tensor;
+        Self((0..layers).map(|_| PagedCache::new(blocks, heads, config.head_dim)).collect())
+    }
+}
+
+/// The tokens of a pass: those of the first sequence, then those of the next.
+pub(crate) struct Rows {
+    pub(crate) sequences: Vec<PagedRows>,
+    /// The position of each token.
+    pub(super) positions: Tensor,
+}
+
+impl Rows {
+    /// Returns the tokens of these sequences, which have up to `positions` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If a sequence is longer.
+    pub(crate) fn new(sequences: Vec<PagedRows>, positions: usize) -> Result<Self> {
+        let mut all = Vec::new();
+        for PagedRows { start, rows, .. } in &sequences {
+            if start + rows > positions {
+                bail!("a sequence of {} tokens, where {positions} have room", start + rows);
+            }
+            all.extend(*start as u32..(start + rows) as u32);
+        }
+        let count = all.len();
+        Ok(Self { sequences, positions: Tensor::from_vec(all, count, &Device::Cpu)? })
+    }
+}

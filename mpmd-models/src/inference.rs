@@ -1,0 +1,287 @@
+//! Inference: passes of tokens of several sequences over the stages, which keep the weights, the
+//! keys and values of tokens so far, and what is needed to choose the next ones.
+//!
+//! The data path of a pass: `pass` has its form; `load` the state of a stage; a stage's function is
+//! [`Load::stage`]; the last one chooses tokens, which go to the first stage for later passes.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use mpmd::aval::{DType, ShapedArray, f32s};
+use mpmd::candle::candle_core::{self, bail};
+use mpmd::candle::nn::{BLOCK, PagedRows};
+use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, stage};
+use mpmd::pipeline::{Microbatch, Pipeline};
+use mpmd::topology::Mesh;
+use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+
+use crate::choice::{Choice, History};
+use crate::cut::Room;
+use crate::decoder::{Over, Rows};
+use crate::load::{Load, Loaded};
+use crate::pass::{CHOICE, Chunk, MOST_TOKENS, NONE, NOT_FINITE, Pass};
+
+/// A model for inference: each stage has its weights, packed, and its caches.
+pub struct Inference {
+    pipeline: Pipeline<MpmdArray, MpmdArray>,
+    meshes: Vec<Mesh>,
+    room: Room,
+    owner: ProcessId,
+}
+
+/// The choices of a pass, where they will be: on the first stage.
+#[derive(Clone, Debug)]
+pub struct Choices(MpmdArray);
+
+impl Inference {
+    /// Creates the pipeline of these stages, and issues the reading of the weights.
+    pub(crate) fn new(
+        p: &mut Program,
+        loads: Vec<Load>,
+        meshes: &[Mesh],
+        room: Room,
+    ) -> Result<Self> {
+        let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
+        let stages = loads.len();
+        for (index, (load, mesh)) in loads.into_iter().zip(meshes).enumerate() {
+            let (stage, bytes) = (load.stage(index == 0, index + 1 == stages, room)?, load.bytes);
+            let state = p.object_of_bytes(mesh, bytes, move |device| load.load(device))?;
+            let mut more = match pipeline.take() {
+                None => Pipeline::first(stage, mesh, Default::default())?,
+                Some(pipeline) => pipeline.then(stage, mesh, Default::default())?,
+            };
+            more.state(index, &state)?;
+            pipeline = Some(more);
+        }
+        let none = || Error::kernel("a model without stages");
+        let owner = meshes.first().and_then(|mesh| mesh.devices().first());
+        let owner = owner.and_then(|device| p.topology().process_of(*device));
+        let mut inference = Self {
+            pipeline: pipeline.ok_or_else(none)?,
+            meshes: meshes.to_vec(),
+            room,
+            owner: owner.ok_or_else(none)?,
+        };
+        // The largest form: others have smaller collectives.
+        let largest = Pass { chunks: vec![chunk(MOST_TOKENS, room)] };
+        let microbatch = inference.microbatch(p, &largest, None)?;
+        inference.pipeline.probe(p, &microbatch.shapes())?;
+        Ok(inference)
+    }
+
+    /// Returns the process that can read choices.
+    pub fn owner(&self) -> ProcessId {
+        self.owner
+    }
+
+    /// Returns the numbers of blocks and sequences for which there is room.
+    pub fn room(&self) -> Room {
+        self.room
+    }
+
+    /// Issues a pass. Tokens that are not given are those of `last`, the choices of an earlier pass
+    /// that has not been given to another one, or of passes before. Returns the choices.
+    ///
+    /// # Errors
+    ///
+    /// If the pass has more tokens or words than have room. What does not fit the sequences fails
+    /// the choices.
+    pub fn pass(
+        &mut self,
+        p: &mut Program,
+        pass: &Pass,
+        last: Option<&Choices>,
+    ) -> Result<Choices> {
+        let microbatch = self.microbatch(p, pass, last)?;
+        let choices = self.pipeline.forward(p, microbatch)?;
+        Ok(Choices(p.device_put(&choices, self.meshes[0].replicated())?))
+    }
+
+    /// Waits for choices, and returns that of each place for which one was made. `None` on other
+    /// processes than the [owner](Self::owner).
+    ///
+    /// # Errors
+    ///
+    /// If the pass failed.
+    pub fn read(&self, choices: &Choices) -> Result<Option<Vec<Option<Choice>>>> {
+        let Some(host) = choices.0.to_host()? else { return Ok(None) };
+        let words = host.to_vec::<u32>()?;
+        Ok(Some(words.chunks_exact(CHOICE).map(Choice::read).collect()))
+    }
+
+    /// Issues the making of a pass's inputs.
+    fn microbatch(
+        &self,
+        p: &mut Program,
+        pass: &Pass,
+        last: Option<&Choices>,
+    ) -> Result<Microbatch<MpmdArray>> {
+        let (tokens, words) = pass.form()?;
+        let pass = Arc::new(pass.clone());
+        let mut array = |mesh: &Mesh, shape: &[usize], write: fn(&Pass, &mut [u32])| {
+            let (aval, pass) = (ShapedArray::try_new(shape, DType::U32)?, pass.clone());
+            p.array_from_fn(aval, mesh.replicated(), move |_, mut view| {
+                write(&pass, view.as_mut_slice::<u32>()?);
+                Ok(())
+            })
+        };
+        let mut sides = Vec::new();
+        for mesh in &self.meshes {
+            sides.push(vec![("pass", array(mesh, &[words], Pass::write)?)]);
+        }
+        let first = &self.meshes[0];
+        let last = match last {
+            Some(Choices(last)) => last.clone(),
+            None => array(first, &[self.room.sequences, CHOICE], |_, to| to.fill(NONE))?,
+        };
+        sides[0].push(("last", last));
+        let inputs = array(first, &[1, tokens], Pass::write_tokens)?;
+        let all = sides.into_iter().enumerate();
+        Ok(all.fold(Microbatch::new(inputs), |microbatch, (stage, sides)| {
+            let sides = sides.into_iter().map(|(name, array)| (name.to_owned(), array));
+            microbatch.side(stage, sides.collect::<BTreeMap<_, _>>())
+        }))
+    }
+}
+
+/// Returns a chunk of so many tokens, as far as there is room.
+fn chunk(tokens: usize, room: Room) -> Chunk {
+    let tokens = tokens.min(room.blocks * BLOCK).max(1);
+    Chunk {
+        slot: 0,
+        start: 0,
+        given: vec![0; tokens],
+        samples: true,
+        blocks: (0..tokens.div_ceil(BLOCK) as u32).collect(),
+        new: None,
+    }
+}
+
+impl Load {
+    /// Returns the stage that computes with the loaded part. The last one of a model returns the
+    /// choices `[sequences, CHOICE]`.
+    fn stage(
+        &self,
+        is_first: bool,
+        is_last: bool,
+        room: Room,
+    ) -> Result<CandleStage<(), Tensor, Tensor>> {
+        let width = self.folder.config().hidden_size;
+        let load = self.clone();
+        let forward = move |(): &(), x: Tensor, cx: &mut Cx<'_>| {
+            let form = x.dim(1)?;
+            let Some(mut loaded) = cx.state::<Loaded>()? else {
+                load.probe(x, room, is_last, cx)?;
+                return match is_last {
+                    true => Tensor::full(NONE, (room.sequences, CHOICE), &Device::Cpu),
+                    false => Tensor::zeros((1, form, width), candle_core::DType::F32, &Device::Cpu),
+                };
+            };
+            let pass = Pass::read(&cx.side("pass")?)?;
+            let x = if is_first { loaded.tokens(&x, &pass, cx)? } else { x };
+            let x = x.narrow(1, 0, pass.tokens())?;
+            let Loaded { part, caches, .. } = &mut *loaded;
+            let x = part.follow(x, &Rows::new(pass.rows(), load.positions)?, caches, cx)?;
+            if is_last {
+                return loaded.choices(&x, &pass, (room, load.over), cx);
+            }
+            x.pad_with_zeros(1, 0, form - pass.tokens())
+        };
+        let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
+        let stage = stage(|_| Ok(()), forward)?.named(name);
+        let choices = ShapedArray::try_new(&[room.sequences, CHOICE], DType::U32)?;
+        Ok(stage
+            .outputs(move |x| match is_last {
+                true => Ok(choices.clone()),
+                false => Ok(f32s([1, x.shape()[1], width])),
+            })
+            .frozen())
+    }
+
+    /// Calls the collectives of a pass, on zeros.
+    fn probe(&self, x: Tensor, room: Room, is_last: bool, cx: &Cx<'_>) -> CandleResult<()> {
+        if self.over == Over::ONE {
+            return Ok(());
+        }
+        let (zeros, tokens) = (self.zeros()?, x.dim(1)?);
+        let rows = tokens.min(self.positions);
+        let blocks = (0..rows.div_ceil(BLOCK) as u32).collect::<Vec<_>>();
+        let mut caches = self.caches(blocks.len());
+        let rows = Rows::new(vec![PagedRows { start: 0, rows, blocks }], self.positions)?;
+        let x = zeros.follow(x.narrow(1, 0, rows.sequences[0].rows)?, &rows, &mut caches, cx)?;
+        if is_last {
+            let most = x.dim(1)?.min(room.sequences);
+            zeros.logits(&x.narrow(1, 0, most)?, cx)?;
+        }
+        Ok(())
+    }
+}
+
+impl Loaded {
+    /// Returns the tokens of a pass, those of the table of last tokens included.
+    fn tokens(&mut self, x: &Tensor, pass: &Pass, cx: &Cx<'_>) -> CandleResult<Tensor> {
+        let last = cx.side("last")?.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<u32>()?;
+        for (known, last) in self.last.iter_mut().zip(last) {
+            // One that is not finite has no row in the embedding. Its sequence has failed.
+            *known = if last == NONE { *known } else { last };
+        }
+        let (mut tokens, mut at) = (x.flatten_all()?.to_vec1::<u32>()?, 0);
+        for chunk in &pass.chunks {
+            if chunk.given.is_empty() {
+                let last = self.last.get(chunk.slot as usize).copied();
+                tokens[at] = last.filter(|last| *last != NOT_FINITE).unwrap_or(0);
+            }
+            at += chunk.tokens();
+        }
+        Tensor::from_vec(tokens, x.shape(), &Device::Cpu)
+    }
+
+    /// Chooses the token that follows each chunk which asks for it. `x` are the outputs of the last
+    /// layer.
+    fn choices(
+        &mut self,
+        x: &Tensor,
+        pass: &Pass,
+        (room, over): (Room, Over),
+        cx: &Cx<'_>,
+    ) -> CandleResult<Tensor> {
+        let (mut rows, mut asked, mut at) = (Vec::new(), Vec::new(), 0);
+        for chunk in &pass.chunks {
+            at += chunk.tokens();
+            if chunk.samples {
+                rows.push(at as u32 - 1);
+                asked.push(chunk.slot);
+            }
+        }
+        let mut choices = vec![NONE; room.sequences * CHOICE];
+        for chunk in &pass.chunks {
+            let Some(place) = self.histories.get_mut(chunk.slot as usize) else {
+                bail!("a sequence in place {} of {}", chunk.slot, room.sequences);
+            };
+            if let Some(begin) = chunk.new {
+                *place = Some(History::new(begin, chunk.start as usize));
+            }
+            place
+                .iter_mut()
+                .try_for_each(|history| history.add(chunk.start as usize, &chunk.given))?;
+        }
+        // All devices call the same collectives.
+        if rows.is_empty() && over != Over::ONE && at > 0 {
+            rows.push(0);
+        }
+        if rows.is_empty() {
+            return Tensor::from_vec(choices, (room.sequences, CHOICE), &Device::Cpu);
+        }
+        let count = rows.len();
+        let x = x.index_select(&Tensor::from_vec(rows, count, &Device::Cpu)?, 1)?;
+        let logits = self.part.logits(&x, cx)?.squeeze(0)?.to_vec2::<f32>()?;
+        for (slot, logits) in asked.iter().zip(logits) {
+            let Some(history) = &mut self.histories[*slot as usize] else {
+                bail!("no sequence has begun in place {slot}");
+            };
+            let words = &mut choices[*slot as usize * CHOICE..][..CHOICE];
+            history.choose(logits).write(words);
+        }
+        Tensor::from_vec(choices, (room.sequences, CHOICE), &Device::Cpu)
+    }
+}

@@ -1,0 +1,174 @@
+//! The state of a stage of inference: its weights, which are read and packed, and its caches.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use mpmd::candle::candle_core;
+use mpmd::candle::nn::PackedLinear;
+use mpmd::candle::{Device, Result as CandleResult, Tensor, parts_builder, stage};
+use mpmd::object::ObjectBytes;
+use mpmd::region::Region;
+use mpmd::topology::Mesh;
+use mpmd::{DeviceId, Error, Result};
+
+use crate::choice::History;
+use crate::cut::{Held, Room};
+use crate::decoder::{Caches, EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::divide;
+use crate::folder::Folder;
+use crate::rope::Angles;
+
+/// The state of a stage on a device.
+pub(crate) struct Loaded {
+    pub(crate) part: Part,
+    pub(crate) caches: Caches,
+    /// The last token of each place, on the first stage.
+    pub(crate) last: Vec<u32>,
+    /// The sequence of each place, on the last stage.
+    pub(crate) histories: Vec<Option<History>>,
+    bytes: u64,
+}
+
+impl ObjectBytes for Loaded {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// A part of a model that is to be loaded.
+#[derive(Clone)]
+pub(crate) struct Load {
+    pub(crate) folder: Folder,
+    angles: Vec<Angles>,
+    pub(crate) layers: Range<usize>,
+    mesh: Mesh,
+    pub(crate) over: Over,
+    room: Room,
+    /// The most tokens of a sequence.
+    pub(crate) positions: usize,
+    in_half: bool,
+    /// The bytes on a device.
+    pub(crate) bytes: u64,
+}
+
+impl Load {
+    /// Creates the plan of some layers on the devices of a mesh.
+    pub(crate) fn new(
+        folder: &Folder,
+        angles: &[Angles],
+        (layers, mesh): (Range<usize>, &Mesh),
+        (room, positions): (Room, usize),
+        in_half: bool,
+    ) -> Result<Self> {
+        let Held { element, layer } = Held::inference(folder, room, in_half);
+        let (mesh, over) = (mesh.clone(), Over::of(mesh)?);
+        let mut load = Self {
+            folder: folder.clone(),
+            angles: angles.to_vec(),
+            layers: layers.clone(),
+            mesh,
+            over,
+            room,
+            positions,
+            in_half,
+            bytes: layers.len() as u64 * layer / over.tensor as u64,
+        };
+        // Parts are alike on all devices.
+        let device = load.mesh.devices()[0];
+        for region in load.regions(layers, device)?.into_values() {
+            // Rows of a matrix are filled up. Experts have one each.
+            let elements = match region.shape()[..] {
+                [.., rows, _] => region.elements() / rows.max(1) * rows.next_multiple_of(32),
+                _ => 2 * region.elements(),
+            };
+            load.bytes += elements as u64 * element;
+        }
+        Ok(load)
+    }
+
+    /// Returns the region of each parameter of some layers on a device, by name.
+    fn regions(&self, layers: Range<usize>, device: DeviceId) -> Result<BTreeMap<String, Region>> {
+        let mut regions = BTreeMap::new();
+        let (config, over) = (self.folder.config().clone(), self.over);
+        let params = stage(
+            move |vb| {
+                let plan = Plan { config: &config, lora: None, angles: &[], over };
+                Part::new(plan, layers.clone(), &vb)
+            },
+            |part, x: Tensor, cx| part.forward(x, None, cx),
+        )?
+        .shapes();
+        let shardings =
+            divide::shardings(self.folder.config(), &self.mesh, params.clone().into_iter())?;
+        for (name, aval) in params {
+            let layout = shardings[&name].layout(aval.shape())?;
+            let region = layout.region_of(device);
+            let none = || Error::kernel(format!("{name} is not on {device}"));
+            let region = region.cloned().ok_or_else(none)?;
+            regions.insert(name, region);
+        }
+        Ok(regions)
+    }
+
+    /// Reads the weights of a device layer by layer, and packs them.
+    pub(crate) fn load(&self, device: DeviceId) -> Result<Loaded> {
+        let failed = |why: Error| candle_core::Error::wrap(why);
+        let Self { folder, layers, in_half, .. } = self;
+        let tables = self.regions(layers.clone(), device)?;
+        let table = |name: &str| {
+            // A tied output is the embedding.
+            let region = tables.get(name).or(tables.get(EMBEDDING));
+            let none = || candle_core::Error::msg(format!("{name} is no parameter of the part"));
+            let (rows, columns) =
+                region.map(|all| (all.range(0), all.range(1))).ok_or_else(none)?;
+            let read = |part: Range<usize>, values: &mut [f32]| {
+                let part = rows.start + part.start..rows.start + part.end;
+                let region = Region::new(vec![part, columns.clone()]);
+                folder.read(name, &region, values).map_err(failed)
+            };
+            PackedLinear::of_rows((rows.len(), columns.len()), *in_half, read)
+        };
+        let params = |own: Range<usize>| {
+            let mut tensors = BTreeMap::new();
+            for (name, region) in self.regions(own, device).map_err(failed)? {
+                if name != EMBEDDING && name != OUTPUT {
+                    let mut values = vec![0.0; region.elements()];
+                    folder.read(&name, &region, &mut values).map_err(failed)?;
+                    tensors.insert(name, Tensor::from_vec(values, region.shape(), &Device::Cpu)?);
+                }
+            }
+            Ok(parts_builder(tensors))
+        };
+        let part = Part::packed(self.plan(), layers.clone(), *in_half, table, params);
+        let part = part.map_err(|why| Error::kernel(why.to_string()))?;
+        Ok(Loaded {
+            part,
+            caches: self.caches(self.room.blocks),
+            last: vec![0; self.room.sequences],
+            histories: vec![None; self.room.sequences],
+            bytes: self.bytes,
+        })
+    }
+
+    /// Returns the part without the values of its matrices.
+    pub(crate) fn zeros(&self) -> CandleResult<Part> {
+        let failed = |why: Error| candle_core::Error::wrap(why);
+        let device = self.mesh.devices()[0];
+        let zeros = |(name, region): (String, Region)| {
+            let zero = Tensor::zeros((), candle_core::DType::F32, &Device::Cpu)?;
+            Ok((name, zero.broadcast_as(region.shape())?))
+        };
+        let regions = self.regions(self.layers.clone(), device).map_err(failed)?;
+        let tensors = regions.into_iter().map(zeros).collect::<CandleResult<BTreeMap<_, _>>>()?;
+        Part::new(self.plan(), self.layers.clone(), &parts_builder(tensors))?.hollow()
+    }
+
+    /// Returns empty caches of so many blocks.
+    pub(crate) fn caches(&self, blocks: usize) -> Caches {
+        Caches::new(self.folder.config(), self.layers.len(), self.over, blocks)
+    }
+
+    fn plan(&self) -> Plan<'_> {
+        Plan { config: self.folder.config(), lora: None, angles: &self.angles, over: self.over }
+    }
+}

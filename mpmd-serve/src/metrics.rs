@@ -1,0 +1,245 @@
+//! The figures of a server, as `/metrics` shows them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::{Instant, Mutex, now, since};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, prometheus_text};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+/// Least time over which the idle share of a stage is measured.
+const WINDOW: Duration = Duration::from_secs(2);
+
+/// Figures that the engine knows. Those that are sums start at zero and grow.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Figures {
+    /// Number of the cache's blocks on each stage.
+    pub blocks: usize,
+    /// Number of blocks that requests use.
+    pub blocks_used: usize,
+    /// Number of tokens of prompts that were found in the prefix cache: a sum.
+    pub prefix_tokens: u64,
+    /// Number of requests that lost their blocks and are computed again: a sum.
+    pub preemptions: u64,
+    /// Number of passes: a sum.
+    pub passes: u64,
+    /// Number of rows whose tokens were dropped: a sum.
+    pub surplus_rows: u64,
+    /// Number of times that a lost process was replaced.
+    pub recoveries: u64,
+    /// Number of passes that were issued and have not ended.
+    pub in_flight: usize,
+    /// The figures of each stage.
+    pub stages: Vec<StageFigures>,
+}
+
+/// Figures of a stage: sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StageFigures {
+    /// Time for which it has computed.
+    pub busy: Duration,
+    /// Number of bytes that it has handed to the next stage.
+    pub handed_bytes: u64,
+    /// Time that these bytes took.
+    pub handed: Duration,
+}
+
+/// The figures of a server.
+pub(crate) struct Metrics {
+    registry: Registry,
+    engine: Arc<Engine>,
+    prompt_tokens: Counter,
+    new_tokens: Counter,
+    rejected: Family<Label, Counter>,
+    ended: Family<Label, Counter>,
+    first: Histogram,
+    between: Histogram,
+    queued: Histogram,
+}
+
+type Label = [(&'static str, &'static str); 1];
+
+/// The figures of the engine and the line.
+#[derive(Debug)]
+struct Engine(Mutex<Known>);
+
+#[derive(Debug)]
+struct Known {
+    figures: Figures,
+    waiting: usize,
+    running: usize,
+    /// The time that each stage was busy, at two times: the idle shares are those since the first.
+    marks: [(Instant, Vec<Duration>); 2],
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Self {
+        let mark = (now(), Vec::new());
+        let known = Known {
+            figures: Figures::default(),
+            waiting: 0,
+            running: 0,
+            marks: [mark.clone(), mark],
+        };
+        let engine = Arc::new(Engine(Mutex::new(known)));
+        let mut registry = Registry::with_prefix("mpmd");
+        registry.register_collector(Box::new(engine.clone()));
+        let (prompt_tokens, new_tokens) = (Counter::default(), Counter::default());
+        registry.register("prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
+        registry.register("generated_tokens", "Tokens of replies", new_tokens.clone());
+        let (rejected, ended) = (Family::default(), Family::default());
+        registry.register("requests_rejected", "Requests that were refused", rejected.clone());
+        registry.register("requests_ended", "Requests by the way they ended", ended.clone());
+        let times = [
+            ("time_to_first_token_seconds", "Time from a request to its first token"),
+            ("time_between_tokens_seconds", "Time from a token to the next"),
+            ("queue_time_seconds", "Time in the waiting line"),
+        ];
+        // From 0.1 milliseconds to 105 seconds.
+        let [first, between, queued] = times.map(|(name, help)| {
+            let histogram = Histogram::new(exponential_buckets(1e-4, 2.0, 21));
+            registry.register(name, help, histogram.clone());
+            histogram
+        });
+        Self {
+            registry,
+            engine,
+            prompt_tokens,
+            new_tokens,
+            rejected,
+            ended,
+            first,
+            between,
+            queued,
+        }
+    }
+
+    pub(crate) fn set(&self, figures: Figures) {
+        self.engine.0.lock().figures = figures;
+    }
+
+    pub(crate) fn refuse(&self, reason: &'static str) {
+        self.rejected.get_or_create(&[("reason", reason)]).inc();
+    }
+
+    pub(crate) fn start(&self, tokens: usize, queued: Duration) {
+        self.prompt_tokens.inc_by(tokens as u64);
+        self.queued.observe(queued.as_secs_f64());
+    }
+
+    /// Counts a token that came at this time after the one before, or after the request if it is
+    /// the first one.
+    pub(crate) fn token(&self, is_first: bool, since: Duration) {
+        self.new_tokens.inc();
+        let times = if is_first { &self.first } else { &self.between };
+        times.observe(since.as_secs_f64());
+    }
+
+    pub(crate) fn end(&self, way: &'static str) {
+        self.ended.get_or_create(&[("end", way)]).inc();
+    }
+
+    /// Returns all figures in Prometheus' text format.
+    pub(crate) fn text(&self, waiting: usize, running: usize) -> String {
+        let mut known = self.engine.0.lock();
+        (known.waiting, known.running) = (waiting, running);
+        known.move_marks();
+        drop(known);
+        let mut text = String::new();
+        // A string takes everything.
+        _ = prometheus_text::encode(&mut text, &self.registry);
+        text
+    }
+}
+
+impl Known {
+    /// Replaces the older mark once the newer one is old enough.
+    fn move_marks(&mut self) {
+        if since(self.marks[1].0) >= WINDOW {
+            let busy = self.figures.stages.iter().map(|stage| stage.busy).collect();
+            self.marks.swap(0, 1);
+            self.marks[1] = (now(), busy);
+        }
+    }
+
+    /// Returns the share of the recent time in which a stage had nothing to compute.
+    fn idle(&self, stage: usize) -> f64 {
+        let (time, busy) = &self.marks[0];
+        let before = busy.get(stage).copied().unwrap_or_default();
+        let busy = self.figures.stages[stage].busy.saturating_sub(before);
+        (1.0 - busy.as_secs_f64() / since(*time).as_secs_f64().max(1e-3)).clamp(0.0, 1.0)
+    }
+}
+
+impl Collector for Engine {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let known = self.0.lock();
+        let figures = &known.figures;
+        let gauges = [
+            ("requests_running", "Requests that are being answered", known.running),
+            ("requests_waiting", "Requests in the waiting line", known.waiting),
+            ("cache_blocks", "Blocks of the cache on each stage", figures.blocks),
+            ("cache_blocks_used", "Blocks that requests use", figures.blocks_used),
+            ("microbatches_in_flight", "Passes under way", figures.in_flight),
+        ];
+        for (name, help, value) in gauges {
+            let gauge = ConstGauge::new(value as i64);
+            gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
+        }
+        let counters = [
+            ("prefix_hit_tokens", "Tokens of prompts in the prefix cache", figures.prefix_tokens),
+            ("preemptions", "Requests that lost their blocks", figures.preemptions),
+            ("passes", "Passes of the pipeline", figures.passes),
+            ("surplus_rows", "Rows whose tokens were dropped", figures.surplus_rows),
+            ("recoveries", "Lost processes that were replaced", figures.recoveries),
+        ];
+        for (name, help, value) in counters {
+            let counter = ConstCounter::new(value);
+            counter.encode(encoder.encode_descriptor(
+                name,
+                help,
+                None,
+                counter.metric_type(),
+            )?)?;
+        }
+        known.encode_stages(&mut encoder)
+    }
+}
+
+impl Known {
+    /// Writes the figures that each stage has.
+    fn encode_stages(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let stages = &self.figures.stages;
+        let idle = (0..stages.len()).map(|stage| ConstGauge::new(self.idle(stage)));
+        let name = "stage_idle_share";
+        encode_by_stage(encoder, name, "Share of time without work", idle)?;
+        let busy = stages.iter().map(|stage| ConstCounter::new(stage.busy.as_secs_f64()));
+        encode_by_stage(encoder, "stage_busy_seconds", "Time with work", busy)?;
+        let bytes = stages.iter().map(|stage| ConstCounter::new(stage.handed_bytes));
+        encode_by_stage(encoder, "handover_bytes", "Bytes handed to the next stage", bytes)?;
+        let times = stages.iter().map(|stage| ConstCounter::new(stage.handed.as_secs_f64()));
+        encode_by_stage(encoder, "handover_seconds", "Time of handing them over", times)
+    }
+}
+
+/// Writes a metric with one value for each stage.
+fn encode_by_stage<M: EncodeMetric>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    values: impl Iterator<Item = M>,
+) -> fmt::Result {
+    let values: Vec<M> = values.collect();
+    let Some(first) = values.first() else { return Ok(()) };
+    let mut family = encoder.encode_descriptor(name, help, None, first.metric_type())?;
+    values
+        .iter()
+        .zip(0u64..)
+        .try_for_each(|(value, stage)| value.encode(family.encode_family(&[("stage", stage)])?))
+}

@@ -1,0 +1,527 @@
+//! The waiting line between the clients, which tokio's threads serve, and the engine, which has a
+//! thread of its own.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::{Condvar, Instant, Mutex, now, since};
+use thiserror::Error;
+use tokio::sync::{mpsc, watch};
+
+use crate::metrics::{Figures, Metrics};
+use crate::request::{Event, Finish, Request};
+
+/// Number of recent ends from which the rate of ends is estimated.
+const ENDS: usize = 64;
+/// Limits on the time after which a refused client may come again.
+const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
+/// Limits on the waiting line.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Limits {
+    /// Largest number of waiting requests.
+    pub requests: usize,
+    /// Largest number of tokens in the prompts of waiting requests. A single prompt may have more.
+    pub tokens: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { requests: 256, tokens: 1 << 18 }
+    }
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
+pub enum Refused {
+    /// There are too many waiting requests.
+    #[error("{waiting} requests are waiting, the most that --max-waiting allows")]
+    Requests {
+        /// Number of waiting requests.
+        waiting: usize,
+        /// The time after which there is probably room.
+        retry: Duration,
+    },
+    /// The waiting prompts have too many tokens.
+    #[error(
+        "the waiting prompts have {waiting} tokens, near the most that --max-waiting-tokens \
+             allows"
+    )]
+    Tokens {
+        /// Number of tokens of the waiting prompts.
+        waiting: usize,
+        /// The time after which there is probably room.
+        retry: Duration,
+    },
+    /// The engine does not take requests yet.
+    #[error("the server is starting")]
+    Starting,
+    /// The server ends.
+    #[error("the server is shutting down")]
+    Draining,
+}
+
+impl Refused {
+    /// Returns the label of the metric.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Requests { .. } => "requests",
+            Self::Tokens { .. } => "tokens",
+            Self::Starting => "starting",
+            Self::Draining => "draining",
+        }
+    }
+}
+
+/// The state of a server.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Phase {
+    /// The engine does not take requests yet.
+    Starting,
+    /// Requests are taken.
+    Ready,
+    /// No request is taken. Those that were taken go on.
+    Draining,
+}
+
+struct Shared {
+    limits: Limits,
+    metrics: Metrics,
+    state: Mutex<State>,
+    /// Told when `has_news` is set.
+    changed: Condvar,
+    /// The reason for which all open requests fail.
+    cut: watch::Sender<Option<Arc<str>>>,
+}
+
+struct State {
+    phase: Phase,
+    /// Requests that the engine has not taken.
+    arrived: Vec<Arrival>,
+    /// Number of waiting requests, and of their prompts' tokens.
+    waiting: (usize, usize),
+    /// Number of requests that the engine is answering.
+    running: usize,
+    /// Number of clients.
+    open: usize,
+    has_news: bool,
+    /// Times of the most recent ends.
+    ends: VecDeque<Instant>,
+}
+
+impl Shared {
+    /// Changes the state, and wakes the engine.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.state.lock();
+        change(&mut state);
+        state.has_news = true;
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Creates an empty waiting line. It is [`Phase::Starting`].
+pub fn queue(limits: Limits) -> (Queue, Arrivals) {
+    let state = State {
+        phase: Phase::Starting,
+        arrived: Vec::new(),
+        waiting: (0, 0),
+        running: 0,
+        open: 0,
+        has_news: false,
+        ends: VecDeque::with_capacity(ENDS),
+    };
+    let shared = Arc::new(Shared {
+        limits,
+        metrics: Metrics::new(),
+        state: Mutex::new(state),
+        changed: Condvar::new(),
+        cut: watch::channel(None).0,
+    });
+    (Queue(shared.clone()), Arrivals(shared))
+}
+
+/// The clients' end of the waiting line. Clones lead to the same line.
+#[derive(Clone)]
+pub struct Queue(Arc<Shared>);
+
+impl Queue {
+    /// Appends a request to the waiting line. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// If the line is full, or no requests are taken.
+    pub fn submit(&self, request: Request) -> Result<Stream, Refused> {
+        let tokens = request.prompt.len();
+        let (events, received) = mpsc::unbounded_channel();
+        let submitted = now();
+        let state = &mut *self.0.state.lock();
+        if let Err(refused) = self.admit(state, tokens) {
+            self.0.metrics.refuse(refused.label());
+            return Err(refused);
+        }
+        state.waiting.0 += 1;
+        state.waiting.1 += tokens;
+        state.open += 1;
+        let shared = self.0.clone();
+        let sender = Sender { shared, events, tokens, submitted, last: None, is_waiting: true };
+        state.arrived.push(Arrival { request, sender });
+        state.has_news = true;
+        self.0.changed.notify_all();
+        let cut = self.0.cut.subscribe();
+        Ok(Stream { shared: self.0.clone(), events: received, cut, end: None })
+    }
+
+    fn admit(&self, state: &State, tokens: usize) -> Result<(), Refused> {
+        let ((requests, prompts), limits) = (state.waiting, self.0.limits);
+        match state.phase {
+            Phase::Starting => Err(Refused::Starting),
+            Phase::Draining => Err(Refused::Draining),
+            Phase::Ready if requests >= limits.requests => {
+                Err(Refused::Requests { waiting: requests, retry: retry(state) })
+            }
+            Phase::Ready if requests > 0 && prompts + tokens > limits.tokens => {
+                Err(Refused::Tokens { waiting: prompts, retry: retry(state) })
+            }
+            Phase::Ready => Ok(()),
+        }
+    }
+
+    /// Returns the state of the server.
+    pub fn phase(&self) -> Phase {
+        self.0.state.lock().phase
+    }
+
+    /// Takes no further requests.
+    pub fn drain(&self) {
+        self.0.change(|state| state.phase = Phase::Draining);
+    }
+
+    /// Ends all open requests with [`Event::Failed`] for this reason, and those to come.
+    pub fn fail(&self, why: &str) {
+        self.0.cut.send_replace(Some(why.into()));
+    }
+
+    /// Returns the number of clients whose requests are waiting or being answered.
+    pub fn open(&self) -> usize {
+        self.0.state.lock().open
+    }
+
+    /// Returns the figures in Prometheus' text format.
+    pub fn metrics(&self) -> String {
+        let state = self.0.state.lock();
+        let (waiting, running) = (state.waiting.0, state.running);
+        drop(state);
+        self.0.metrics.text(waiting, running)
+    }
+}
+
+/// Returns the time until half of the waiting requests have probably left, by the recent ends.
+fn retry(state: &State) -> Duration {
+    let rate = match (state.ends.front(), state.ends.len()) {
+        (Some(first), count @ 2..) => count as f64 / since(*first).as_secs_f64().max(1e-3),
+        _ => 1.0,
+    };
+    let seconds = state.waiting.0 as f64 / 2.0 / rate;
+    Duration::from_secs_f64(seconds.ceil().min(RETRY[1].as_secs_f64())).clamp(RETRY[0], RETRY[1])
+}
+
+/// The events of a request, for its client. Dropping it before the last one means that the client
+/// has left.
+pub struct Stream {
+    shared: Arc<Shared>,
+    events: mpsc::UnboundedReceiver<Event>,
+    cut: watch::Receiver<Option<Arc<str>>>,
+    /// The label of the metric, if the request has ended.
+    end: Option<&'static str>,
+}
+
+impl Stream {
+    /// Waits for the next event. `None` after the last one. Cancel safe.
+    pub async fn next(&mut self) -> Option<Event> {
+        if self.end.is_some() {
+            return None;
+        }
+        let event = tokio::select! {
+            biased;
+            event = self.events.recv() => event,
+            Ok(why) = self.cut.wait_for(Option::is_some) => {
+                why.clone().map(Event::Failed)
+            }
+        };
+        let event = event.unwrap_or_else(|| Event::Failed("the engine has ended".into()));
+        self.end = match event {
+            Event::Token(_) => None,
+            Event::End(Finish::Stop) => Some("stop"),
+            Event::End(Finish::Length) => Some("length"),
+            Event::Failed(_) => Some("failed"),
+        };
+        Some(event)
+    }
+
+    /// Ends the request, since its text has a text that ends it.
+    pub fn stop(mut self) {
+        self.end.get_or_insert("stop");
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // The engine finds it closed.
+        self.events.close();
+        self.shared.metrics.end(self.end.unwrap_or("left"));
+        self.shared.change(|state| state.open -= 1);
+    }
+}
+
+/// The engine's end of the waiting line.
+pub struct Arrivals(Arc<Shared>);
+
+/// A request of a client.
+pub struct Arrival {
+    /// The request.
+    pub request: Request,
+    /// The way to the client.
+    pub sender: Sender,
+}
+
+impl Arrivals {
+    /// Has requests taken from now on, unless the server ends.
+    pub fn open(&self) {
+        self.0.change(|state| {
+            if state.phase == Phase::Starting {
+                state.phase = Phase::Ready;
+            }
+        });
+    }
+
+    /// Returns the new requests, in their order. Does not block.
+    pub fn take(&self) -> Vec<Arrival> {
+        std::mem::take(&mut self.0.state.lock().arrived)
+    }
+
+    /// Blocks until a request has come, a client has left or the phase has changed since the last
+    /// call, at most for `timeout`. Returns false if nothing happened.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let until = now() + timeout;
+        let mut state = self.0.state.lock();
+        while !state.has_news && !self.0.changed.wait_until(&mut state, until).timed_out() {}
+        std::mem::take(&mut state.has_news)
+    }
+
+    /// True once no request is taken and all clients have got their last event.
+    pub fn is_over(&self) -> bool {
+        let state = self.0.state.lock();
+        state.phase == Phase::Draining && state.open == 0
+    }
+
+    /// Sets the figures that `/metrics` shows.
+    pub fn report(&self, figures: Figures) {
+        self.0.metrics.set(figures);
+    }
+}
+
+/// The way from the engine to the client of a request. Dropping it before the last event fails the
+/// request.
+pub struct Sender {
+    shared: Arc<Shared>,
+    events: mpsc::UnboundedSender<Event>,
+    /// Number of tokens of the prompt.
+    tokens: usize,
+    submitted: Instant,
+    /// Time of the last token.
+    last: Option<Instant>,
+    is_waiting: bool,
+}
+
+impl Sender {
+    /// Notes that the request has left the waiting line. A second call does nothing.
+    pub fn start(&mut self) {
+        if std::mem::take(&mut self.is_waiting) {
+            self.shared.metrics.start(self.tokens, since(self.submitted));
+            self.leave_line(&mut self.shared.state.lock());
+        }
+    }
+
+    fn leave_line(&self, state: &mut State) {
+        state.waiting.0 -= 1;
+        state.waiting.1 -= self.tokens;
+        state.running += 1;
+    }
+
+    /// Sends an event. Does not block, and does nothing if the client has left. At most
+    /// `max_tokens` events wait for a client that does not read.
+    pub fn send(&mut self, event: Event) {
+        if let Event::Token(_) = event {
+            let time = now();
+            let before = self.last.replace(time);
+            let since = time.saturating_duration_since(before.unwrap_or(self.submitted));
+            self.shared.metrics.token(before.is_none(), since);
+        }
+        // An error says that the client has left.
+        _ = self.events.send(event);
+    }
+
+    /// True if the client has left.
+    pub fn is_gone(&self) -> bool {
+        self.events.is_closed()
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        if self.is_waiting {
+            self.leave_line(&mut state);
+        }
+        state.running -= 1;
+        if state.ends.len() == ENDS {
+            state.ends.pop_front();
+        }
+        state.ends.push_back(now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::executor::block_on;
+    use mpmd_models::Sampling;
+
+    use super::*;
+    use crate::metrics::StageFigures;
+    use crate::request::Token;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn request(tokens: usize) -> Request {
+        let (prompt, sampling) = (vec![1; tokens], Sampling::default());
+        Request { prompt, max_tokens: 9, sampling, ends: Vec::new(), logprobs: None }
+    }
+
+    fn ready(requests: usize, tokens: usize) -> (Queue, Arrivals) {
+        let (queue, arrivals) = queue(Limits { requests, tokens });
+        arrivals.open();
+        arrivals.wait(Duration::ZERO);
+        (queue, arrivals)
+    }
+
+    fn refused(queue: &Queue, tokens: usize) -> Refused {
+        queue.submit(request(tokens)).err().unwrap()
+    }
+
+    #[test]
+    fn both_limits_count_requests_until_they_start() {
+        let (queue, arrivals) = ready(2, 10);
+        let _clients = [queue.submit(request(4)).unwrap(), queue.submit(request(6)).unwrap()];
+        assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
+        let mut taken = arrivals.take();
+        assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
+        taken[0].sender.start();
+        taken[0].sender.start();
+        assert_eq!(refused(&queue, 5), Refused::Tokens { waiting: 6, retry: SECOND });
+        let third = queue.submit(request(4)).unwrap();
+        taken.remove(1);
+        // A prompt of any length is taken if it would not wait behind another.
+        drop((arrivals.take(), third));
+        assert!(queue.submit(request(1000)).is_ok());
+    }
+
+    #[test]
+    fn retry_follows_the_rate_of_ends() {
+        let (queue, _arrivals) = ready(100, 1000);
+        let _clients: Vec<_> = (0..40).map(|_| queue.submit(request(1)).unwrap()).collect();
+        let at = |count: u32, seconds| {
+            let mut state = queue.0.state.lock();
+            state.ends = (0..count).map(|_| now() - Duration::from_secs(seconds)).collect();
+            retry(&state)
+        };
+        assert_eq!(at(0, 0), 20 * SECOND);
+        assert_eq!(at(15, 1), 2 * SECOND);
+        assert_eq!(at(10, 9000), 60 * SECOND);
+        assert_eq!(at(64, 0), SECOND);
+    }
+
+    #[test]
+    fn no_request_is_taken_before_start_and_after_drain() {
+        let (queue, arrivals) = queue(Limits::default());
+        assert_eq!(refused(&queue, 1), Refused::Starting);
+        arrivals.open();
+        let client = queue.submit(request(1)).unwrap();
+        queue.drain();
+        arrivals.open();
+        assert_eq!((refused(&queue, 1), queue.phase()), (Refused::Draining, Phase::Draining));
+        assert!(!arrivals.is_over());
+        drop(client);
+        assert!(arrivals.is_over());
+        assert!(queue.metrics().contains("mpmd_requests_rejected_total{reason=\"draining\"} 1"));
+    }
+
+    #[test]
+    fn wait_returns_for_arrivals_leavers_and_drain() {
+        let (queue, arrivals) = ready(9, 99);
+        assert!(!arrivals.wait(Duration::from_millis(1)));
+        let client = queue.submit(request(1)).unwrap();
+        assert!(arrivals.wait(SECOND) && !arrivals.wait(Duration::ZERO));
+        let taken = arrivals.take();
+        assert!(!taken[0].sender.is_gone());
+        drop(client);
+        assert!(arrivals.wait(SECOND) && taken[0].sender.is_gone());
+        std::thread::scope(|scope| {
+            scope.spawn(|| queue.drain());
+            assert!(arrivals.wait(60 * SECOND));
+        });
+    }
+
+    #[test]
+    fn events_end_once_however_a_request_ends() {
+        let (queue, arrivals) = ready(9, 99);
+        let ends = |end: fn(Sender)| {
+            let mut client = queue.submit(request(1)).unwrap();
+            let mut sender = arrivals.take().remove(0).sender;
+            sender.start();
+            sender.send(Event::Token(Token { id: 7, logprobs: None }));
+            end(sender);
+            let events: Vec<Event> = std::iter::from_fn(|| block_on(client.next())).collect();
+            assert!(block_on(client.next()).is_none());
+            events.last().cloned().unwrap()
+        };
+        assert_eq!(ends(|mut sender| sender.send(Event::End(Finish::Stop))), {
+            Event::End(Finish::Stop)
+        });
+        assert_eq!(ends(drop), Event::Failed("the engine has ended".into()));
+        let mut client = queue.submit(request(1)).unwrap();
+        queue.fail("a reason");
+        assert_eq!(block_on(client.next()), Some(Event::Failed("a reason".into())));
+        drop(client);
+        let text = queue.metrics();
+        for line in [
+            "mpmd_requests_ended_total{end=\"stop\"} 1",
+            "mpmd_requests_ended_total{end=\"failed\"} 2",
+            "mpmd_generated_tokens_total 2",
+            "mpmd_time_to_first_token_seconds_count 2",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+    }
+
+    #[test]
+    fn figures_of_the_engine_are_shown_by_stage() {
+        let (queue, arrivals) = ready(9, 99);
+        let stage = StageFigures { busy: SECOND, handed_bytes: 5, handed: 2 * SECOND };
+        arrivals.report(Figures {
+            blocks: 8,
+            stages: vec![stage, StageFigures::default()],
+            ..Figures::default()
+        });
+        let text = queue.metrics();
+        for line in [
+            "mpmd_cache_blocks 8",
+            "mpmd_stage_idle_share{stage=\"1\"} 1.0",
+            "mpmd_stage_busy_seconds_total{stage=\"0\"} 1.0",
+            "mpmd_handover_bytes_total{stage=\"0\"} 5",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in {text}");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! What a client asks for, and what it gets, in tokens.
+
+use std::sync::Arc;
+
+use mpmd_models::Sampling;
+use serde::{Deserialize, Serialize};
+
+/// A text to continue.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// The tokens of the text; at least one.
+    pub prompt: Vec<u32>,
+    /// Largest number of new tokens; at least one.
+    pub max_tokens: usize,
+    /// The choice of each token.
+    pub sampling: Sampling,
+    /// The tokens after which the text has ended.
+    pub ends: Vec<u32>,
+    /// Number of the most probable tokens whose probabilities are wanted beside that of each chosen
+    /// token. `None` if no probabilities are wanted.
+    pub logprobs: Option<usize>,
+}
+
+/// What a client gets.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A further token. It comes before [`Event::End`], also if it ends the text.
+    Token(Token),
+    /// The text has ended. Nothing follows.
+    End(Finish),
+    /// The request failed for this reason. Nothing follows.
+    Failed(Arc<str>),
+}
+
+/// Why a text has ended.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub enum Finish {
+    /// A token of [`Request::ends`].
+    Stop,
+    /// There are [`Request::max_tokens`], or as many as the model has positions.
+    Length,
+}
+
+/// A token of the text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Its number in the vocabulary.
+    pub id: u32,
+    /// The probabilities, if they are wanted.
+    pub logprobs: Option<Logprobs>,
+}
+
+/// Natural logarithms of the probabilities at a token, by the model's own logits: before penalties,
+/// temperature and the cuts.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Logprobs {
+    /// That of the chosen token.
+    pub chosen: f32,
+    /// The most probable tokens and theirs, the most probable first.
+    pub top: Vec<(u32, f32)>,
+}

@@ -1,0 +1,158 @@
+//! The blocks of keys and values: which are free, which are in use, and which have the tokens of a
+//! known beginning.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use mpmd::candle::nn::BLOCK;
+
+/// Blocks of keys and values, each of [`BLOCK`] tokens. Sequences with equal beginnings share full
+/// blocks.
+#[derive(Clone, Debug)]
+pub(super) struct Blocks {
+    blocks: Vec<Block>,
+    /// Blocks without content.
+    empty: Vec<u32>,
+    /// Blocks with content that nobody uses, by the time of their last use.
+    unused: BTreeSet<(u64, u32)>,
+    /// The block with these tokens after a beginning.
+    known: BTreeMap<Key, u32>,
+    time: u64,
+    /// Number of beginnings so far.
+    beginnings: u64,
+}
+
+/// The content of a full block: the beginning before it, and its tokens. A beginning is a number
+/// that no other one had.
+type Key = (u64, [u32; BLOCK]);
+
+/// The beginning without tokens.
+pub(super) const START: u64 = 0;
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    users: usize,
+    time: u64,
+    /// Its content, and the beginning that ends with it.
+    content: Option<(Key, u64)>,
+}
+
+impl Blocks {
+    pub(super) fn new(count: usize) -> Self {
+        Self {
+            blocks: vec![Block::default(); count],
+            empty: (0..count as u32).rev().collect(),
+            unused: BTreeSet::new(),
+            known: BTreeMap::new(),
+            time: 0,
+            beginnings: START,
+        }
+    }
+
+    /// Returns the number of blocks that can be taken.
+    pub(super) fn available(&self) -> usize {
+        self.empty.len() + self.unused.len()
+    }
+
+    /// Returns the number of blocks that sequences use.
+    pub(super) fn used(&self) -> usize {
+        self.blocks.len() - self.available()
+    }
+
+    /// Takes a block for new content. The content that was not used for the longest time goes.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        let taken = match self.empty.pop() {
+            Some(block) => block,
+            None => {
+                let (_, block) = self.unused.pop_first()?;
+                if let Some((key, _)) = self.blocks[block as usize].content.take() {
+                    self.known.remove(&key);
+                }
+                block
+            }
+        };
+        self.blocks[taken as usize].users = 1;
+        Some(taken)
+    }
+
+    /// Uses the block with these tokens after a beginning, if there is one. Returns it and the
+    /// beginning that ends with it.
+    pub(super) fn share(&mut self, beginning: u64, tokens: &[u32]) -> Option<(u32, u64)> {
+        let tokens: [u32; BLOCK] = tokens.try_into().ok()?;
+        let block = *self.known.get(&(beginning, tokens))?;
+        let found = &mut self.blocks[block as usize];
+        self.unused.remove(&(found.time, block));
+        found.users += 1;
+        found.content.as_ref().map(|(_, next)| (block, *next))
+    }
+
+    /// Says that a block is full of these tokens after a beginning. Returns the beginning that ends
+    /// with them.
+    pub(super) fn fill(&mut self, block: u32, beginning: u64, tokens: &[u32]) -> u64 {
+        let Ok(tokens) = <[u32; BLOCK]>::try_from(tokens) else { return beginning };
+        let key = (beginning, tokens);
+        if let Some(other) = self.known.get(&key)
+            && let Some((_, next)) = &self.blocks[*other as usize].content
+        {
+            // Two sequences with this beginning were computed at once.
+            return *next;
+        }
+        self.beginnings += 1;
+        self.known.insert(key, block);
+        self.blocks[block as usize].content = Some((key, self.beginnings));
+        self.beginnings
+    }
+
+    /// Gives a block back. Its content stays known until the block is taken.
+    pub(super) fn release(&mut self, block: u32) {
+        self.time += 1;
+        let found = &mut self.blocks[block as usize];
+        found.users -= 1;
+        if found.users > 0 {
+            return;
+        }
+        found.time = self.time;
+        match found.content {
+            Some(_) => _ = self.unused.insert((self.time, block)),
+            None => self.empty.push(block),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_beginnings_share_blocks_until_these_are_taken() {
+        let mut blocks = Blocks::new(3);
+        let [a, b] = [[1; BLOCK], [2; BLOCK]];
+        let first = blocks.take().unwrap();
+        let one = blocks.fill(first, START, &a);
+        let second = blocks.take().unwrap();
+        let two = blocks.fill(second, one, &b);
+        assert_eq!(blocks.share(START, &b), None, "the tokens after another beginning");
+        assert_eq!(blocks.share(START, &a), Some((first, one)));
+        assert_eq!((blocks.used(), blocks.available()), (2, 1));
+        [first, second, first].into_iter().for_each(|block| blocks.release(block));
+        assert_eq!(blocks.available(), 3);
+        assert_eq!(blocks.share(one, &b), Some((second, two)), "known without users");
+        // The empty block goes first, then the unused one; the used one stays.
+        let third = blocks.take().unwrap();
+        assert!(third != first && third != second);
+        assert_eq!(blocks.take(), Some(first));
+        assert_eq!(blocks.take(), None);
+        assert_eq!(blocks.share(START, &a), None, "forgotten");
+    }
+
+    #[test]
+    fn content_of_two_blocks_is_known_once() {
+        let mut blocks = Blocks::new(2);
+        let tokens = [7; BLOCK];
+        let [one, other] = [(); 2].map(|()| blocks.take().unwrap());
+        let next = blocks.fill(one, START, &tokens);
+        assert_eq!(blocks.fill(other, START, &tokens), next);
+        blocks.release(other);
+        assert_eq!(blocks.take(), Some(other), "it is empty");
+        assert_eq!(blocks.share(START, &tokens), Some((one, next)));
+    }
+}

@@ -1,0 +1,444 @@
+//! The scheduler: requests in, passes out. A pure state machine: it knows no clock and no I/O.
+//!
+//! Sequences are spread over *lanes*, one for each stage. The passes of a lane follow each other:
+//! each needs the tokens that the one before chose. Those of different lanes are on different stages
+//! at the same time. Passes are decided before the results of earlier ones are known. Where these
+//! end a text, the tokens of later passes are dropped.
+//!
+//! Every stage computes passes in the order of their decisions. So a block that is given back may be
+//! used by the next pass, while earlier ones are still to be computed.
+
+mod blocks;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use mpmd::candle::nn::BLOCK;
+use mpmd_models::{Begin, Choice, Chunk, MOST_TOKENS, MOST_WORDS, Pass};
+use serde::{Deserialize, Serialize};
+
+use crate::request::{Event, Finish, Logprobs, Request, Token};
+use blocks::{Blocks, START};
+
+/// Largest number of passes of a lane that are not known to have ended. With two, the next one waits
+/// for no decision.
+const AHEAD: usize = 2;
+
+/// The sizes of a scheduler.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Sizes {
+    /// Number of lanes: that of the stages.
+    pub lanes: usize,
+    /// Number of sequences at a time; at least one for each lane.
+    pub sequences: usize,
+    /// Number of blocks for keys and values.
+    pub blocks: usize,
+    /// Number of tokens that a pass computes at most, where prompts are among them.
+    pub chunk: usize,
+    /// Number of tokens of a sequence at most; there are blocks for as many.
+    pub positions: usize,
+}
+
+/// A pass to be computed.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Decision {
+    /// The lane whose last choices it needs.
+    pub lane: u32,
+    /// What is computed.
+    pub pass: Pass,
+}
+
+/// Counts since the start, and the present state.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Counts {
+    /// Number of sequences that have places.
+    pub running: usize,
+    /// Number of requests that wait for a place.
+    pub waiting: usize,
+    /// Number of blocks that sequences use.
+    pub blocks_used: usize,
+    /// Number of tokens of prompts that were computed.
+    pub prompt_tokens: u64,
+    /// Number of tokens of prompts that were known already.
+    pub known_tokens: u64,
+    /// Number of tokens that were sent to clients.
+    pub generated_tokens: u64,
+    /// Number of tokens that were chosen after the end of a text, or for a sequence that had to give
+    /// up its place.
+    pub surplus_tokens: u64,
+    /// Number of times that a sequence had to give up its place.
+    pub preemptions: u64,
+}
+
+/// Decides which sequences are computed when.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    sizes: Sizes,
+    sequences: BTreeMap<u64, Sequence>,
+    /// Those without a place, in order.
+    waiting: VecDeque<u64>,
+    lanes: Vec<Lane>,
+    /// The lane of the next decision.
+    next: usize,
+    /// Number of passes so far, also empty ones.
+    turn: usize,
+    /// For each pass that has not ended: its lane, and the sequences for which it chooses tokens,
+    /// with the number of their starts and their place.
+    open: VecDeque<(usize, Vec<(u64, u64, usize)>)>,
+    blocks: Blocks,
+    counts: Counts,
+}
+
+#[derive(Clone, Debug)]
+struct Lane {
+    /// The sequence in each place. The places of lane `i` of `n` are `i`, `i + n`, ….
+    places: Vec<Option<u64>>,
+    open: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Sequence {
+    request: Request,
+    /// The tokens that are known: those of the prompt and of the text.
+    tokens: Vec<u32>,
+    /// Number of times that it got a place.
+    starts: u64,
+    place: Option<Place>,
+}
+
+/// The state of a sequence that has a place.
+#[derive(Clone, Debug)]
+struct Place {
+    lane: usize,
+    slot: usize,
+    /// Number of tokens that were known at the start: they are given, and others are chosen.
+    given: usize,
+    /// Number of tokens in decided passes.
+    computed: usize,
+    /// Number of tokens that decided passes choose, and that are not known yet.
+    open: usize,
+    blocks: Vec<u32>,
+    /// True if a pass has told the stages of it.
+    has_begun: bool,
+    /// Number of full blocks that are known to others, and the beginning that they are.
+    filled: (usize, u64),
+}
+
+impl Sequence {
+    /// Returns the number of tokens, with those that are not known yet.
+    fn len(&self) -> usize {
+        self.tokens.len() + self.place.as_ref().map_or(0, |place| place.open)
+    }
+
+    fn text_len(&self) -> usize {
+        self.len() - self.request.prompt.len()
+    }
+}
+
+impl Scheduler {
+    /// Creates a scheduler without requests.
+    ///
+    /// # Panics
+    ///
+    /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as a
+    /// sequence may need.
+    pub fn new(sizes: Sizes) -> Self {
+        let Sizes { lanes, sequences, blocks, chunk, positions } = sizes;
+        assert!(lanes > 0 && sequences >= lanes && chunk > 0, "{sizes:?}");
+        assert!(positions.div_ceil(BLOCK) <= blocks && positions > 1, "{sizes:?}");
+        let places = |lane: usize| vec![None; (sequences - lane).div_ceil(lanes)];
+        Self {
+            sizes: Sizes { chunk: chunk.min(MOST_TOKENS), ..sizes },
+            sequences: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            lanes: (0..lanes).map(|lane| Lane { places: places(lane), open: 0 }).collect(),
+            next: 0,
+            turn: 0,
+            open: VecDeque::new(),
+            blocks: Blocks::new(blocks),
+            counts: Counts::default(),
+        }
+    }
+
+    /// Returns the counts.
+    pub fn counts(&self) -> Counts {
+        let running = self.sequences.len() - self.waiting.len();
+        let (waiting, blocks_used) = (self.waiting.len(), self.blocks.used());
+        Counts { running, waiting, blocks_used, ..self.counts }
+    }
+
+    /// Returns the number of passes that have not ended.
+    pub fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// True if there are no requests.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    /// Takes a request. `id` is a number that no other one has. The prompt has at least one token,
+    /// and fewer than there are positions.
+    pub fn arrive(&mut self, id: u64, request: Request) {
+        let tokens = request.prompt.clone();
+        self.sequences.insert(id, Sequence { request, tokens, starts: 0, place: None });
+        self.waiting.push_back(id);
+    }
+
+    /// Forgets a request whose client has left. Does nothing if it has ended.
+    pub fn leave(&mut self, id: u64) {
+        self.give_up_place(id);
+        self.sequences.remove(&id);
+        self.waiting.retain(|other| *other != id);
+    }
+
+    /// Forgets all places, blocks and open passes: the stages have lost what they had. All sequences
+    /// are computed again.
+    pub fn restart(&mut self) {
+        let mut running: Vec<u64> = self.sequences.keys().copied().collect();
+        running.retain(|id| self.sequences[id].place.is_some());
+        running.into_iter().rev().for_each(|id| {
+            self.give_up_place(id);
+            self.waiting.push_front(id);
+        });
+        self.open.clear();
+        self.lanes.iter_mut().for_each(|lane| lane.open = 0);
+        self.blocks = Blocks::new(self.sizes.blocks);
+    }
+
+    /// Decides on the next pass. `None` if no lane has something to compute, before an open pass
+    /// ends or a request arrives.
+    pub fn decide(&mut self) -> Option<Decision> {
+        for _ in 0..self.sizes.lanes {
+            let lane = self.next;
+            self.next = (lane + 1) % self.sizes.lanes;
+            if self.lanes[lane].open >= AHEAD {
+                continue;
+            }
+            self.admit(lane);
+            let (pass, choosers) = self.pass_of(lane);
+            if !pass.chunks.is_empty() {
+                self.lanes[lane].open += 1;
+                self.open.push_back((lane, choosers));
+                return Some(Decision { lane: lane as u32, pass });
+            }
+        }
+        None
+    }
+
+    /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients get.
+    pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
+        let Some((lane, choosers)) = self.open.pop_front() else { return Vec::new() };
+        self.lanes[lane].open -= 1;
+        let mut events = Vec::new();
+        for (id, starts, slot) in choosers {
+            let choice = choices.get(slot).cloned().flatten();
+            let sequence = self.sequences.get(&id);
+            match sequence.is_some_and(|one| one.starts == starts && one.place.is_some()) {
+                true => events.extend(self.choose(id, choice)),
+                false => self.counts.surplus_tokens += 1,
+            }
+        }
+        events
+    }
+
+    /// Adds a token to a sequence.
+    fn choose(&mut self, id: u64, choice: Option<Choice>) -> Vec<(u64, Event)> {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return Vec::new() };
+        let Some(place) = &mut sequence.place else { return Vec::new() };
+        place.open -= 1;
+        let Some(Choice { token: Some(token), logprob, top }) = choice else {
+            self.finish(id);
+            let why = "the model's logits are not finite: its weights are not, or its activations \
+                       overflow";
+            return vec![(id, Event::Failed(why.into()))];
+        };
+        sequence.tokens.push(token);
+        self.counts.generated_tokens += 1;
+        let logprobs = logprob.map(|chosen| Logprobs { chosen, top });
+        let mut events = vec![(id, Event::Token(Token { id: token, logprobs }))];
+        let (known, request) = (sequence.tokens.len(), &sequence.request);
+        let text = known - request.prompt.len();
+        let finish = match request.ends.contains(&token) {
+            true => Some(Finish::Stop),
+            false if text >= request.max_tokens || known >= self.sizes.positions => {
+                Some(Finish::Length)
+            }
+            false => None,
+        };
+        self.fill(id);
+        if let Some(finish) = finish {
+            self.finish(id);
+            events.push((id, Event::End(finish)));
+        }
+        events
+    }
+
+    /// Forgets a sequence that has ended.
+    fn finish(&mut self, id: u64) {
+        self.give_up_place(id);
+        self.sequences.remove(&id);
+    }
+
+    fn give_up_place(&mut self, id: u64) {
+        let sequence = self.sequences.get_mut(&id);
+        let Some(place) = sequence.and_then(|sequence| sequence.place.take()) else { return };
+        let lanes = self.sizes.lanes;
+        self.lanes[place.lane].places[place.slot / lanes] = None;
+        // The later blocks are forgotten first.
+        place.blocks.into_iter().rev().for_each(|block| self.blocks.release(block));
+    }
+
+    /// Gives places of a lane to sequences that wait.
+    fn admit(&mut self, lane: usize) {
+        let count = |lane: &Lane| lane.places.iter().flatten().count();
+        while let Some(id) = self.waiting.front().copied() {
+            let own = count(&self.lanes[lane]);
+            let is_shortest = self.lanes.iter().all(|other| own <= count(other));
+            let free = self.lanes[lane].places.iter().position(Option::is_none);
+            let (Some(free), true) = (free, is_shortest) else { return };
+            let Some(sequence) = self.sequences.get(&id) else { return };
+            // Room for the tokens so far and the next one.
+            let needed = (sequence.tokens.len() + 1).div_ceil(BLOCK);
+            if needed > self.blocks.available() {
+                return;
+            }
+            self.waiting.pop_front();
+            let slot = free * self.sizes.lanes + lane;
+            self.lanes[lane].places[free] = Some(id);
+            self.start(id, lane, slot);
+        }
+    }
+
+    /// Gives a place to a sequence, with the blocks of its beginning that are known.
+    fn start(&mut self, id: u64, lane: usize, slot: usize) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, START));
+        // The last stage needs the tokens of the prompt for this penalty.
+        if sequence.request.sampling.repetition_penalty == 1.0 {
+            // One token is left to compute.
+            for tokens in sequence.tokens[..given - 1].chunks_exact(BLOCK) {
+                let Some((block, beginning)) = self.blocks.share(filled.1, tokens) else { break };
+                blocks.push(block);
+                filled = (filled.0 + 1, beginning);
+            }
+        }
+        let computed = blocks.len() * BLOCK;
+        self.counts.known_tokens += computed as u64;
+        sequence.starts += 1;
+        let (open, has_begun) = (0, false);
+        sequence.place =
+            Some(Place { lane, slot, given, computed, open, blocks, has_begun, filled });
+    }
+
+    /// Returns the next pass of a lane, and the sequences for which it chooses tokens: one token of
+    /// each text, then prompts as far as there is room.
+    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<(u64, u64, usize)>) {
+        let mut ids: Vec<u64> = self.lanes[lane].places.iter().flatten().copied().collect();
+        // Where there is no room for all, each comes first in turn.
+        self.turn = self.turn.wrapping_add(1);
+        let first = self.turn.checked_rem(ids.len()).unwrap_or(0);
+        ids.rotate_left(first);
+        let is_text = |id: &u64| {
+            let sequence = &self.sequences[id];
+            sequence.place.as_ref().is_some_and(|place| place.computed + 1 >= place.given)
+        };
+        let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
+        // The word in front is the number of chunks.
+        let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS - 1);
+        let (mut pass, mut choosers) = (Pass::default(), Vec::new());
+        for id in texts.into_iter().chain(prompts) {
+            let Some(chunk) = self.chunk(id, tokens, words) else { continue };
+            tokens -= chunk.tokens();
+            words -= chunk.words();
+            if chunk.samples {
+                let starts = self.sequences[&id].starts;
+                choosers.push((id, starts, chunk.slot as usize));
+            }
+            pass.chunks.push(chunk);
+        }
+        // Without those of sequences that had to give up their places.
+        let places = &self.lanes[lane].places;
+        let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
+        pass.chunks.retain(|chunk| is_there(chunk.slot as usize));
+        choosers.retain(|(_, _, slot)| is_there(*slot));
+        let ids: Vec<u64> = places.iter().flatten().copied().collect();
+        // Only now the blocks will have their content.
+        ids.into_iter().for_each(|id| self.fill(id));
+        (pass, choosers)
+    }
+
+    /// Decides on the next tokens of a sequence, with at most so many tokens and words. `None` if
+    /// none is to be computed, or there is no room.
+    fn chunk(&mut self, id: u64, tokens: usize, words: usize) -> Option<Chunk> {
+        let sequence = self.sequences.get(&id)?;
+        let place = sequence.place.as_ref()?;
+        let (start, len) = (place.computed, sequence.len());
+        if sequence.text_len() >= sequence.request.max_tokens || len >= self.sizes.positions {
+            return None;
+        }
+        let begin = Begin {
+            sampling: sequence.request.sampling,
+            prompt: sequence.request.prompt.len() as u32,
+            top: sequence.request.logprobs.map(|top| top as u32),
+        };
+        let new = Some(begin).filter(|_| !place.has_begun);
+        let head = Chunk {
+            slot: place.slot as u32,
+            start: start as u32,
+            given: Vec::new(),
+            samples: false,
+            blocks: Vec::new(),
+            new,
+        };
+        let words = words.checked_sub(head.words() + len.div_ceil(BLOCK))?;
+        let end = len.min(start + tokens.min(words));
+        if end == start {
+            return None;
+        }
+        let given = sequence.tokens.get(start..end.min(place.given)).unwrap_or_default().to_vec();
+        while self.sequences.get(&id)?.place.as_ref()?.blocks.len() < end.div_ceil(BLOCK) {
+            let block = self.take_block(id)?;
+            self.sequences.get_mut(&id)?.place.as_mut()?.blocks.push(block);
+        }
+        let sequence = self.sequences.get_mut(&id)?;
+        let (prompt, samples) = (sequence.request.prompt.len(), end == len);
+        let place = sequence.place.as_mut()?;
+        self.counts.prompt_tokens += end.min(prompt).saturating_sub(start) as u64;
+        (place.computed, place.has_begun) = (end, true);
+        place.open += usize::from(samples);
+        let blocks = place.blocks[..end.div_ceil(BLOCK)].to_vec();
+        Some(Chunk { given, samples, blocks, ..head })
+    }
+
+    /// Takes a block for a sequence. If there is none, the sequence that came last gives up its
+    /// place: `None` if it is this one.
+    fn take_block(&mut self, id: u64) -> Option<u32> {
+        loop {
+            if let Some(block) = self.blocks.take() {
+                return Some(block);
+            }
+            let running = self.sequences.iter().filter(|(_, sequence)| sequence.place.is_some());
+            let last = running.map(|(id, _)| *id).next_back()?;
+            self.counts.preemptions += 1;
+            self.give_up_place(last);
+            self.waiting.push_front(last);
+            if last == id {
+                return None;
+            }
+        }
+    }
+
+    /// Makes the full blocks of a sequence known, as far as its tokens are.
+    fn fill(&mut self, id: u64) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(place) = &mut sequence.place else { return };
+        let full = place.computed.min(sequence.tokens.len()) / BLOCK;
+        while place.filled.0 < full {
+            let (at, beginning) = place.filled;
+            let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
+            place.filled = (at + 1, self.blocks.fill(place.blocks[at], beginning, tokens));
+        }
+    }
+}
