@@ -505,8 +505,9 @@ fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
     Ok(Costs(stages.into_iter().map(|(_, costs)| costs).collect()))
 }
 
-/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's work is the number of its
-/// parameters, of experts of those that a token takes. Of the embedding a token reads a row.
+/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
+/// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
+/// token reads a row.
 fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
     let config = folder.config();
     let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;

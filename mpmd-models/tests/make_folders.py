@@ -87,6 +87,14 @@ NEOX = dict(
     rms_norm_eps=None,
     layer_norm_eps=1e-5,
 )
+STABLELM = dict(
+    ODD,
+    family="stablelm",
+    hidden_size=24,
+    head_dim=None,
+    rms_norm_eps=None,
+    layer_norm_eps=1e-4,
+)
 MOE = dict(ODD, hidden_size=16, intermediate_size=12, head_dim=6, num_experts_per_tok=2)
 # A folder's place is its seed. `family` is llama unless it is set.
 FOLDERS = {
@@ -298,6 +306,15 @@ FOLDERS = {
         num_hidden_layers=6,
         tie_word_embeddings=True,
     ),
+    "stablelm": dict(STABLELM, use_qkv_bias=True),
+    "stablelm-parallel": dict(
+        STABLELM,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        tie_word_embeddings=True,
+    ),
     "qwen2-moe": dict(
         MOE,
         family="qwen2_moe",
@@ -342,6 +359,7 @@ OLD_FORM = {
     ),
     "phi3-window": dict(rope_theta=600.0, rope_scaling=None),
     "neox": dict(rotary_pct=0.25, rotary_emb_base=2000),
+    "stablelm-parallel": dict(rope_theta=700.0, partial_rotary_factor=0.75),
 }
 # Parts of a fused projection's outputs that have matrices of LoRA of their own, by name.
 FUSED = {

@@ -98,8 +98,10 @@ pub enum Norm {
 /// The elements of queries or keys that a norm takes together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum HeadNorm {
-    /// The elements of one head.
+    /// The elements of one head. All heads have the same weight.
     Head,
+    /// The elements of one head, in layer norms without bias. Each head has its own weight.
+    EachHead,
     /// The elements of all heads.
     Width,
 }

@@ -5,7 +5,7 @@ use mpmd::candle::{Cx, Device, Result, Tensor};
 
 use super::Plan;
 use super::cache::Rows;
-use super::norm::Norm;
+use super::norm::{HeadNorms, Norm};
 use super::over::Over;
 
 use crate::config::{HeadNorm, LayerConfig};
@@ -19,13 +19,19 @@ pub(super) struct Attention {
     k: Projection,
     v: Projection,
     o: Projection,
-    /// The norms of queries and keys.
-    norms: Option<(HeadNorm, [Norm; 2])>,
+    norms: Option<Norms>,
     head_dim: usize,
     angles: Option<Angles>,
     layer: LayerConfig,
     cap: Option<f64>,
     over: Over,
+}
+
+/// The norms of queries and of keys, by the elements that one takes together.
+enum Norms {
+    Head([Norm; 2]),
+    EachHead([HeadNorms; 2]),
+    Width([Norm; 2]),
 }
 
 impl Attention {
@@ -39,10 +45,17 @@ impl Attention {
         let projection = |name, inputs, outputs, bias| {
             Projection::new((inputs, outputs), bias, lora, &vb.pp(name))
         };
+        let norm = |name, size| Norm::new(config, size, vb.pp(name));
+        let each = |name, heads| HeadNorms::new(config, heads, vb.pp(name));
         let norms = |kind| {
-            let sizes = if kind == HeadNorm::Head { [dim; 2] } else { [queries, keys] };
-            let norm = |name, size| Norm::new(config, size, vb.pp(name));
-            Result::Ok((kind, [norm("q_norm", sizes[0])?, norm("k_norm", sizes[1])?]))
+            Result::Ok(match kind {
+                HeadNorm::Head => Norms::Head([norm("q_norm", dim)?, norm("k_norm", dim)?]),
+                HeadNorm::EachHead => Norms::EachHead([
+                    each("q_norm", config.num_attention_heads)?,
+                    each("k_norm", config.num_key_value_heads)?,
+                ]),
+                HeadNorm::Width => Norms::Width([norm("q_norm", queries)?, norm("k_norm", keys)?]),
+            })
         };
         Ok(Self {
             q: projection("q_proj", width, queries, config.qkv_bias)?,
@@ -72,8 +85,9 @@ impl Attention {
         let heads = |x: Tensor| x.reshape((batch, time, (), self.head_dim));
         let normed = |x: Tensor, which: usize| match &self.norms {
             None => heads(x),
-            Some((HeadNorm::Head, norms)) => norms[which].inside(&heads(x)?, cx, axes[which]),
-            Some((HeadNorm::Width, norms)) => heads(norms[which].over(&x, cx, axes[which])?),
+            Some(Norms::Head(norms)) => norms[which].inside(&heads(x)?, cx, axes[which]),
+            Some(Norms::EachHead(norms)) => norms[which].inside(&heads(x)?, over, cx, axes[which]),
+            Some(Norms::Width(norms)) => heads(norms[which].over(&x, cx, axes[which])?),
         };
         let rotated = |x: Tensor| match &self.angles {
             Some(angles) => angles.rotate(&x, keys.positions()),

@@ -1,10 +1,10 @@
 //! The norms of a decoder.
 
-use mpmd::candle::candle_core::D;
-use mpmd::candle::nn::{LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
-use mpmd::candle::{Cx, Result, Tensor};
+use mpmd::candle::candle_core::{D, DType};
+use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
+use mpmd::candle::{Cx, Device, Result, Tensor};
 
-use super::over;
+use super::over::{self, Over};
 use crate::config::{self, Config};
 
 /// A norm of rows.
@@ -50,5 +50,40 @@ impl Norm {
         let mean = (over::inside(&sum, cx, axes)? / self.width as f64)?;
         let x = x.broadcast_div(&(mean + self.norm.eps())?.sqrt()?)?;
         x.broadcast_mul(&(self.norm.weight() + if self.adds_one { 1.0 } else { 0.0 })?)
+    }
+}
+
+/// Layer norms of heads, without bias. Each head has its own weight.
+pub(super) struct HeadNorms {
+    norm: LayerNorm,
+    /// `[heads, head_dim]`.
+    weights: Tensor,
+}
+
+impl HeadNorms {
+    pub(super) fn new(config: &Config, heads: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        let dim = config.head_dim;
+        let weight = |head| vb.pp(head).get_with_hints(dim, "weight", Init::Const(1.0));
+        let weights: Vec<Tensor> = (0..heads).map(weight).collect::<Result<_>>()?;
+        let ones = Tensor::ones(dim, DType::F32, &Device::Cpu)?;
+        let norm = LayerNorm::new_no_bias(ones, config.norm_eps);
+        Ok(Self { norm, weights: Tensor::stack(&weights, 0)? })
+    }
+
+    /// Computes the norms of this device's heads, `[batch, time, heads, head_dim]`, which differ
+    /// between the devices along these axes.
+    pub(super) fn inside(
+        &self,
+        x: &Tensor,
+        over: Over,
+        cx: &Cx<'_>,
+        axes: &[&str],
+    ) -> Result<Tensor> {
+        let own = x.dim(2)?;
+        let parts = self.weights.dim(0)? / own;
+        // Several devices may have the same heads of keys.
+        let first = over.place(cx)? * parts / over.parts() * own;
+        let weights = over::inside(&self.weights, cx, axes)?.narrow(0, first, own)?;
+        self.norm.forward(x)?.broadcast_mul(&weights)
     }
 }

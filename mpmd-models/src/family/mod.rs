@@ -15,6 +15,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod stablelm;
 #[cfg(test)]
 mod tests;
 
@@ -73,6 +74,7 @@ pub(crate) static FAMILIES: [Family; 14] = [
     granite::FAMILY,
     gpt2::FAMILY,
     gpt_neox::FAMILY,
+    stablelm::FAMILY,
 ];
 
 /// Reads a `config.json`. A missing setting has the default of the library `transformers`.

@@ -90,6 +90,12 @@ fn configs_of_hubs_are_read() {
             "rotary_pct": 0.5, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}"#,
     );
     assert_eq!((pythia.ropes[0].theta, pythia.ropes[0].dim), (500.0, 48));
+    let stable = read(
+        r#"{"model_type": "stablelm", "hidden_dropout": 0.1, "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5, "qk_layernorm": true, "rope_theta": 500}"#,
+    );
+    assert_eq!((stable.ropes[0].theta, stable.ropes[0].dim), (500.0, 40));
+    assert_eq!(stable.dropout, Some(("hidden_dropout", 0.1)));
 }
 
 #[test]
@@ -233,6 +239,7 @@ fn settings_that_a_family_lacks_are_refused() {
             r#""qwen3_moe", "num_experts": 4"#,
             "num_experts_per_tok: expected at most 4, the number of experts, found 8",
         ),
+        (r#""stablelm", "head_dim": 64"#, "head_dim: expected 80, found 64"),
         (r#""mistral", "layer_types": []"#, "layer_types: expected no such key"),
     ] {
         let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();

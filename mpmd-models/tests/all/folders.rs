@@ -46,6 +46,8 @@ pub(crate) const ALL: [&str; 31] = [
     "gpt2-hub",
     "neox",
     "neox-serial",
+    "stablelm",
+    "stablelm-parallel",
 ];
 
 /// The results of `transformers` and `torch` for a folder.

@@ -1,4 +1,5 @@
-//! The guide's table of families says what the folders have.
+//! The guide's table of families says what the folders have, and its page on adding one shows code
+//! of the repository.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -56,6 +57,7 @@ fn row(name: &str, folder: &Folder) -> String {
     let head_norm = match config.head_norm {
         None => "",
         Some(HeadNorm::Head) => "norms of each head",
+        Some(HeadNorm::EachHead) => "norms of each head, with weights of its own",
         Some(HeadNorm::Width) => "norms of all heads",
     };
     let experts = config.experts.map_or_else(String::new, |experts| {
@@ -118,4 +120,25 @@ fn table_of_families_is_that_of_the_folders() {
         let folders = families.iter().filter(|name| **name == family).count();
         assert!(folders >= 2, "{family} has {folders} folders");
     }
+}
+
+#[test]
+fn page_add_a_family_has_the_code_of_its_example() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |file| fs::read_to_string(folder.join(file)).unwrap();
+    let page = read("../docs/guide/add-a-family.md");
+    let mut parts = 0;
+    for block in page.split("```").skip(1).step_by(2) {
+        let (kind, code) = block.split_once('\n').unwrap();
+        let file = match kind {
+            "text" => "src/family/stablelm.rs",
+            "python" => "tests/make_folders.py",
+            _ => continue,
+        };
+        for part in code.split("    …\n") {
+            assert!(read(file).contains(part), "{file} lacks this part of the page:\n{part}");
+            parts += 1;
+        }
+    }
+    assert_eq!(parts, 4);
 }

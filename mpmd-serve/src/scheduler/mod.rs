@@ -173,6 +173,11 @@ impl Scheduler {
         self.open.len()
     }
 
+    /// True if a request has a place.
+    pub fn is_running(&self, id: u64) -> bool {
+        self.sequences.get(&id).is_some_and(|sequence| sequence.place.is_some())
+    }
+
     /// True if there are no requests.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
@@ -315,10 +320,11 @@ impl Scheduler {
     fn start(&mut self, id: u64, lane: usize, slot: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, START));
-        // The last stage needs the tokens of the prompt for this penalty.
+        // The last stage needs the tokens of the text, and those of the prompt for this penalty.
         if sequence.request.sampling.repetition_penalty == 1.0 {
             // One token is left to compute.
-            for tokens in sequence.tokens[..given - 1].chunks_exact(BLOCK) {
+            let most = sequence.request.prompt.len().min(given - 1);
+            for tokens in sequence.tokens[..most].chunks_exact(BLOCK) {
                 let Some((block, beginning)) = self.blocks.share(filled.1, tokens) else { break };
                 blocks.push(block);
                 filled = (filled.0 + 1, beginning);

@@ -44,6 +44,11 @@ impl Toy {
             let slot = chunk.slot as usize;
             if let Some(begin) = chunk.new {
                 self.begun[slot] = Some(begin);
+                let needed = match begin.sampling.repetition_penalty {
+                    1.0 => begin.prompt,
+                    _ => 0,
+                };
+                assert!(chunk.start <= needed, "tokens that the choice depends on are given");
             }
             assert!(self.begun[slot].is_some(), "a sequence that has begun");
             let place = |at: usize| (chunk.blocks[at / BLOCK] as usize, at % BLOCK);

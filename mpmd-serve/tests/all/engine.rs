@@ -1,0 +1,203 @@
+//! Requests get the same tokens whatever else is computed.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use futures::executor::block_on;
+use mpmd::ProcessId;
+use mpmd::random::Key;
+use mpmd::testing::Simulation;
+use mpmd_models::{Folder, Room, Sampling, Stages};
+use mpmd_serve::{Engine, Event, Finish, Limits, Queue, Request, Sizes, Stream, queue, run};
+use serde::Deserialize;
+
+/// The prompt of a folder, and what `transformers` says.
+#[derive(Deserialize)]
+struct Expected {
+    prompt: Vec<u32>,
+    greedy: Vec<u32>,
+}
+
+fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders").join(name)
+}
+
+fn expected(name: &str) -> Expected {
+    let text = std::fs::read_to_string(path(name).join("expected.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> Request {
+    let greedy = Sampling::default();
+    let sampling = seed.map_or(greedy, |seed| Sampling {
+        temperature: 0.8,
+        top_p: 0.95,
+        frequency_penalty: 0.3,
+        seed,
+        ..greedy
+    });
+    Request { prompt: prompt.to_vec(), max_tokens, sampling, ends: Vec::new(), logprobs: None }
+}
+
+/// Returns the tokens of a request.
+fn tokens(mut stream: Stream) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    while let Some(event) = block_on(stream.next()) {
+        match event {
+            Event::Token(token) => tokens.push(token.id),
+            Event::End(finish) => assert_eq!(finish, Finish::Length),
+            Event::Failed(why) => panic!("{why}"),
+        }
+    }
+    tokens
+}
+
+/// Serves a model over stages of so many devices, while `clients` runs.
+fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) + Send + Sync) {
+    let folder = Folder::open(path(name)).unwrap();
+    let model = Stages::new(&folder, devices.len(), sizes.positions).unwrap();
+    let model = model.tensor_parallel(devices).unwrap();
+    let (queue, arrivals) = queue(Limits::default());
+    let engine = Mutex::new(Some(Engine::new(sizes, arrivals)));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while queue.phase() == mpmd_serve::Phase::Starting {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            // A failed assertion must end the server, too.
+            let drain = Drain(&queue);
+            clients(&queue);
+            drop(drain);
+        });
+        let job = Simulation::new(devices.len(), devices.iter().sum());
+        let job = job.settings(|settings| settings.devices_by_process(devices));
+        let results = job.run(|p| {
+            let meshes = model.meshes(|stage| stage)?;
+            let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
+            let mut inference = model.inference(p, &meshes, room, false)?;
+            let own = || engine.lock().unwrap().take();
+            let mut own = (p.process() == ProcessId(0)).then(own).flatten();
+            run(p, &mut inference, devices.len(), own.as_mut())
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+    });
+}
+
+struct Drain<'a>(&'a Queue);
+
+impl Drop for Drain<'_> {
+    fn drop(&mut self) {
+        self.0.drain();
+    }
+}
+
+const SIZES: Sizes = Sizes { lanes: 1, sequences: 16, blocks: 60, chunk: 24, positions: 128 };
+
+#[test]
+fn greedy_tokens_equal_those_of_transformers_among_others() {
+    for name in ["plain", "qwen3-window", "gemma2", "gpt2", "mixtral"] {
+        let Expected { prompt, greedy } = expected(name);
+        for devices in [&[1][..], &[1, 1], &[1, 1, 1, 1]] {
+            let sizes = Sizes { lanes: devices.len(), ..SIZES };
+            serve(name, devices, sizes, |queue| {
+                let alone = tokens(queue.submit(request(&prompt, greedy.len(), None)).unwrap());
+                assert_eq!(alone, greedy, "{name} over {devices:?}, alone");
+                std::thread::scope(|scope| {
+                    for client in 0..12u64 {
+                        let (prompt, greedy) = (&prompt, &greedy);
+                        scope.spawn(move || {
+                            for round in 0..4 {
+                                let random = Key(client).fold_in(round);
+                                let submit = |request| queue.submit(request).unwrap();
+                                if client % 3 == 0 {
+                                    let found = submit(request(prompt, greedy.len(), None));
+                                    assert_eq!(tokens(found), *greedy, "{name} over {devices:?}");
+                                    continue;
+                                }
+                                // Others, of which some leave early.
+                                let len = 1 + (random.0 % 60) as usize;
+                                let other: Vec<u32> = (0..len as u64)
+                                    .map(|at| (random.fold_in(at).0 % 300) as u32)
+                                    .collect();
+                                let count = 1 + (random.fold_in(7).0 % 40) as usize;
+                                let mut stream = submit(request(&other, count, Some(random.0)));
+                                if random.0 % 4 == 0 {
+                                    block_on(stream.next());
+                                } else {
+                                    assert_eq!(tokens(stream).len(), count);
+                                }
+                            }
+                        });
+                    }
+                });
+            });
+        }
+    }
+}
+
+#[test]
+fn drawn_tokens_depend_on_request_and_seed_alone() {
+    let Expected { prompt, .. } = expected("llama3");
+    let found = Mutex::new(Vec::new());
+    for (devices, blocks, chunk) in
+        [(&[1][..], 60, 24), (&[1, 1], 9, 3), (&[1, 1, 1], 60, 512), (&[2, 1], 60, 24)]
+    {
+        let sizes = Sizes { lanes: devices.len(), blocks, chunk, ..SIZES };
+        serve("llama3", devices, sizes, |queue| {
+            let drawn = |seed| request(&prompt, 50, Some(seed));
+            // Some have to give up their places, where there are few blocks.
+            let streams: Vec<Stream> =
+                (0..6).map(|seed| queue.submit(drawn(seed)).unwrap()).collect();
+            let texts: Vec<Vec<u32>> = streams.into_iter().map(tokens).collect();
+            assert_ne!(texts[0], texts[1]);
+            found.lock().unwrap().push(texts);
+        });
+    }
+    let found = found.into_inner().unwrap();
+    for (at, texts) in found.iter().enumerate().take(3) {
+        assert_eq!(*texts, found[0], "job {at}");
+    }
+    // Two devices add up in another order.
+    assert_eq!(found[3].len(), 6);
+}
+
+#[test]
+fn texts_end_at_end_tokens_and_tell_probabilities() {
+    let Expected { prompt, greedy } = expected("plain");
+    let end = greedy[20];
+    let until = greedy.iter().position(|token| *token == end).unwrap();
+    serve("plain", &[1, 1], Sizes { lanes: 2, ..SIZES }, |queue| {
+        let mut request = request(&prompt, 64, None);
+        (request.ends, request.logprobs) = (vec![end, 9999], Some(2));
+        let mut stream = queue.submit(request).unwrap();
+        let (mut found, mut finish) = (Vec::new(), None);
+        while let Some(event) = block_on(stream.next()) {
+            match event {
+                Event::Token(token) => {
+                    let logprobs = token.logprobs.unwrap();
+                    assert_eq!(logprobs.top.len(), 2);
+                    assert_eq!(logprobs.top[0], (token.id, logprobs.chosen), "greedy");
+                    assert!(logprobs.chosen <= 0.0 && logprobs.top[1].1 <= logprobs.chosen);
+                    found.push(token.id);
+                }
+                Event::End(why) => finish = Some(why),
+                Event::Failed(why) => panic!("{why}"),
+            }
+        }
+        assert_eq!((found, finish), (greedy[..=until].to_vec(), Some(Finish::Stop)));
+    });
+}
+
+#[test]
+fn prompts_without_room_fail_alone() {
+    let Expected { prompt, greedy } = expected("plain");
+    serve("plain", &[1], SIZES, |queue| {
+        let mut long = queue.submit(request(&[1; 128], 1, None)).unwrap();
+        let Some(Event::Failed(why)) = block_on(long.next()) else { panic!("no room") };
+        assert!(why.contains("a prompt of 128 tokens: from 1 to 127 have room"), "{why}");
+        // As many as there are positions.
+        assert_eq!(tokens(queue.submit(request(&[1; 100], 64, None)).unwrap()).len(), 28);
+        let found = tokens(queue.submit(request(&prompt, 64, None)).unwrap());
+        assert_eq!(found, greedy);
+    });
+}
