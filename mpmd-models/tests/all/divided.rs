@@ -31,7 +31,9 @@ fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
         families.dedup();
         families
     };
-    assert_eq!(families(&pairs), families(&ALL), "each family");
+    let mut all = families(&ALL);
+    all.retain(|family| !["mixtral", "qwen3_moe"].contains(family));
+    assert_eq!(families(&pairs), all, "each family");
     let all = pairs.into_iter().flat_map(|name| JOBS.map(|job| (name, job)));
     // Four heads of keys; two, each on two devices; one, on all four.
     let four =
