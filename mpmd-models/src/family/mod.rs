@@ -59,7 +59,7 @@ pub(crate) struct Family {
 }
 
 /// All families, in the order of the guide.
-pub(crate) static FAMILIES: [Family; 14] = [
+pub(crate) static FAMILIES: [Family; 15] = [
     llama::FAMILY,
     mistral::FAMILY,
     qwen2::FAMILY,

@@ -14,7 +14,7 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
-pub(crate) const ALL: [&str; 31] = [
+pub(crate) const ALL: [&str; 33] = [
     "plain",
     "grouped",
     "llama3",
