@@ -4,6 +4,7 @@
 //! Process 0 decides on passes before earlier ones have ended; the others wait for decisions alone.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd::{ProcessId, Program, Result};
@@ -39,6 +40,10 @@ pub struct Engine {
     sizes: Sizes,
     /// Number of passes so far.
     passes: u64,
+    /// Number of lost processes that were replaced.
+    recoveries: u64,
+    /// Why the last call of [`run`] failed.
+    pub(crate) failed: Option<Arc<str>>,
 }
 
 impl Engine {
@@ -56,7 +61,17 @@ impl Engine {
             open: VecDeque::new(),
             sizes,
             passes: 0,
+            recoveries: 0,
+            failed: None,
         }
+    }
+
+    /// Fails the open requests, if there are any, with the reason for which the job has ended.
+    pub(crate) fn end(mut self) {
+        let why = self.failed.clone().unwrap_or_else(|| "the server has ended".into());
+        let waiting = self.arrivals.take().into_iter().map(|arrival| arrival.sender);
+        let open = std::mem::take(&mut self.clients).into_values();
+        open.chain(waiting).for_each(|mut sender| sender.send(Event::Failed(why.clone())));
     }
 
     /// Returns what all processes do next. Blocks while there is nothing to do, and while enough
@@ -128,6 +143,7 @@ impl Engine {
             passes: self.passes,
             surplus_rows: counts.surplus_tokens,
             in_flight: self.scheduler.open(),
+            recoveries: self.recoveries,
             ..Figures::default()
         });
     }
@@ -151,6 +167,8 @@ pub fn run(
     if let Some(engine) = &mut engine {
         engine.scheduler.restart();
         engine.open.clear();
+        engine.recoveries = p.epoch().saturating_sub(1);
+        engine.report();
         engine.arrivals.open();
     }
     loop {

@@ -1,11 +1,12 @@
 //! The program `serve`.
 
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::ensure;
 use mpmd::candle::nn::BLOCK;
 use mpmd::train::stop::StopFlag;
-use mpmd::{ProcessId, Result};
+use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_base::{bytes_text, parse_bytes};
 use mpmd_job::{JobArgs, at_least, say};
 use mpmd_models::generate::WeightType;
@@ -43,6 +44,10 @@ pub struct ServeArgs {
     /// Type of the weights in memory; sums are in f32 in any case
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: WeightType,
+    /// Go on when a process other than the first is lost: its place goes to a spare, and open
+    /// requests are computed again from their tokens so far
+    #[arg(long)]
+    pub elastic: bool,
 }
 
 impl ServeArgs {
@@ -97,32 +102,60 @@ pub fn run(
         return Ok(ExitCode::SUCCESS);
     }
     http.check()?;
-    mpmd_job::run(job, stages, devices, |p| {
+    // It stays from epoch to epoch of a job that recovers.
+    let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);
+    let program = |p: &mut Program| {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the others
         // stay until it has.
-        if p.process() != ProcessId(0) {
+        let is_first = p.process() == ProcessId(0);
+        if !is_first {
             StopFlag::install()?;
         }
         let mut inference = model.inference(p, &meshes, room, in_half)?;
-        let mut own = None;
         let start = || {
-            let (queue, arrivals) = queue(http.limits());
-            let facts = Model::of(folder, http.model_name.clone(), sizes.positions)
-                .and_then(|model| Front::start(http, model, queue));
-            let front = facts.map_err(|why| mpmd::Error::Environment(format!("{why:#}")))?;
-            say(&format!("listening on http://{}", front.address()));
-            own = Some((front, Engine::new(sizes, arrivals)));
+            let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
+            if own.is_none() {
+                *own = Some(started(folder, http, sizes)?);
+            }
             Ok(())
         };
         p.broadcast_value(ProcessId(0), (), start)?;
-        let engine = own.as_mut().map(|(_, engine)| engine);
-        let result: Result<()> = engine::run(p, &mut inference, stages, engine);
-        if let Some((front, engine)) = own {
-            // If it has failed, open requests do, too.
-            drop(engine);
-            front.drain();
-            front.join();
+        if !is_first || p.is_dry_run() {
+            return anyhow::Ok(engine::run(p, &mut inference, stages, None)?);
         }
-        anyhow::Ok(result?)
-    })
+        let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = own.as_mut().map(|(_, engine)| engine);
+        let result = engine::run(p, &mut inference, stages, engine);
+        if let (Err(why), Some((_, engine))) = (&result, &mut *own) {
+            engine.failed = Some(why.to_string().into());
+        }
+        Ok(result?)
+    };
+    let code = match args.elastic {
+        false => mpmd_job::run(job, stages, devices, program),
+        true => {
+            ensure!(
+                devices.iter().all(|count| *count == devices[0]),
+                "--elastic: all stages need the same number of devices"
+            );
+            let devices = devices.iter().sum();
+            mpmd_job::run_recovering(job, stages, devices, |p, _| program(p))
+        }
+    };
+    if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        engine.end();
+        front.drain();
+        front.join();
+    }
+    code
+}
+
+/// Starts the front, and returns it with the engine behind it.
+fn started(folder: &Folder, http: &HttpArgs, sizes: Sizes) -> Result<(Front, Engine)> {
+    let (queue, arrivals) = queue(http.limits());
+    let model = Model::of(folder, http.model_name.clone(), sizes.positions);
+    let front = model.and_then(|model| Front::start(http, model, queue));
+    let front = front.map_err(|why| Error::Environment(format!("{why:#}")))?;
+    say(&format!("listening on http://{}", front.address()));
+    Ok((front, Engine::new(sizes, arrivals)))
 }

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ const LONG: Duration = Duration::from_secs(60);
 struct Serving {
     child: Child,
     address: SocketAddr,
-    lines: mpsc::Receiver<String>,
+    lines: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Serving {
@@ -38,6 +38,7 @@ impl Serving {
             child.kill().unwrap();
             panic!("{found}");
         };
+        let lines = Mutex::new(lines);
         let serving = Self { address: address.parse().unwrap(), child, lines };
         let start = Instant::now();
         while serving.send("GET", "/ready", &Value::Null).status != 200 {
@@ -56,6 +57,10 @@ impl Serving {
         send(self.address, &head, body.as_bytes())
     }
 
+    fn metrics(&self) -> String {
+        self.send("GET", "/metrics", &Value::Null).body
+    }
+
     /// Asks the program to end, and waits for that.
     fn end(mut self) -> (ExitStatus, Vec<String>) {
         let pid = Pid::from_child(&self.child);
@@ -68,7 +73,7 @@ impl Serving {
             assert!(start.elapsed() < LONG, "it never ends");
             thread::sleep(Duration::from_millis(5));
         };
-        let said = self.lines.try_iter().collect();
+        let said = self.lines.lock().unwrap().try_iter().collect();
         (status, said)
     }
 }
@@ -150,4 +155,74 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         assert!(!output.status.success() && said.contains(expected), "{args}: {said}");
         assert_eq!(said.lines().count(), 1, "{said}");
     }
+}
+
+/// Returns the id of the process of this index in a job that another process has started.
+fn process_of(launcher: u32, index: usize) -> Option<Pid> {
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = std::fs::read_to_string(children).unwrap_or_default();
+    let mut children = children.split_whitespace();
+    let is_it = |child: &&str| {
+        let variables = std::fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
+        let expected = format!("MPMD_RANK={index}");
+        variables.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes())
+    };
+    children.find(is_it).and_then(|child| Pid::from_raw(child.parse().ok()?))
+}
+
+#[test]
+fn killed_stages_are_replaced_and_requests_go_on() {
+    let args = ["--stages", "2", "--processes", "2", "--elastic"];
+    let serving = Serving::start("plain", &args);
+    let ask = |seed: usize| {
+        json!({
+            "prompt": vec![5 + seed; 3], "max_tokens": 900, "ignore_eos": true, "seed": seed,
+            "temperature": 0.7, "return_token_ids": true,
+        })
+    };
+    let tokens = |answer: Answer| answer.json()["choices"][0]["token_ids"].clone();
+    let undisturbed: Vec<Value> =
+        (0..3).map(|seed| tokens(serving.send("POST", "/v1/completions", &ask(seed)))).collect();
+    for round in 1..=2 {
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..3)
+                .map(|seed| {
+                    let serving = &serving;
+                    scope.spawn(move || serving.send("POST", "/v1/completions", &ask(seed)))
+                })
+                .collect();
+            let start = Instant::now();
+            while !serving.metrics().contains("mpmd_requests_running 3") {
+                assert!(start.elapsed() < LONG, "{}", serving.metrics());
+            }
+            // The spare is on the second stage from the second round on.
+            let stage = process_of(serving.child.id(), round).expect("the second stage");
+            kill_process(stage, Signal::KILL).unwrap();
+            for (client, undisturbed) in clients.into_iter().zip(&undisturbed) {
+                assert_eq!(tokens(client.join().unwrap()), *undisturbed, "round {round}");
+            }
+        });
+        let recoveries = format!("mpmd_recoveries_total {round}");
+        assert!(serving.metrics().contains(&recoveries), "{}", serving.metrics());
+    }
+    let (status, said) = serving.end();
+    assert!(status.success(), "{status}: {said:?}");
+}
+
+#[test]
+fn without_a_spare_open_requests_fail_with_the_reason() {
+    let serving = Serving::start("plain", &["--stages", "2", "--processes", "2"]);
+    let ask = json!({ "prompt": "A", "max_tokens": 900, "ignore_eos": true });
+    thread::scope(|scope| {
+        let client = scope.spawn(|| serving.send("POST", "/v1/completions", &ask));
+        let start = Instant::now();
+        while !serving.metrics().contains("mpmd_requests_running 1") {
+            assert!(start.elapsed() < LONG, "{}", serving.metrics());
+        }
+        let stage = process_of(serving.child.id(), 1).expect("the second stage");
+        kill_process(stage, Signal::KILL).unwrap();
+        let answer = client.join().unwrap();
+        assert_eq!(answer.status, 500, "{answer:?}");
+        assert!(answer.body.contains("process 1"), "{answer:?}");
+    });
 }
