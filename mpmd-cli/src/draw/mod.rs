@@ -18,7 +18,6 @@ use mpmd_schedule::timeline::Timeline;
 use crate::files::{read_input, write_output};
 pub(crate) use html::html;
 pub(crate) use svg::svg;
-pub(crate) use text::{escaped, shortened};
 
 /// Draw a timeline.
 #[derive(Args, Debug)]

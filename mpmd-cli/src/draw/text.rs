@@ -97,7 +97,7 @@ pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64,
 
 /// Escapes text for HTML and SVG, also for attributes in quotes. Tabs and line breaks become
 /// blanks; other control characters are left out.
-pub(crate) fn escaped(text: &str) -> String {
+pub(super) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -115,7 +115,7 @@ pub(crate) fn escaped(text: &str) -> String {
 }
 
 /// Cuts `text` to at most `most` characters. A cut text ends with an ellipsis.
-pub(crate) fn shortened(text: &str, most: usize) -> String {
+pub(super) fn shortened(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
     }
