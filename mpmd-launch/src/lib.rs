@@ -108,9 +108,6 @@ pub mod variables {
     /// tests that simulate several hosts. The planner treats processes with the same name as
     /// neighbours.
     pub const HOST: &str = "MPMD_HOST";
-    /// A file with the costs of the links between devices, as `mpmd bench links --out` writes it.
-    /// Process 0 reads it and shares it.
-    pub const LINKS: &str = "MPMD_LINKS";
     /// Additional checks, with a comma between two. With `uncommitted`, the processes compare host
     /// values of any size whole at every call; otherwise release builds compare those of more than
     /// 4 KiB by samples at most calls. With `replicas`, devices compare the replicas of each

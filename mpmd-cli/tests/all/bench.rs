@@ -11,14 +11,8 @@ use serde_json::Value;
 const LONG: Duration = Duration::from_secs(120);
 
 /// Variables that are removed for `mpmd`, as they may be set where the tests run.
-const SET: [&str; 6] = [
-    "MPMD_RANK",
-    "MPMD_WORLD_SIZE",
-    "MPMD_LAUNCHER_PID",
-    "MPMD_TRANSPORT",
-    "MPMD_LINKS",
-    "MPMD_SPIN",
-];
+const SET: [&str; 5] =
+    ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_SPIN"];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
@@ -98,42 +92,6 @@ fn resharding_is_measured_beside_a_plain_copy() {
     }
     let table = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1"]);
     assert_eq!(table.lines().filter(|line| line.ends_with(" of memcpy")).count(), 6, "{table}");
-}
-
-#[test]
-fn measured_links_can_be_read_by_jobs() {
-    let file = std::env::temp_dir().join(format!("mpmd-bench-links-{}.json", std::process::id()));
-    let path = file.to_str().expect("a name in Unicode");
-    let said = bench(&["links", "--repeats", "1", "--out", path]);
-    for class in ["same_device", "same_process", "same_host", "network"] {
-        assert!(said.contains(class), "{said}");
-    }
-    assert!(said.contains("measured") && said.contains("default"), "{said}");
-    let costs: Value =
-        serde_json::from_slice(&std::fs::read(&file).expect("it was written")).expect("JSON");
-    assert!(costs["same_host"]["bytes_per_us"].as_u64() > Some(0), "{costs}");
-    let mut command = command(&["links", "--repeats", "2", "--json"]);
-    command.env("MPMD_LINKS", path);
-    let output = run(command);
-    std::fs::remove_file(&file).expect("it was written");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let lines = lines(&String::from_utf8_lossy(&output.stdout));
-    let mut expected = Vec::new();
-    for class in ["same_device", "same_process", "same_host"] {
-        expected.push(("latency", format!("{class}, 8"), "us"));
-        expected.push(("bandwidth", format!("{class}, 32Mi"), "GB/s"));
-    }
-    expected.push(("memcpy", "32Mi, warm, 1 thread".to_owned(), "GB/s"));
-    assert_eq!(lines.len(), expected.len(), "{lines:?}");
-    for (line, (name, parameters, unit)) in lines.iter().zip(expected) {
-        let parameters = Value::from(parameters);
-        assert_eq!(
-            (&line["name"], &line["parameters"], &line["unit"]),
-            (&name.into(), &parameters, &unit.into())
-        );
-        assert_measured(line, 2);
-        assert_eq!(line["of_memcpy"].is_number(), name == "bandwidth", "{line}");
-    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use crate::{LaunchError, variables as ours};
 
 /// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
 /// refused with its new one.
-const KNOWN: [&str; 37] = [
+const KNOWN: [&str; 36] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -25,7 +25,6 @@ const KNOWN: [&str; 37] = [
     ours::PEER_TIMEOUT,
     "MPMD_PATIENCE",
     ours::HOST,
-    ours::LINKS,
     ours::CHECK,
     ours::DRY_RUN,
     ours::DRY_RUN_PROCESSES,
@@ -136,7 +135,6 @@ mod tests {
             ("MPMD_PEER_TIMOUT", "MPMD_PEER_TIMEOUT"),
             ("MPMD_PEERTIMEOUT", "MPMD_PEER_TIMEOUT"),
             ("MPMD_DEVICES", "MPMD_DEVICE"),
-            ("MPMD_LINK", "MPMD_LINKS"),
         ] {
             assert_eq!(meant(name, "1"), [Some(known)], "{name}");
         }
@@ -148,7 +146,7 @@ mod tests {
         ] {
             assert_eq!(meant(name, value), [None], "{name}");
         }
-        for name in ["HOME", "MPMD_TRANSPORT", "MPMD_TEST_CASE", "XMPMD_LINK"] {
+        for name in ["HOME", "MPMD_TRANSPORT", "MPMD_TEST_CASE", "XMPMD_HOST"] {
             assert_eq!(meant(name, "1"), [], "{name}");
         }
     }

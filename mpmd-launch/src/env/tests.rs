@@ -52,7 +52,6 @@ fn variables_of_every_launcher_are_read() {
         ("MPMD_CUDA_COLLECTIVES", "nccl"),
         ("MPMD_PEER_TIMEOUT", "1.5"),
         ("MPMD_HOST", "left"),
-        ("MPMD_LINKS", "links.json"),
         ("MPMD_CHECK", "uncommitted, replicas"),
         // Our launcher has priority.
         ("RANK", "3"),
@@ -61,10 +60,7 @@ fn variables_of_every_launcher_are_read() {
     assert_eq!(who(&ours), (1, 4, Some(1), "10.0.0.1:77", "mpmd"));
     assert_eq!((ours.token, ours.hosted), (token, true));
     assert_eq!(ours.peer_timeout, Some(Duration::from_millis(1500)));
-    assert_eq!(
-        (ours.host.as_deref(), ours.links),
-        (Some("left"), Some(PathBuf::from("links.json")))
-    );
+    assert_eq!(ours.host.as_deref(), Some("left"));
     assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
     assert!(ours.check_replicas);
     assert_eq!(ours.cuda_collectives, Some(mpmd_layout::topology::CudaCollectives::Nccl));

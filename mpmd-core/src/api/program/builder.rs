@@ -174,8 +174,8 @@ impl Builder {
         self
     }
 
-    /// Sets the costs of links between devices, for the planner. The default is the file that
-    /// `MPMD_LINKS` names on process 0, else rough figures of a common machine.
+    /// Sets the costs of links between devices, for the planner. The same on all processes. The
+    /// default is rough figures of a common machine.
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self

@@ -10,7 +10,6 @@ mod builder;
 mod candidate;
 mod capture;
 mod connect;
-mod costs;
 mod dry_run;
 mod epochs;
 mod holdings;
