@@ -61,8 +61,6 @@ mod asked;
 #[cfg(feature = "cuda")]
 mod blas;
 #[cfg(feature = "cuda")]
-mod cache;
-#[cfg(feature = "cuda")]
 mod calls;
 #[cfg(feature = "cuda")]
 mod clock;

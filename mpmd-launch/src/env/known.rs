@@ -6,7 +6,7 @@ use crate::{LaunchError, variables as ours};
 
 /// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
 /// refused with its new one.
-const KNOWN: [&str; 36] = [
+const KNOWN: [&str; 35] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -34,7 +34,6 @@ const KNOWN: [&str; 36] = [
     ours::SYNC,
     ours::DUMP,
     ours::LAUNCHER_PID,
-    "MPMD_CUDA_CACHE",
     "MPMD_UCX_LIBRARY",
     "MPMD_SCREENSHOTS",
     "MPMD_FUZZ_INPUTS",
