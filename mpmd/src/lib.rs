@@ -265,14 +265,12 @@ pub mod object {
 }
 
 pub mod kernels {
-    //! Ready kernels, such as [`matmul`] and [`sum`], for [`Program::jit`](crate::Program::jit).
+    //! The ready kernel [`matmul`], for [`Program::jit`](crate::Program::jit).
     //!
-    //! A dimension that a kernel needs whole may not be divided over devices: that is an error,
-    //! never a wrong value. On CUDA devices all but [`matmul`] compute on the host.
+    //! A dimension that it needs whole may not be divided over devices: that is an error, never a
+    //! wrong value. On CUDA devices cuBLAS multiplies.
 
-    pub use mpmd_core::kernel::ready::{
-        add, cast, concatenate, matmul, one_hot, scale, slice, softmax_cross_entropy, sum,
-    };
+    pub use mpmd_core::kernel::matmul;
 }
 
 pub mod cuda {
