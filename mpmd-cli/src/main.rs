@@ -49,9 +49,6 @@ enum Command {
     Bench(mpmd_bench::BenchArgs),
     /// Examine this machine: the transports that it supports, and how to fix those that fail
     Doctor(doctor::DoctorArgs),
-    /// Read another process's memory and let it read this one's
-    #[command(name = doctor::READ_MEMORY, hide = true)]
-    ReadMemory { pid: u32, address: u64 },
     /// Become a program that ends with this process's parent
     #[command(name = mpmd_launch::EXEC, hide = true)]
     Exec(run::Exec),
@@ -73,7 +70,6 @@ fn main() -> ExitCode {
         Command::Schedule(args) => schedule::schedule(&args),
         Command::Bench(args) => mpmd_bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
-        Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
             mpmd_launch::guard(std::io::stdin());
