@@ -5,7 +5,6 @@
 //! times and moves that cost nothing.
 
 mod alone;
-mod check;
 mod ideal;
 mod job;
 mod mlp;
@@ -14,7 +13,7 @@ mod stage;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use mpmd_core::Simulation;
@@ -26,7 +25,7 @@ use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
 use crate::options::{BindOption, Carrier, Options};
 use alone::Took;
-use job::{Measured, Memory, Pace, Part};
+use job::{Measured, Pace, Part};
 use mlp::Shape;
 
 /// If the elapsed time of kernels is more than this multiple of their CPU time, other programs were
@@ -63,15 +62,6 @@ pub(crate) struct PipelineArgs {
     /// Number of steps before the first measured one.
     #[arg(long, default_value_t = 3)]
     warm_up: usize,
-    /// The learning rate, for the gradient of the mean loss.
-    #[arg(long, default_value_t = 0.01)]
-    learning_rate: f64,
-    /// Compares the loss of every step with a plain computation in one process; for small sizes.
-    #[arg(long)]
-    check: bool,
-    /// Expects this loss of the last step instead of the computed one.
-    #[arg(long, requires = "check", value_name = "LOSS")]
-    expect: Option<f64>,
 }
 
 /// Parses a number from 1 to `most`. The limit keeps products of sizes from overflowing.
@@ -122,10 +112,6 @@ impl PipelineArgs {
         Pace { warm_up: self.warm_up, repeats: self.options.repeats.max(1) }
     }
 
-    fn steps(&self) -> usize {
-        self.pace().warm_up + self.pace().repeats
-    }
-
     /// Returns the schedules of `--schedule`. Fails if one does not exist or if other options are
     /// invalid.
     fn schedules(&self) -> Result<Vec<Schedule>> {
@@ -133,14 +119,6 @@ impl PipelineArgs {
         ensure!(
             layers.is_multiple_of(stages),
             "{layers} layers cannot be spread evenly over {stages} stages"
-        );
-        let work = check::multiplications(&self.shape(), self.steps());
-        ensure!(
-            !self.check || work <= check::MOST,
-            "--check would take {work:.1e} multiplications in one thread, and at most {:.0e} are \
-             made: \
-             choose smaller sizes or fewer --repeats",
-            check::MOST
         );
         let named = |name: &String| Ok(Schedule::named(name, stages, self.microbatches, Some(1))?);
         self.schedule.iter().map(named).collect()
@@ -152,34 +130,15 @@ fn measure(
     args: &PipelineArgs,
     schedules: &[Schedule],
 ) -> mpmd_core::Result<Vec<Measured>> {
-    let one = |schedule| job::measure(p, &args.shape(), schedule, args.learning_rate, args.pace());
+    let one = |schedule| job::measure(p, &args.shape(), schedule, args.pace());
     schedules.iter().map(one).collect()
 }
 
 /// Prints the results of all schedules. Fails if `--check` is given and a loss is wrong.
 fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) -> Result<()> {
-    let mut expected = Vec::new();
-    if args.check {
-        expected = check::losses(&args.shape(), args.learning_rate, args.steps());
-        if let (Some(last), Some(expect)) = (expected.last_mut(), args.expect) {
-            *last = expect;
-        }
-    }
     let mut cases = Vec::new();
     for (schedule, measured) in schedules.iter().zip(measured) {
-        if args.check
-            && let Some(off) = check::first_off(&measured.losses, &expected)
-        {
-            bail!("{} over {}: {off}", schedule.name(), args.transport.name());
-        }
         cases.extend(of_schedule(args, schedule, measured)?);
-        cases.extend(expected.last().map(|loss| Case {
-            name: "plain loss",
-            parameters: parameters(args, schedule),
-            unit: "mse",
-            samples: vec![*loss],
-            beside: None,
-        }));
     }
     show(&cases, args.options.json);
     let median = |name| cases.iter().find(|case| case.name == name).map(|case| case.quantile(0.5));
@@ -246,23 +205,11 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
-    let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
     let bytes =
         samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
         case("moved", "bytes/step", bytes.collect()),
-        case("memory", "bytes", memory(|memory| memory.peak as f64)),
-        case(
-            "memory ratio",
-            "ratio",
-            memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64),
-        ),
-        case("mapped late", "bytes", memory(|memory| memory.mapped_later as f64)),
-        case(
-            "loss",
-            "mse",
-            measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect(),
-        ),
+        case("loss", "mse", vec![f64::from(measured.loss)]),
     ]);
     Ok(cases)
 }
