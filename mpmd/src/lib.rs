@@ -291,8 +291,7 @@ pub mod pipeline {
     //!
     //! Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`])
     //! and call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`]
-    //! shards parameters over a stage's devices; [`StepMemory`] is the memory that a step will
-    //! need.
+    //! shards parameters over a stage's devices.
 
     pub use mpmd_core::pipeline::{
         Gradients, Loss, Microbatch, MicrobatchShapes, Output, Outputs, ParamSharding, Passes,
@@ -301,8 +300,7 @@ pub mod pipeline {
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
-        Placement, Schedule, ScheduleError, StageBytes, Step, StepDeviceMemory, StepKind,
-        StepMemory, Text, TextError,
+        Placement, Schedule, ScheduleError, Step, StepKind, Text, TextError,
     };
 }
 

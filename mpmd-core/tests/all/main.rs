@@ -37,7 +37,6 @@ mod partial_sums;
 mod pipeline;
 mod pipeline_buffers;
 mod pipeline_errors;
-mod pipeline_memory;
 mod pipeline_models;
 mod pipeline_probes;
 mod pipeline_replay;

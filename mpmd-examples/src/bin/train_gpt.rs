@@ -243,13 +243,11 @@ fn run(
         steps = steps.save_every(every);
     }
     let outcome = trainer.run(p, steps, &data)?;
-    let memory = training::memory_lines(p, &mut trainer, windows)?;
     if let Some(figures) = figures {
         if let Some(folder) = &args.save {
             println!("saved after step {} to {}", trainer.steps(), folder.display());
         }
         figures.finish(text, &outcome)?;
-        print!("{memory}");
     }
     let mut signal = outcome.stopped;
     if signal.is_none() {
