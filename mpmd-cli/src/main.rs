@@ -39,11 +39,11 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Read the files of a traced run: the time of each operation, and the waits between processes
     Trace(trace::TraceArgs),
-    /// Draw the timeline of a run or of a schedule: a page that can be zoomed, or an SVG drawing
+    /// Draw the timeline of a run or of a schedule: a page that can be zoomed
     Draw(draw::DrawArgs),
     /// Prove that a program is correct and add up its costs, before it runs
     Check(check::CheckArgs),
-    /// Show a schedule: as torch's text, as a table, as data or as a picture
+    /// Show a schedule: as torch's text, as a table, as data or as a page
     Schedule(schedule::ScheduleArgs),
     /// Measure the costs of the framework itself
     Bench(mpmd_bench::BenchArgs),

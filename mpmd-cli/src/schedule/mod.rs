@@ -1,4 +1,4 @@
-//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a picture.
+//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a page.
 
 mod json;
 mod source;
@@ -82,8 +82,6 @@ enum Format {
     Table,
     /// All facts about the schedule as JSON
     Json,
-    /// A drawing for documents
-    Svg,
     /// A page that can be zoomed
     Html,
 }
@@ -123,7 +121,6 @@ fn show(args: &ScheduleArgs) -> Result<()> {
         Format::Table => {
             table::table(&source.schedule, &simulated(&source)?, &source.costs().unit, args.width)
         }
-        Format::Svg => crate::draw::svg(&timeline(&source)?),
         Format::Html => crate::draw::html(&timeline(&source)?),
     };
     write_output(args.output.as_ref(), &shown)

@@ -112,7 +112,6 @@ fn every_format_shows_the_schedule() {
         "{table}"
     );
     assert!(table.contains("0F0 0F1 0F2 3F0 3I0 3W0"), "{table}");
-    assert!(of("svg").starts_with("<svg") || of("svg").starts_with("<?xml"));
     assert!(of("html").contains("<html"));
     let json: Value = serde_json::from_str(&of("json")).unwrap();
     assert_eq!((&json["placement"], &json["stages"]), (&Value::from("V"), &Value::from(4)));
