@@ -10,9 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use mpmd_core::transports;
-use mpmd_launch::{Bind, EXEC, Launch, adopt, device_kinds, variables};
+use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
 
 /// The hidden subcommand by which `run` starts the job's guard: a process that ends the job's
 /// processes if the launcher dies.
@@ -52,12 +51,6 @@ pub(crate) struct Run {
     /// of MPMD_DEVICE, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
-    /// The cores of each process. none: all that this command may use. core: a share of them for
-    /// each process, in one NUMA node if possible. numa: those of one NUMA node. Memory follows: a
-    /// page lies at the node of the core that first writes to it. With more processes than cores,
-    /// or with one node, nothing is bound and a line says so
-    #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
-    bind: Bind,
     /// The peer timeout: the longest time that a process waits for another. By default that of
     /// MPMD_PEER_TIMEOUT, else 60
     #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
@@ -122,7 +115,6 @@ impl Run {
             .device(self.device)
             .grace(self.grace)
             .prefix(!self.no_prefix)
-            .bind(self.bind)
             .run()?;
         if let Some(failure) = &outcome.first_failure {
             crate::files::complain(failure);
@@ -191,10 +183,6 @@ fn dump(text: &str) -> Result<String, String> {
     let (op, folder) = mpmd_core::parse_dump(text).map_err(|error| error.to_string())?;
     let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
     Ok(format!("{op}:{}", folder.display()))
-}
-
-fn bind() -> impl TypedValueParser<Value = Bind> {
-    PossibleValuesParser::new(Bind::NAMES).map(|name| Bind::named(&name).unwrap_or_default())
 }
 
 /// Returns a time longer than zero.

@@ -23,7 +23,6 @@
 
 #![forbid(unsafe_code)]
 
-mod bind;
 mod cause;
 mod end;
 mod env;
@@ -39,7 +38,6 @@ mod supervise;
 pub mod testing;
 mod words;
 
-pub use bind::{Bind, Binding, HostCores, Unbound};
 pub use cause::{ExitKind, JobFailure};
 pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
 #[doc(hidden)]

@@ -327,8 +327,8 @@ pub mod launch {
     //! to its job, and a [`DryRunEnv`] for `mpmd check`.
 
     pub use mpmd_launch::{
-        Bind, DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode,
-        device_kinds, variables,
+        DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
+        variables,
     };
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }

@@ -23,7 +23,7 @@ use mpmd_schedule::{Action, ActionKind, Schedule};
 
 use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
-use crate::options::{BindOption, Carrier, Options};
+use crate::options::{Carrier, Options};
 use alone::Took;
 use job::{Measured, Pace, Part};
 use mlp::Shape;
@@ -36,8 +36,6 @@ const BUSY: f64 = 1.2;
 pub(crate) struct PipelineArgs {
     #[command(flatten)]
     options: Options,
-    #[command(flatten)]
-    bound: BindOption,
     /// Rows and columns of every matrix.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
     dim: usize,
@@ -99,7 +97,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         report(args, &schedules, &results.swap_remove(0))?;
         return Ok(ExitCode::SUCCESS);
     }
-    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name(), args.bound.bind)?))
+    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name())?))
 }
 
 impl PipelineArgs {
