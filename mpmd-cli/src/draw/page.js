@@ -741,8 +741,8 @@ function setTheme(to) {
   readStyle();
 }
 $("theme").addEventListener("change", () => { setTheme($("theme").value); draw(); });
-// On paper: light colours, and the width of A4 in landscape without margins. The picture has to be there at once.
-for (const [event, width] of [["beforeprint", "1040px"], ["afterprint", ""]]) {
+// On paper: light colours, and a width that A4 and Letter have in landscape. The picture has to be there at once.
+for (const [event, width] of [["beforeprint", "980px"], ["afterprint", ""]]) {
   window.addEventListener(event, () => {
     document.body.style.width = width;
     setTheme(width ? "light" : $("theme").value);
