@@ -14,7 +14,6 @@ mod costs;
 pub mod flow;
 mod fused;
 mod lower;
-mod metadata;
 mod schedule;
 mod search;
 pub mod simulate;
@@ -28,7 +27,6 @@ pub use costs::{Costs, StageCosts};
 #[doc(hidden)]
 pub use fused::fused;
 pub use lower::{LowerError, Lowered, lower};
-pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
 pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};
