@@ -1,7 +1,6 @@
 //! `mpmd schedule`: runs the golden files through the program, and checks files and errors.
 
 use std::fs;
-use std::path::Path;
 
 use crate::common::{Told, call};
 use serde_json::Value;
