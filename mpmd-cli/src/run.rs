@@ -61,11 +61,6 @@ pub(crate) struct Run {
     /// Have each process record its operations in a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
-    /// Have each device write its inputs of the operation with this number to a safetensors file in
-    /// this folder, `dump` by default. Messages, traces and `mpmd top` give the numbers of
-    /// operations
-    #[arg(long, value_name = "OP[:DIR]", value_parser = dump)]
-    dump: Option<String>,
     /// Print lines as they are, without the rank of the process that wrote them
     #[arg(long)]
     no_prefix: bool,
@@ -96,9 +91,6 @@ impl Run {
             // Made absolute: the program may change its working directory.
             let folder = std::path::absolute(folder).context("finding the folder for the trace")?;
             launch = launch.env(variables::TRACE, folder);
-        }
-        if let Some(dump) = &self.dump {
-            launch = launch.env(variables::DUMP, dump);
         }
         if let Some(peer_timeout) = self.peer_timeout {
             launch = launch.peer_timeout(peer_timeout);
@@ -175,14 +167,6 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
-}
-
-/// Returns the value of [`variables::DUMP`] with an absolute folder: the program may change its
-/// working directory.
-fn dump(text: &str) -> Result<String, String> {
-    let (op, folder) = mpmd_core::parse_dump(text).map_err(|error| error.to_string())?;
-    let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
-    Ok(format!("{op}:{}", folder.display()))
 }
 
 /// Returns a time longer than zero.

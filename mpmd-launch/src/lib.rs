@@ -128,9 +128,6 @@ pub mod variables {
     /// With `1`, each call of this process's program waits until its operations have ended, and
     /// returns their failure.
     pub const SYNC: &str = "MPMD_SYNC";
-    /// The number of the operation whose inputs this process writes to files, with the folder after
-    /// a colon, as `12:/tmp/dump`. The folder is `dump` by default.
-    pub const DUMP: &str = "MPMD_DUMP";
     /// The launcher's pid. The processes that it started end with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

@@ -466,17 +466,3 @@ fn a_huge_line_passes_in_pieces() {
     assert_eq!(out.bytes().filter(|&byte| byte == b'x').count(), 1_000_000);
     assert!(out.lines().all(|line| line.starts_with("[0] ") && line.len() <= 65_540));
 }
-
-#[test]
-fn dump_names_an_operation_and_an_absolute_folder() {
-    let here = std::env::current_dir().unwrap();
-    for (asked, folder) in [("12", here.join("dump")), ("12:/tmp/x", "/tmp/x".into())] {
-        let output = mpmd(&["-n", "1", "--no-prefix", "--dump", asked], "echo $MPMD_DUMP").output();
-        assert_eq!(lines(&output.unwrap()), [format!("12:{}", folder.display())]);
-    }
-    for wrong in ["0", "x", "3:"] {
-        let output = mpmd(&["-n", "1", "--dump", wrong], "echo started").output().unwrap();
-        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
-        assert!(text(&output.stderr).contains("the number of an operation, from 1"), "{output:?}");
-    }
-}

@@ -33,7 +33,6 @@ use mpmd_device::cuda::{self, Gpu};
 use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
-pub(crate) use array::dump::Dump;
 pub(crate) use hash::{BLOCK, OriginMap, Rolling};
 use job::life_cycle::Trouble;
 use job::worker::{Crew, Worker};
@@ -130,8 +129,6 @@ pub(crate) struct RuntimeConfig {
     pub(crate) check_uncommitted: bool,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
-    /// The operation whose inputs are written to files, if any.
-    pub(crate) dump: Option<Dump>,
     /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,

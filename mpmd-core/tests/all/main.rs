@@ -24,7 +24,6 @@ mod cuda_libraries;
 mod cuda_moves;
 mod cuda_nccl;
 mod dry_run;
-mod dump;
 mod failures;
 mod handed_over;
 mod joined_moves;

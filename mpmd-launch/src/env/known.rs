@@ -6,7 +6,7 @@ use crate::{LaunchError, variables as ours};
 
 /// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
 /// refused with its new one.
-const KNOWN: [&str; 35] = [
+const KNOWN: [&str; 34] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -32,7 +32,6 @@ const KNOWN: [&str; 35] = [
     ours::DRY_RUN_STEPS,
     ours::TRACE,
     ours::SYNC,
-    ours::DUMP,
     ours::LAUNCHER_PID,
     "MPMD_UCX_LIBRARY",
     "MPMD_SCREENSHOTS",

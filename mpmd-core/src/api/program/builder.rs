@@ -14,7 +14,7 @@ use super::membership::Membership;
 use super::{Program, connect};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{DryRunBuilder, Order};
-use crate::exec::{Dump, Runtime, RuntimeConfig};
+use crate::exec::{Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
@@ -40,7 +40,6 @@ pub struct Builder {
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
-    pub(super) dump: Option<Dump>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
 }
@@ -63,7 +62,6 @@ impl Default for Builder {
             hosts: None,
             links: None,
             check_uncommitted: None,
-            dump: None,
             trace: None,
             sync: None,
         }
@@ -183,17 +181,6 @@ impl Builder {
     /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
     pub fn sync(mut self, yes: bool) -> Self {
         self.sync = Some(yes);
-        self
-    }
-
-    /// Writes the inputs of operation `op` on each device of this process to the file
-    /// `operation-<op>-device-<device>.safetensors` in this folder, as they are before it. The call
-    /// of the operation blocks until they are there. [`HostArray::read_dump`] reads the file. Off
-    /// by default; `MPMD_DUMP` turns it on in a program that does not set it.
-    ///
-    /// [`HostArray::read_dump`]: crate::HostArray::read_dump
-    pub fn dump(mut self, op: u64, folder: impl Into<PathBuf>) -> Self {
-        self.dump = Some(Dump { op, folder: folder.into() });
         self
     }
 
@@ -472,7 +459,6 @@ impl Builder {
             device_memory: self.device_memory,
             check_uncommitted: self.checks_uncommitted(),
             sync: self.sync.unwrap_or(false),
-            dump: self.dump.clone(),
             cuda,
             trace,
         }

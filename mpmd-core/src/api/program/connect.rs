@@ -13,7 +13,6 @@ use super::membership::Returning;
 use super::transports::{self, Opened};
 use super::{Builder, Program, version};
 use crate::error::{Error, Result};
-use crate::exec::array::dump::parse_dump;
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
 
@@ -77,12 +76,6 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
         }
         (sync, _) => sync,
     };
-    if let (None, Ok(text)) = (&builder.dump, std::env::var(mpmd_launch::variables::DUMP))
-        && !text.is_empty()
-    {
-        let (op, folder) = parse_dump(&text)?;
-        builder = builder.dump(op, folder);
-    }
     Ok(builder)
 }
 

@@ -205,7 +205,6 @@ impl Scene {
             spin: Spin::default(),
             check_uncommitted: false,
             sync: false,
-            dump: None,
             device_memory: None,
             cuda: Vec::new(),
             trace: Trace::default(),
