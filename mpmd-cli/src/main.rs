@@ -15,11 +15,6 @@ mod trace;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use mpmd_transport::memory::CountingAllocator;
-
-/// The allocator of the whole program. It counts allocations only while `mpmd bench` asks for it.
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Runs programs on many processes.
 #[derive(Debug, Parser)]
