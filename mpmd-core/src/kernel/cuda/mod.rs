@@ -11,7 +11,7 @@
 //! outputs.
 //!
 //! A kernel lists its sources in [`Kernel::cuda`](crate::kernel::Kernel::cuda). They are prepared
-//! from the moment at which it is bound to its mesh, and compiled only once in a process.
+//! when it is bound to its mesh, and compiled only once in a process.
 
 mod args;
 mod gemm;
