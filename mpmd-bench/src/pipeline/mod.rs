@@ -171,10 +171,6 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
     let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
     let efficiency = ideals.iter().zip(&steps).map(share).collect();
-    let idle = |spans: &[Duration]| -> Vec<f64> {
-        samples.iter().zip(spans).map(|(sample, span)| idle_points(&sample.parts, *span)).collect()
-    };
-    let (idle, simulated) = (idle(&steps), idle(&ideals));
     let case = |name, unit, samples: Vec<f64>| Case {
         name,
         parameters: parameters.clone(),
@@ -188,8 +184,6 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         Case::micros("quiet ideal", &*parameters, quiet),
         case("efficiency", "ratio", efficiency),
     ];
-    let simulated = case("simulated idle", "points", simulated);
-    cases.extend([case("idle", "points", idle).over("simulation", &simulated), simulated]);
     for stage in 0..shape.stages {
         for (name, forward) in [("forward", true), ("backward", false)] {
             let times = samples.iter().flat_map(|sample| {
@@ -210,17 +204,6 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         case("loss", "mse", vec![f64::from(measured.loss)]),
     ]);
     Ok(cases)
-}
-
-/// Returns the share of a step of length `step` in which the devices are idle, in percent. The
-/// devices are busy for the time of their kernels alone.
-fn idle_points(parts: &[Part], step: Duration) -> f64 {
-    let busy = parts
-        .iter()
-        .flat_map(|part| part.actions.iter().chain([&part.update]))
-        .map(|took| took.wall);
-    let all = parts.len() as f64 * step.as_nanos() as f64;
-    100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
 }
 
 /// Returns the length of an ideal step, in which only kernels take time. `parts` has the kernel
@@ -247,14 +230,6 @@ mod tests {
     fn part(actions: [u64; 4], update: u64) -> Part {
         let took = |wall| Took { wall, own: wall / 2 };
         Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
-    }
-
-    #[test]
-    fn devices_are_idle_outside_of_their_kernels() {
-        let parts = [part([20, 20, 5, 5], 0), part([10, 10, 20, 20], 10)];
-        // Busy for 120 of 2 * 100, and of 2 * 60.
-        assert!((idle_points(&parts, Duration::from_nanos(100)) - 40.0).abs() < 1e-9);
-        assert!(idle_points(&parts, Duration::from_nanos(60)).abs() < 1e-9);
     }
 
     #[test]

@@ -242,8 +242,6 @@ fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
             ("ideal", "us", 3),
             ("quiet ideal", "us", 3),
             ("efficiency", "ratio", 3),
-            ("idle", "points", 3),
-            ("simulated idle", "points", 3),
         ];
         let after = [("moved", "bytes/step", 3), ("loss", "mse", 1)];
         let expected = [&before[..], &of_stage, &of_stage, &after].concat();

@@ -125,8 +125,8 @@ pub trait Kernel: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Returns the sources that the kernel launches on CUDA devices. They are prepared from the
-    /// moment at which the kernel is bound to its mesh, so that nothing is compiled while it runs.
+    /// Returns the sources that the kernel launches on CUDA devices. They are prepared when the
+    /// kernel is bound to its mesh, so that nothing is compiled while it runs.
     /// Include [`CUBLAS`](mpmd_device::cuda::source::CUBLAS) if the kernel multiplies matrices.
     /// Called only if the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {
