@@ -4,9 +4,8 @@ use std::fmt;
 
 use crate::{LaunchError, variables as ours};
 
-/// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
-/// refused with its new one.
-const KNOWN: [&str; 34] = [
+/// All variables that programs, commands and tests read.
+const KNOWN: [&str; 33] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -23,7 +22,6 @@ const KNOWN: [&str; 34] = [
     ours::DEVICE,
     ours::CUDA_COLLECTIVES,
     ours::PEER_TIMEOUT,
-    "MPMD_PATIENCE",
     ours::HOST,
     ours::CHECK,
     ours::DRY_RUN,
@@ -162,8 +160,7 @@ mod tests {
         let rows = guide.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
         let names = rows.flat_map(|cell| cell.split('`')).filter(|word| word.starts_with(OURS));
         let mut listed: Vec<&str> = names.filter(|name| !name.starts_with(TESTS)).collect();
-        let mut known: Vec<&str> =
-            KNOWN.into_iter().filter(|name| *name != "MPMD_PATIENCE").collect();
+        let mut known = KNOWN.to_vec();
         listed.sort_unstable();
         known.sort_unstable();
         assert_eq!(listed, known);

@@ -396,13 +396,6 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             });
         }
     };
-    if let Some(value) = vars.get("MPMD_PATIENCE") {
-        return Err(LaunchError::Variable {
-            variable: "MPMD_PATIENCE".into(),
-            value,
-            expected: format!("{}, its name from now on", ours::PEER_TIMEOUT),
-        });
-    }
     Ok(JobEnv {
         process: ProcessId(process),
         processes,

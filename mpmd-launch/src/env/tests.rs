@@ -458,7 +458,6 @@ fn counts_above_the_limits_are_refused() {
     let dry_run =
         [("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
     assert!(read(&dry_run).unwrap_err().to_string().contains("at most 1048576"));
-    assert!(refused("MPMD_PATIENCE", "5").contains("MPMD_PEER_TIMEOUT"));
 }
 
 #[test]
