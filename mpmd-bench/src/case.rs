@@ -51,16 +51,6 @@ impl Case {
         Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
-    /// Creates a case of plain numbers, without a unit.
-    pub(crate) fn count(
-        name: &'static str,
-        parameters: impl Into<String>,
-        samples: impl IntoIterator<Item = f64>,
-    ) -> Self {
-        let samples = samples.into_iter().collect();
-        Self { name, parameters: parameters.into(), unit: "", samples, beside: None }
-    }
-
     /// Adds the ratio of the median to `goal`, an upper bound in the same unit, to the output. A
     /// median above the goal is not an error.
     pub(crate) fn within(mut self, goal: f64) -> Self {

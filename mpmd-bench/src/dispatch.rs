@@ -13,7 +13,6 @@ use mpmd_core::prelude::{
 use mpmd_core::{Simulation, kernel, method};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
-use mpmd_transport::memory::CountingAllocator;
 
 use crate::case::{Case, Output};
 use crate::direct::Launches;
@@ -157,7 +156,6 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
         let launch = Case::micros("launch", "by the driver alone", bare);
         cases.extend([issue.over("launch", &launch), launch]);
     }
-    let issue_counts = allocations(&mut p, options.repeats, one)?;
     let complete = complete_times(&mut p, options.repeats, one)?;
     cases.push(Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0));
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
@@ -165,11 +163,8 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
         (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
     let all = |p: &mut Program| many.call(p, xs.clone());
     let leaves = issue_times(&mut p, options.repeats, all)?;
-    let leaves_counts = allocations(&mut p, options.repeats, all)?;
     p.finish()?;
     cases.push(Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0));
-    cases.extend(issue_counts.cases("empty, 1 leaf"));
-    cases.extend(leaves_counts.cases("64 leaves in, 64 out"));
     Ok(())
 }
 
@@ -210,10 +205,7 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
     let times = issue_times(p, options.repeats, one)?;
-    let counts = allocations(p, options.repeats, one)?;
     let mut cases = vec![Case::micros("jit issue", "no part in it", times).within(0.1)];
-    // Without the allocations of other threads: most of them belong to the other process.
-    cases.extend(counts.cases("no part in it").into_iter().take(1));
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
     let first = p.jit(First).on(&mesh).outputs(mesh.replicated()).build()?;
     for leaves in [64, 300] {
@@ -268,58 +260,6 @@ fn complete_times(
         times.push(start.elapsed() / 100);
     }
     Ok(times)
-}
-
-/// Mean allocations per call, one sample for each repeat: by the issuing thread, and by all other
-/// threads.
-#[derive(Default)]
-struct Counts {
-    issuing: Vec<f64>,
-    running: Vec<f64>,
-}
-
-impl Counts {
-    fn cases(self, parameters: &str) -> [Case; 2] {
-        [
-            Case::count("allocs, program", parameters, self.issuing),
-            Case::count("allocs, devices", parameters, self.running),
-        ]
-    }
-}
-
-/// Counts the allocations of calls, including clones of the input handles, until the results are
-/// ready. `issuing` counts the program's thread, `running` all other threads.
-fn allocations<T: Tree<Leaf = MpmdArray>>(
-    p: &mut Program,
-    repeats: usize,
-    mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
-) -> mpmd_core::Result<Counts> {
-    let mut counts = Counts::default();
-    // The first batch fills caches and pools.
-    for repeat in 0..=repeats {
-        let mut results = Vec::with_capacity(BATCH);
-        let (run, found) = CountingAllocator::count(|| -> mpmd_core::Result<()> {
-            for _ in 0..BATCH {
-                results.push(call(p)?);
-            }
-            // `each_leaf` does not allocate.
-            let mut ready = Ok(());
-            results.iter().for_each(|y| {
-                y.each_leaf(&mut |y| {
-                    if ready.is_ok() {
-                        ready = y.block_until_ready().map(drop);
-                    }
-                });
-            });
-            ready
-        });
-        run?;
-        if repeat > 0 {
-            counts.issuing.push(found.own as f64 / BATCH as f64);
-            counts.running.push(found.others as f64 / BATCH as f64);
-        }
-    }
-    Ok(counts)
 }
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use mpmd_core::prelude::Program;
-use mpmd_launch::{Bind, Launch, OutputMode};
+use mpmd_launch::{Launch, OutputMode};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Returns the nanoseconds of a clock that all processes of a host share.
@@ -12,14 +12,13 @@ pub(crate) fn now() -> u64 {
 }
 
 /// Starts this program again with the same arguments, as a job of `processes` processes over
-/// `transport`. Its processes are bound to cores as `bind` says. Blocks until the job ends. Returns
+/// `transport`. Blocks until the job ends. Returns
 /// the job's exit code, or 1 if that is not from 0 to 255.
-pub(crate) fn run_as_job(processes: usize, transport: &str, bind: Bind) -> Result<u8> {
+pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     let outcome = Launch::new(processes, std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
         .transport(Some(transport.to_owned()))
         .output(OutputMode::Quiet0)
-        .bind(bind)
         .run()?;
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }

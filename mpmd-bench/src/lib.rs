@@ -12,7 +12,6 @@ mod dispatch;
 mod host;
 mod issue;
 mod job;
-mod links;
 mod memcpy;
 mod options;
 mod p2p;
@@ -46,8 +45,6 @@ enum What {
     Check(check::CheckArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
-    /// The costs of links between devices; `--out` writes the file for `MPMD_LINKS`.
-    Links(links::LinksArgs),
     /// Training steps of a pipeline with one process for each stage, beside the time of their
     /// kernels alone.
     Pipeline(pipeline::PipelineArgs),
@@ -76,7 +73,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
         What::Check(args) => check::check_schedules(args).map(|()| ExitCode::SUCCESS),
         What::Reshard(args) => reshard::reshard(args),
-        What::Links(args) => links::links(args),
         What::Pipeline(args) => pipeline::pipeline(args),
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),

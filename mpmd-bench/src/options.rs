@@ -3,9 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use mpmd_launch::Bind;
 use mpmd_layout::topology::DeviceKind;
 
 /// Options of every benchmark.
@@ -26,18 +24,6 @@ pub(crate) struct DeviceOption {
     /// as there are enough.
     #[arg(long, value_name = "KIND", default_value_t = DeviceKind::Cpu, value_parser = kind)]
     pub(crate) device: DeviceKind,
-}
-
-/// The option of benchmarks that start processes bound to cores on request.
-#[derive(Args, Clone, Copy, Debug)]
-pub(crate) struct BindOption {
-    /// The cores of each process, as for `mpmd run --bind`.
-    #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
-    pub(crate) bind: Bind,
-}
-
-fn bind() -> impl TypedValueParser<Value = Bind> {
-    PossibleValuesParser::new(Bind::NAMES).map(|name| Bind::named(&name).unwrap_or_default())
 }
 
 fn kind(name: &str) -> Result<DeviceKind, String> {

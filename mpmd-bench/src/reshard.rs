@@ -10,7 +10,7 @@ use mpmd_base::DeviceId;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::{MoveOptions, Simulation};
 use mpmd_device::copy::copy_region;
-use mpmd_launch::{Bind, JobEnv};
+use mpmd_launch::JobEnv;
 use mpmd_layout::aval::f32s;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceKind, Mesh};
@@ -78,7 +78,7 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
             }
             continue;
         }
-        let code = run_as_job(processes, &args.transport, Bind::None)?;
+        let code = run_as_job(processes, &args.transport)?;
         if code != 0 {
             return Ok(ExitCode::from(code));
         }

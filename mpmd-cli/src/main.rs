@@ -15,11 +15,6 @@ mod trace;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use mpmd_transport::memory::CountingAllocator;
-
-/// The allocator of the whole program. It counts allocations only while `mpmd bench` asks for it.
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Runs programs on many processes.
 #[derive(Debug, Parser)]
@@ -39,19 +34,16 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Read the files of a traced run: the time of each operation, and the waits between processes
     Trace(trace::TraceArgs),
-    /// Draw the timeline of a run or of a schedule: a page that can be zoomed, or an SVG drawing
+    /// Draw the timeline of a run or of a schedule: a page that can be zoomed
     Draw(draw::DrawArgs),
     /// Prove that a program is correct and add up its costs, before it runs
     Check(check::CheckArgs),
-    /// Show a schedule: as torch's text, as a table, as data or as a picture
+    /// Show a schedule: as torch's text, as a table, as data or as a page
     Schedule(schedule::ScheduleArgs),
     /// Measure the costs of the framework itself
     Bench(mpmd_bench::BenchArgs),
     /// Examine this machine: the transports that it supports, and how to fix those that fail
     Doctor(doctor::DoctorArgs),
-    /// Read another process's memory and let it read this one's
-    #[command(name = doctor::READ_MEMORY, hide = true)]
-    ReadMemory { pid: u32, address: u64 },
     /// Become a program that ends with this process's parent
     #[command(name = mpmd_launch::EXEC, hide = true)]
     Exec(run::Exec),
@@ -73,7 +65,6 @@ fn main() -> ExitCode {
         Command::Schedule(args) => schedule::schedule(&args),
         Command::Bench(args) => mpmd_bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
-        Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
             mpmd_launch::guard(std::io::stdin());

@@ -10,9 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use mpmd_core::transports;
-use mpmd_launch::{Bind, EXEC, Launch, adopt, device_kinds, variables};
+use mpmd_launch::{EXEC, Launch, adopt, device_kinds, variables};
 
 /// The hidden subcommand by which `run` starts the job's guard: a process that ends the job's
 /// processes if the launcher dies.
@@ -52,12 +51,6 @@ pub(crate) struct Run {
     /// of MPMD_DEVICE, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
-    /// The cores of each process. none: all that this command may use. core: a share of them for
-    /// each process, in one NUMA node if possible. numa: those of one NUMA node. Memory follows: a
-    /// page lies at the node of the core that first writes to it. With more processes than cores,
-    /// or with one node, nothing is bound and a line says so
-    #[arg(long, value_name = "TO", default_value = "none", value_parser = bind())]
-    bind: Bind,
     /// The peer timeout: the longest time that a process waits for another. By default that of
     /// MPMD_PEER_TIMEOUT, else 60
     #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
@@ -68,11 +61,6 @@ pub(crate) struct Run {
     /// Have each process record its operations in a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
-    /// Have each device write its inputs of the operation with this number to a safetensors file in
-    /// this folder, `dump` by default. Messages, traces and `mpmd top` give the numbers of
-    /// operations
-    #[arg(long, value_name = "OP[:DIR]", value_parser = dump)]
-    dump: Option<String>,
     /// Print lines as they are, without the rank of the process that wrote them
     #[arg(long)]
     no_prefix: bool,
@@ -104,9 +92,6 @@ impl Run {
             let folder = std::path::absolute(folder).context("finding the folder for the trace")?;
             launch = launch.env(variables::TRACE, folder);
         }
-        if let Some(dump) = &self.dump {
-            launch = launch.env(variables::DUMP, dump);
-        }
         if let Some(peer_timeout) = self.peer_timeout {
             launch = launch.peer_timeout(peer_timeout);
         }
@@ -122,7 +107,6 @@ impl Run {
             .device(self.device)
             .grace(self.grace)
             .prefix(!self.no_prefix)
-            .bind(self.bind)
             .run()?;
         if let Some(failure) = &outcome.first_failure {
             crate::files::complain(failure);
@@ -183,18 +167,6 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
     device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
-}
-
-/// Returns the value of [`variables::DUMP`] with an absolute folder: the program may change its
-/// working directory.
-fn dump(text: &str) -> Result<String, String> {
-    let (op, folder) = mpmd_core::parse_dump(text).map_err(|error| error.to_string())?;
-    let folder = std::path::absolute(folder).map_err(|error| error.to_string())?;
-    Ok(format!("{op}:{}", folder.display()))
-}
-
-fn bind() -> impl TypedValueParser<Value = Bind> {
-    PossibleValuesParser::new(Bind::NAMES).map(|name| Bind::named(&name).unwrap_or_default())
 }
 
 /// Returns a time longer than zero.

@@ -35,14 +35,6 @@ pub enum Error {
     /// An operation could not complete. Operations that depend on it fail with the same failure.
     #[error("{0}")]
     Failed(#[from] Arc<Failure>),
-    /// A dump of an operation's inputs cannot be read.
-    #[error("{}: {why}", path.display())]
-    Dump {
-        /// The file.
-        path: std::path::PathBuf,
-        /// The fault of the file.
-        why: String,
-    },
     /// The values of an array cannot be read on this process. The caller is at fault.
     #[error("{at}: {why}")]
     Read {

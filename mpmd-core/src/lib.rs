@@ -52,7 +52,6 @@ pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 #[doc(hidden)]
-pub use exec::array::dump::{parse_dump, safetensors_dtype};
 pub use exec::array::host_array::HostArray;
 pub use exec::array::object::ObjectRef;
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};

@@ -8,9 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
-use mpmd::aval::{DType, ShapedArray};
-use mpmd::pipeline::{Builtin, MicrobatchShapes, Schedule, Text as ScheduleText};
-use mpmd::{MpmdArray, ProcessId, Program};
+use mpmd::pipeline::{Builtin, Schedule, Text as ScheduleText};
+use mpmd::{MpmdArray, Program};
 use mpmd_job::{at_least, not_negative};
 use mpmd_train::data::Text;
 use mpmd_train::{Outcome, Rate, StepReport, Trainer};
@@ -122,39 +121,6 @@ pub fn schedule(
         "schedule {name} has no backward passes to train with"
     );
     Ok(schedule)
-}
-
-/// Returns a line for each process with the predicted and the measured peak of its memory.
-/// `windows` are as in [`Figures::start`]. Every process must call it.
-///
-/// # Errors
-///
-/// As [`Trainer::memory`].
-pub fn memory_lines(
-    p: &mut Program,
-    trainer: &mut Trainer<MpmdArray>,
-    (rows, time): (usize, usize),
-) -> mpmd::Result<String> {
-    let stages = trainer.pipeline().stages();
-    let shape = ShapedArray::new(&[rows, time], DType::U8);
-    let targets = BTreeMap::from([("targets".to_owned(), shape.clone())]);
-    let shapes = MicrobatchShapes::new(shape).side(stages - 1, &targets);
-    trainer.pipeline_mut().probe(p, &shapes)?;
-    let plan = trainer.memory(p, &shapes)?;
-    let mut lines = String::new();
-    for process in (0..p.processes() as u32).map(ProcessId) {
-        let expected = plan.of(p.topology().devices_of(process)).expected;
-        let used = p.memory();
-        let used = used.recent_peak + used.staging_recent_peak;
-        let used = p.broadcast_value(process, 0, || Ok(used))?;
-        let ratio = used as f64 / expected.max(1) as f64;
-        let [expected, used] = [expected, used].map(|bytes| bytes as f64 / f64::from(1 << 20));
-        lines += &format!(
-            "memory of process {process}: {expected:.1} MiB expected, {used:.1} MiB at most \
-             ({ratio:.2})\n"
-        );
-    }
-    Ok(lines)
 }
 
 /// The figures of a training, on the process that prints them.

@@ -39,17 +39,6 @@ pub enum LaunchError {
     /// fault.
     #[error("{0}")]
     UnknownVariable(String),
-    /// The file with the costs of links cannot be read or is invalid. The environment is at fault.
-    /// Every process of the job gets the same error.
-    #[error("{path}, the value of {variable} on process 0, has no costs of links: {why}")]
-    Links {
-        /// The name of the variable.
-        variable: &'static str,
-        /// The path of the file.
-        path: String,
-        /// The reason why the file has no costs of links.
-        why: String,
-    },
     /// The processes ask for different transports. The environment is at fault. Every process of
     /// the job gets the same error.
     #[error(

@@ -23,7 +23,6 @@
 
 #![forbid(unsafe_code)]
 
-mod bind;
 mod cause;
 mod end;
 mod env;
@@ -39,7 +38,6 @@ mod supervise;
 pub mod testing;
 mod words;
 
-pub use bind::{Bind, Binding, HostCores, Unbound};
 pub use cause::{ExitKind, JobFailure};
 pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
 #[doc(hidden)]
@@ -108,13 +106,9 @@ pub mod variables {
     /// tests that simulate several hosts. The planner treats processes with the same name as
     /// neighbours.
     pub const HOST: &str = "MPMD_HOST";
-    /// A file with the costs of the links between devices, as `mpmd bench links --out` writes it.
-    /// Process 0 reads it and shares it.
-    pub const LINKS: &str = "MPMD_LINKS";
-    /// Additional checks, with a comma between two. With `uncommitted`, the processes compare host
-    /// values of any size whole at every call; otherwise release builds compare those of more than
-    /// 4 KiB by samples at most calls. With `replicas`, devices compare the replicas of each
-    /// kernel's outputs. The same on all processes.
+    /// With `uncommitted`, the processes compare host values of any size whole at every call;
+    /// otherwise release builds compare those of more than 4 KiB by samples at most calls. The same
+    /// on all processes.
     pub const CHECK: &str = "MPMD_CHECK";
     /// The file to which this process writes its dry run. The process joins no job and owns no
     /// devices. It is a dry run: it runs the program only to list the operations of a job's
@@ -134,9 +128,6 @@ pub mod variables {
     /// With `1`, each call of this process's program waits until its operations have ended, and
     /// returns their failure.
     pub const SYNC: &str = "MPMD_SYNC";
-    /// The number of the operation whose inputs this process writes to files, with the folder after
-    /// a colon, as `12:/tmp/dump`. The folder is `dump` by default.
-    pub const DUMP: &str = "MPMD_DUMP";
     /// The launcher's pid. The processes that it started end with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

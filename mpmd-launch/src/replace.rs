@@ -145,16 +145,6 @@ impl Standing {
         self.parts(number).any(|part| matches!(part, Part::Left(_)))
     }
 
-    /// True if the process that was started with this number is known, and needs nothing more.
-    pub(super) fn is_out(&self, number: usize) -> bool {
-        self.is_known(number) && self.parts(number).all(|part| part == Part::Out)
-    }
-
-    /// True if a process waits for a place.
-    pub(super) fn has_spare(&self) -> bool {
-        self.parts.iter().any(|(_, part)| *part == Part::Waits)
-    }
-
     /// True if the process in a place has reported a failure, of which it may have ended with code
     /// 0.
     fn has_reported(&self, place: ProcessId) -> bool {

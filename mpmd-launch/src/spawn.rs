@@ -13,8 +13,7 @@ use rustix::process::{
     setrlimit, test_kill_process,
 };
 
-use super::output::say;
-use super::{Bind, Binding, JobEnv, LaunchError, Unbound, variables};
+use super::{JobEnv, LaunchError, variables};
 
 /// Starts all processes of a job on this machine and waits for their ends.
 ///
@@ -35,7 +34,6 @@ pub struct Launch {
     transport: Option<String>,
     devices_per_process: Option<usize>,
     device: Option<String>,
-    bind: Bind,
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     peer_timeout: Option<Duration>,
@@ -70,7 +68,6 @@ impl Launch {
             transport: None,
             devices_per_process: None,
             device: None,
-            bind: Bind::None,
             variables: Vec::new(),
             prefix: true,
             peer_timeout: None,
@@ -141,13 +138,6 @@ impl Launch {
     /// place. By default the program chooses them.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
-        self
-    }
-
-    /// Binds the processes to cores of this host. If that is not possible, as with more processes
-    /// than cores, the job runs without, and a line on standard error says why.
-    pub fn bind(mut self, bind: Bind) -> Self {
-        self.bind = bind;
         self
     }
 
@@ -249,16 +239,6 @@ impl Launch {
             set.or_else(added).or_else(|| std::env::var(name).ok())
         };
         JobEnv::settings(&look, self.processes)
-    }
-
-    /// Assigns cores to the processes, if they are to be bound and can be.
-    pub(super) fn binding(&self) -> Option<Binding> {
-        match Binding::of(self.bind, self.processes) {
-            Ok(binding) => return Some(binding),
-            Err(Unbound::NotAsked) => {}
-            Err(why) => say(format!("the processes are not bound: {why}")),
-        }
-        None
     }
 
     /// Starts the rendezvous service of the job on this machine.

@@ -69,17 +69,11 @@ impl Launch {
         // processes behind.
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
-        let binding = self.binding();
-        let start = |job: &mut Processes, number: usize, share: Option<usize>| {
-            let mut command = self.command(number, &server, &token);
-            let binding = binding.as_ref().zip(share);
-            let bound = binding.map(|(binding, share)| binding.enter(share, &mut command));
-            let _bound = bound.transpose()?;
-            job.start(number, share, self, command, &events)
+        let start = |job: &mut Processes, number: usize| {
+            job.start(number, self, self.command(number, &server, &token), &events)
         };
         for number in 0..self.processes + self.spares {
-            // Spares run on any core.
-            start(&mut job, number, (number < self.processes).then_some(number))?;
+            start(&mut job, number)?;
         }
         Ok(job.watch(&happened, self, &server, start))
     }
@@ -141,8 +135,6 @@ struct Processes {
 struct Running {
     /// The process number with which it was started. One that has died before may have had it.
     number: usize,
-    /// The process of a binding whose cores it has; `None` if it is not bound.
-    share: Option<usize>,
     child: Child,
     /// Also the id of its process group.
     pid: Pid,
@@ -162,11 +154,10 @@ impl Running {
 }
 
 impl Processes {
-    /// Starts a process with this number, which has the cores of this share.
+    /// Starts a process with this number.
     fn start(
         &mut self,
         process: usize,
-        share: Option<usize>,
         launch: &Launch,
         mut command: Command,
         events: &Sender<Event>,
@@ -191,7 +182,7 @@ impl Processes {
         let place = self.running.len();
         let (number, how, output) = (process, None, Vec::new());
         let words = Arc::<LastWords>::default();
-        self.running.push(Running { number, share, child, pid, how, output, words: words.clone() });
+        self.running.push(Running { number, child, pid, how, output, words: words.clone() });
         let prefix =
             |stream| if is_direct { String::new() } else { launch.prefix_of(stream, process) };
         let mut output = Vec::new();
@@ -222,25 +213,21 @@ impl Processes {
     /// Waits until all processes have ended. After a first failure or a signal, ends the remaining
     /// ones: `grace`, then SIGTERM, then SIGKILL.
     /// In a job that recovers, `start` starts new processes in place of lost ones before that, by
-    /// their number and the share of cores.
+    /// their number.
     fn watch(
         mut self,
         happened: &Receiver<Event>,
         launch: &Launch,
         server: &Server,
-        mut start: impl FnMut(&mut Self, usize, Option<usize>) -> Result<(), LaunchError>,
+        mut start: impl FnMut(&mut Self, usize) -> Result<(), LaunchError>,
     ) -> Outcome {
         let (grace, mut replacing) = (launch.grace, Replacing::new(launch));
         let first_ones = self.running.len();
-        let mut start_one =
-            |job: &mut Self, number: usize, of: Option<usize>, job_is: &Standing| {
-                // One that waits beside another spare has no place yet.
-                let is_spare = launch.spares > 0 && job_is.has_spare();
-                let share = if is_spare { None } else { job.free_share(of, job_is) };
-                if let Err(error) = start(job, number, share) {
-                    say(format!("a lost process cannot be replaced: {error}"));
-                }
-            };
+        let mut start_one = |job: &mut Self, number: usize| {
+            if let Err(error) = start(job, number) {
+                say(format!("a lost process cannot be replaced: {error}"));
+            }
+        };
         let mut ending = Ending::NotYet;
         let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
         let mut stop = Stop::default();
@@ -271,7 +258,7 @@ impl Processes {
                 Ok(Event::Ended(ended)) => {
                     let how = self.reap(ended);
                     let is_ending = !matches!(ending, Ending::NotYet);
-                    let Running { number, share, pid, .. } = self.running[ended];
+                    let Running { number, pid, .. } = self.running[ended];
                     let job = Standing::of(server, launch.processes);
                     let meaning = replacing.judge(number, how, &job);
                     let goes_on = match meaning {
@@ -302,7 +289,7 @@ impl Processes {
                                 // If it has never joined, others wait for this very number.
                                 let is_new = server.is_complete() || job.is_known(number);
                                 let number = if is_new { self.running.len() } else { number };
-                                start_one(&mut self, number, share, &job);
+                                start_one(&mut self, number);
                             }
                             continue;
                         }
@@ -385,7 +372,7 @@ impl Processes {
                         }
                         if server.wanted() > on_their_way && replacing.take_one() {
                             let next = self.running.len();
-                            start_one(&mut self, next, None, &job);
+                            start_one(&mut self, next);
                         }
                         let is_at_work = |(_, number): &&(usize, usize)| !job.has_left(*number);
                         let alive: Vec<_> =
@@ -511,16 +498,6 @@ impl Processes {
     /// Takes the errors of all processes that nobody has shown, by the number of the process.
     fn take_words(&self) -> Vec<(usize, Vec<String>)> {
         self.running.iter().map(|running| (running.number, running.words.take())).collect()
-    }
-
-    /// Returns a share of the cores that no process needs: that of the process that is replaced, or
-    /// the first one. `None` if there is none.
-    fn free_share(&self, of: Option<usize>, job: &Standing) -> Option<usize> {
-        let all = self.running.iter().filter_map(|running| running.share);
-        let needs = |running: &&Running| running.how.is_none() && !job.is_out(running.number);
-        let taken: Vec<usize> =
-            self.running.iter().filter(needs).filter_map(|running| running.share).collect();
-        of.into_iter().chain(all).find(|share| !taken.contains(share))
     }
 
     /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.

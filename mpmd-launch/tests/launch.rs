@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_launch::{Bind, Binding, ExitKind, HostCores, Launch, LaunchError, OutputMode};
+use mpmd_launch::{ExitKind, Launch, LaunchError, OutputMode};
 
 /// Returns a job, not started yet, in which each process runs this shell script.
 fn sh(processes: usize, script: &str) -> Launch {
@@ -109,42 +109,4 @@ fn unstartable_program_is_named_and_leaves_nothing() {
     // The file exists but is not a program.
     let error = Launch::new(1, "/etc/passwd").run().unwrap_err().to_string();
     assert!(error.contains("starting /etc/passwd"), "{error}");
-}
-
-/// Prints the cores of the process as the kernel knows them, and the number of the job's cores.
-const CORES: &str = "read name list <<END
-$(grep Cpus_allowed_list /proc/self/status)
-END
-echo \"$list $MPMD_CORES\" > $MPMD_RANK";
-
-#[test]
-fn bound_processes_have_their_share_of_cores() {
-    let (folder, host) = (Folder::new("bound"), HostCores::look().unwrap());
-    let processes = host.usable.min(2);
-    let job = sh(processes, &folder.in_script(CORES)).bind(Bind::Core);
-    assert_eq!(job.run().unwrap().code(), 0);
-    let line = |process: usize| {
-        let said = folder.read(&process.to_string());
-        let (cores, all) = said.trim().split_once(' ').unwrap();
-        assert_eq!(all, host.usable.to_string());
-        format!("{process}: cores {cores}")
-    };
-    let shares: Vec<String> = (0..processes).map(line).collect();
-    assert_eq!(shares.join("; "), Binding::of(Bind::Core, processes).unwrap().to_string());
-    // The launcher itself keeps its cores.
-    assert_eq!(HostCores::look().unwrap(), host);
-}
-
-#[test]
-fn more_processes_than_cores_are_not_bound() {
-    let (folder, host) = (Folder::new("crowded"), HostCores::look().unwrap());
-    let job = sh(host.usable + 1, &folder.in_script(CORES)).bind(Bind::Core);
-    assert_eq!(job.run().unwrap().code(), 0);
-    let all: usize = host.node_sizes().iter().sum();
-    let said = folder.read("0");
-    let cores = said.trim().split(',').map(|run| match run.split_once('-') {
-        Some((first, last)) => last.parse::<usize>().unwrap() - first.parse::<usize>().unwrap() + 1,
-        None => 1,
-    });
-    assert_eq!(cores.sum::<usize>(), all, "{said}");
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use mpmd_launch::{Bind, ExitKind, HostCores, JobEnv, Launch, Outcome};
+use mpmd_launch::{ExitKind, JobEnv, Launch, Outcome};
 use mpmd_transport::rendezvous::{Down, Identity, JoinConfig, Joined, Member, Rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -92,7 +92,6 @@ impl Process {
         };
         let identity = Identity { run: Some(joined.run), ..identity };
         let place = joined.process.index();
-        self.write(&format!("cores {} {place}", joined.epoch), &self.cores());
         match case {
             "one saves long" if place == 1 => {
                 self.leave(&rendezvous);
@@ -167,12 +166,6 @@ impl Process {
         unreachable!("it is killed")
     }
 
-    fn cores(&self) -> String {
-        let status = fs::read_to_string("/proc/self/status").unwrap();
-        let line = status.lines().find(|line| line.starts_with("Cpus_allowed_list"));
-        line.unwrap_or_default().to_owned()
-    }
-
     fn write(&self, file: &str, text: &str) {
         fs::write(self.folder.join(file), text).unwrap();
     }
@@ -216,17 +209,9 @@ fn failing_spare_does_not_end_the_job() {
 }
 
 #[test]
-fn lost_process_is_replaced_on_the_same_cores() {
-    let folder = Folder::new("lost");
-    let job = folder.job("one is lost").restarts(1).bind(Bind::Core);
-    let outcome = job.run().unwrap();
+fn lost_process_is_replaced() {
+    let outcome = Folder::new("lost").job("one is lost").restarts(1).run().unwrap();
     assert_eq!((outcome.code(), outcome.codes), (0, vec![0, 137, 0]));
-    let cores = [1, 2].map(|epoch| folder.read(&format!("cores {epoch} 1")));
-    assert_eq!(cores[0], cores[1]);
-    // With fewer cores than processes nothing is bound.
-    if HostCores::look().unwrap().usable >= 2 {
-        assert_ne!(cores[0], folder.read("cores 1 0"));
-    }
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Pipeline schedules as data: the built-in ones, torch's text for them, proofs that they cannot
-//! hang, simulation, search for a better order, and models of cost and memory.
+//! hang, simulation, search for a better order, and costs.
 //!
 //! Everything here is a pure function of its arguments: no clock, no I/O, no threads. A
 //! [`Schedule`] lists the actions of each rank. [`lower()`] adds its sends and receives, [`check`]
@@ -13,12 +13,7 @@ pub mod check;
 mod costs;
 pub mod flow;
 mod fused;
-#[doc(hidden)]
-pub mod holds;
 mod lower;
-mod memory;
-mod metadata;
-mod pace;
 mod schedule;
 mod search;
 pub mod simulate;
@@ -31,10 +26,7 @@ pub use ascending::ascending;
 pub use costs::{Costs, StageCosts};
 #[doc(hidden)]
 pub use fused::fused;
-pub use holds::StageBytes;
 pub use lower::{LowerError, Lowered, lower};
-pub use memory::{StepDeviceMemory, StepMemory};
-pub use metadata::{ScheduleMetadata, ScheduleMetadataError};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
 pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};

@@ -23,7 +23,6 @@ mod handshake;
 pub mod inproc;
 pub mod memory;
 pub mod mixed;
-pub mod probe;
 pub mod rendezvous;
 pub mod shm;
 mod strangers;

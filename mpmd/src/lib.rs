@@ -265,14 +265,12 @@ pub mod object {
 }
 
 pub mod kernels {
-    //! Ready kernels, such as [`matmul`] and [`sum`], for [`Program::jit`](crate::Program::jit).
+    //! The ready kernel [`matmul`], for [`Program::jit`](crate::Program::jit).
     //!
-    //! A dimension that a kernel needs whole may not be divided over devices: that is an error,
-    //! never a wrong value. On CUDA devices all but [`matmul`] compute on the host.
+    //! A dimension that it needs whole may not be divided over devices: that is an error, never a
+    //! wrong value. On CUDA devices cuBLAS multiplies.
 
-    pub use mpmd_core::kernel::ready::{
-        add, cast, concatenate, matmul, one_hot, scale, slice, softmax_cross_entropy, sum,
-    };
+    pub use mpmd_core::kernel::matmul;
 }
 
 pub mod cuda {
@@ -293,8 +291,7 @@ pub mod pipeline {
     //!
     //! Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`])
     //! and call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`]
-    //! shards parameters over a stage's devices; [`StepMemory`] is the memory that a step will
-    //! need.
+    //! shards parameters over a stage's devices.
 
     pub use mpmd_core::pipeline::{
         Gradients, Loss, Microbatch, MicrobatchShapes, Output, Outputs, ParamSharding, Passes,
@@ -303,8 +300,7 @@ pub mod pipeline {
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
-        Placement, Schedule, ScheduleError, StageBytes, Step, StepDeviceMemory, StepKind,
-        StepMemory, Text, TextError,
+        Placement, Schedule, ScheduleError, Step, StepKind, Text, TextError,
     };
 }
 
@@ -331,8 +327,8 @@ pub mod launch {
     //! to its job, and a [`DryRunEnv`] for `mpmd check`.
 
     pub use mpmd_launch::{
-        Bind, DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode,
-        device_kinds, variables,
+        DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
+        variables,
     };
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }

@@ -2,8 +2,8 @@
 
 use super::thread::available_parallelism;
 
-/// The variable with the number of cores that a job has on this host. A launcher sets it for
-/// processes that it binds to a part of the host's cores.
+/// The variable with the number of cores that a job has on this host, for processes that are bound
+/// to a part of them.
 pub const CORES: &str = "MPMD_CORES";
 
 /// Returns the number of cores that the processes of this job share on this host: the value of

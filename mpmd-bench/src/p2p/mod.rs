@@ -22,7 +22,7 @@ use mpmd_layout::topology::DeviceKind;
 use crate::case::quantile;
 use crate::direct;
 use crate::memcpy;
-use crate::options::{BindOption, Carrier, DeviceOption, Size};
+use crate::options::{Carrier, DeviceOption, Size};
 use found::{Samples, Test};
 use pace::Pace;
 use table::{Row, Setting};
@@ -47,8 +47,6 @@ pub(crate) struct P2pArgs {
     transport: Carrier,
     #[command(flatten)]
     on: DeviceOption,
-    #[command(flatten)]
-    bound: BindOption,
     /// The cases to measure for each size.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
@@ -178,7 +176,6 @@ fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
         .transport(Some(args.transport.name().to_owned()))
         .env(SPIN, &args.spin)
         .output(OutputMode::Quiet0)
-        .bind(args.bound.bind)
         .run()?;
     check_measured(&outcome)?;
     found::take_over(samples.path())

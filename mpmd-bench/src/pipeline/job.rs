@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline};
+use mpmd_core::pipeline::{Loss, Microbatch, Pipeline};
 use mpmd_core::prelude::*;
 use mpmd_core::{Jit, ProcessId};
-use mpmd_schedule::{Schedule, StepDeviceMemory};
+use mpmd_schedule::Schedule;
 use serde::{Deserialize, Serialize};
 
 use super::alone::{Alone, Took};
@@ -23,25 +23,12 @@ pub(super) struct Pace {
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) samples: Vec<Sample>,
-    /// The mean loss of every step in order, including the warm-up.
-    pub(super) losses: Vec<f32>,
-    /// The memory of each process, in the order of processes.
-    pub(super) memory: Vec<Memory>,
+    /// The mean loss of the last step.
+    pub(super) loss: f32,
 }
 
-/// The memory of a process's arrays, in bytes.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
-pub(super) struct Memory {
-    /// The peak of a step in bytes that the pipeline's memory plan predicts.
-    pub(super) expected: u64,
-    /// The measured peak over all steps in bytes: that of arrays plus that of staging memory.
-    pub(super) peak: u64,
-    /// Bytes that were mapped after the first `MAY_MAP` steps.
-    pub(super) mapped_later: u64,
-}
-
-/// Number of first steps, including the warm-up, that may ask the system for memory.
-const MAY_MAP: usize = 3;
+/// The learning rate, for the gradient of the mean loss.
+const RATE: f64 = 0.01;
 
 /// The measurements of one step: its time, and the times that it is compared with.
 #[derive(Debug)]
@@ -65,8 +52,7 @@ pub(super) struct Part {
 }
 
 /// Runs `pace.warm_up + pace.repeats` steps of one schedule, and after each step its kernels alone.
-/// All processes must call this together; it blocks until all steps have ended. `rate` is the
-/// learning rate.
+/// All processes must call this together; it blocks until all steps have ended.
 ///
 /// # Errors
 ///
@@ -75,20 +61,12 @@ pub(super) fn measure(
     p: &mut Program,
     shape: &Shape,
     schedule: &Schedule,
-    rate: f64,
     pace: Pace,
 ) -> Result<Measured> {
-    let mut job = Job::new(p, shape, rate)?;
+    let mut job = Job::new(p, shape)?;
     let me = p.process().index();
-    let planned = job.memory(p, shape, schedule)?;
-    let expected = agree_all(p, planned.expected)?;
-    if me == 0 {
-        let mib: Vec<String> = expected.iter().map(|bytes| mib(*bytes)).collect();
-        eprintln!("{}: {} MiB of memory expected by process", schedule.name(), mib.join(", "));
-    }
-    let mut mapped = p.memory().mapped;
     let mut alone = Alone::new(*shape, me)?;
-    let (mut samples, mut losses) = (Vec::with_capacity(pace.repeats), Vec::new());
+    let (mut samples, mut mean) = (Vec::with_capacity(pace.repeats), 0.0);
     for step in 0..pace.warm_up + pace.repeats {
         meet(p)?;
         let before = sent(p);
@@ -105,25 +83,13 @@ pub(super) fn measure(
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;
         let part = Part { actions, update, sent };
-        losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
+        mean = agree(p, shape.stages - 1, 0.0, || loss.mean())?;
         let parts = agree_all(p, part)?;
-        if step < MAY_MAP {
-            mapped = p.memory().mapped;
-        }
         if step >= pace.warm_up {
             samples.push(Sample { step: step_time, parts });
         }
     }
-    let now = p.memory();
-    let peak = now.recent_peak + now.staging_recent_peak;
-    let memory = Memory { expected: planned.expected, peak, mapped_later: now.mapped - mapped };
-    let memory = agree_all(p, memory)?;
-    Ok(Measured { samples, losses, memory })
-}
-
-/// Formats bytes as MiB with one decimal.
-fn mib(bytes: u64) -> String {
-    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+    Ok(Measured { samples, loss: mean })
 }
 
 /// Sends this process's `mine` to all others. Returns the values of all processes, in the order of
@@ -178,7 +144,7 @@ impl StepLoss {
 }
 
 impl Job {
-    fn new(p: &mut Program, shape: &Shape, rate: f64) -> Result<Self> {
+    fn new(p: &mut Program, shape: &Shape) -> Result<Self> {
         let meshes = p.mesh(&[("stage", shape.stages)])?.split("stage")?;
         let (dim, per_stage, last) = (shape.dim, shape.layers_of_stage(), shape.stages - 1);
         let make = |p: &mut Program, stage: usize, aval: ShapedArray, values: Values| {
@@ -212,7 +178,7 @@ impl Job {
             })
             .collect::<Result<Vec<_>>>()?;
         // The gradients are sums over rows.
-        let rate = rate / (shape.rows * shape.microbatches) as f64;
+        let rate = RATE / (shape.rows * shape.microbatches) as f64;
         let updates = meshes
             .iter()
             .map(|mesh| {
@@ -220,16 +186,6 @@ impl Job {
             })
             .collect::<Result<Vec<_>>>()?;
         Ok(Self { stages, data, updates })
-    }
-
-    /// Maps the memory of a step now, as late mapping would delay the other processes. Returns the
-    /// expected peak memory of a step on this process.
-    fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<StepDeviceMemory> {
-        let rows = || f32s([shape.rows, shape.dim]);
-        let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
-        self.stages.map_memory(p, schedule, &shapes, &[])?;
-        let plan = self.stages.memory(p, schedule, &shapes, &[])?;
-        Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
     /// Runs one training step and the update of all stages. Blocks until both have ended on this

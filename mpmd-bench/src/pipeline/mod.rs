@@ -5,7 +5,6 @@
 //! times and moves that cost nothing.
 
 mod alone;
-mod check;
 mod ideal;
 mod job;
 mod mlp;
@@ -14,7 +13,7 @@ mod stage;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use mpmd_core::Simulation;
@@ -24,9 +23,9 @@ use mpmd_schedule::{Action, ActionKind, Schedule};
 
 use crate::case::{Case, show};
 use crate::job::{check_transport, run_as_job};
-use crate::options::{BindOption, Carrier, Options};
+use crate::options::{Carrier, Options};
 use alone::Took;
-use job::{Measured, Memory, Pace, Part};
+use job::{Measured, Pace, Part};
 use mlp::Shape;
 
 /// If the elapsed time of kernels is more than this multiple of their CPU time, other programs were
@@ -37,8 +36,6 @@ const BUSY: f64 = 1.2;
 pub(crate) struct PipelineArgs {
     #[command(flatten)]
     options: Options,
-    #[command(flatten)]
-    bound: BindOption,
     /// Rows and columns of every matrix.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
     dim: usize,
@@ -63,15 +60,6 @@ pub(crate) struct PipelineArgs {
     /// Number of steps before the first measured one.
     #[arg(long, default_value_t = 3)]
     warm_up: usize,
-    /// The learning rate, for the gradient of the mean loss.
-    #[arg(long, default_value_t = 0.01)]
-    learning_rate: f64,
-    /// Compares the loss of every step with a plain computation in one process; for small sizes.
-    #[arg(long)]
-    check: bool,
-    /// Expects this loss of the last step instead of the computed one.
-    #[arg(long, requires = "check", value_name = "LOSS")]
-    expect: Option<f64>,
 }
 
 /// Parses a number from 1 to `most`. The limit keeps products of sizes from overflowing.
@@ -109,7 +97,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         report(args, &schedules, &results.swap_remove(0))?;
         return Ok(ExitCode::SUCCESS);
     }
-    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name(), args.bound.bind)?))
+    Ok(ExitCode::from(run_as_job(args.stages, args.transport.name())?))
 }
 
 impl PipelineArgs {
@@ -122,10 +110,6 @@ impl PipelineArgs {
         Pace { warm_up: self.warm_up, repeats: self.options.repeats.max(1) }
     }
 
-    fn steps(&self) -> usize {
-        self.pace().warm_up + self.pace().repeats
-    }
-
     /// Returns the schedules of `--schedule`. Fails if one does not exist or if other options are
     /// invalid.
     fn schedules(&self) -> Result<Vec<Schedule>> {
@@ -133,14 +117,6 @@ impl PipelineArgs {
         ensure!(
             layers.is_multiple_of(stages),
             "{layers} layers cannot be spread evenly over {stages} stages"
-        );
-        let work = check::multiplications(&self.shape(), self.steps());
-        ensure!(
-            !self.check || work <= check::MOST,
-            "--check would take {work:.1e} multiplications in one thread, and at most {:.0e} are \
-             made: \
-             choose smaller sizes or fewer --repeats",
-            check::MOST
         );
         let named = |name: &String| Ok(Schedule::named(name, stages, self.microbatches, Some(1))?);
         self.schedule.iter().map(named).collect()
@@ -152,34 +128,15 @@ fn measure(
     args: &PipelineArgs,
     schedules: &[Schedule],
 ) -> mpmd_core::Result<Vec<Measured>> {
-    let one = |schedule| job::measure(p, &args.shape(), schedule, args.learning_rate, args.pace());
+    let one = |schedule| job::measure(p, &args.shape(), schedule, args.pace());
     schedules.iter().map(one).collect()
 }
 
 /// Prints the results of all schedules. Fails if `--check` is given and a loss is wrong.
 fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) -> Result<()> {
-    let mut expected = Vec::new();
-    if args.check {
-        expected = check::losses(&args.shape(), args.learning_rate, args.steps());
-        if let (Some(last), Some(expect)) = (expected.last_mut(), args.expect) {
-            *last = expect;
-        }
-    }
     let mut cases = Vec::new();
     for (schedule, measured) in schedules.iter().zip(measured) {
-        if args.check
-            && let Some(off) = check::first_off(&measured.losses, &expected)
-        {
-            bail!("{} over {}: {off}", schedule.name(), args.transport.name());
-        }
         cases.extend(of_schedule(args, schedule, measured)?);
-        cases.extend(expected.last().map(|loss| Case {
-            name: "plain loss",
-            parameters: parameters(args, schedule),
-            unit: "mse",
-            samples: vec![*loss],
-            beside: None,
-        }));
     }
     show(&cases, args.options.json);
     let median = |name| cases.iter().find(|case| case.name == name).map(|case| case.quantile(0.5));
@@ -214,10 +171,6 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
     let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
     let efficiency = ideals.iter().zip(&steps).map(share).collect();
-    let idle = |spans: &[Duration]| -> Vec<f64> {
-        samples.iter().zip(spans).map(|(sample, span)| idle_points(&sample.parts, *span)).collect()
-    };
-    let (idle, simulated) = (idle(&steps), idle(&ideals));
     let case = |name, unit, samples: Vec<f64>| Case {
         name,
         parameters: parameters.clone(),
@@ -231,8 +184,6 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         Case::micros("quiet ideal", &*parameters, quiet),
         case("efficiency", "ratio", efficiency),
     ];
-    let simulated = case("simulated idle", "points", simulated);
-    cases.extend([case("idle", "points", idle).over("simulation", &simulated), simulated]);
     for stage in 0..shape.stages {
         for (name, forward) in [("forward", true), ("backward", false)] {
             let times = samples.iter().flat_map(|sample| {
@@ -246,36 +197,13 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
-    let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
     let bytes =
         samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
         case("moved", "bytes/step", bytes.collect()),
-        case("memory", "bytes", memory(|memory| memory.peak as f64)),
-        case(
-            "memory ratio",
-            "ratio",
-            memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64),
-        ),
-        case("mapped late", "bytes", memory(|memory| memory.mapped_later as f64)),
-        case(
-            "loss",
-            "mse",
-            measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect(),
-        ),
+        case("loss", "mse", vec![f64::from(measured.loss)]),
     ]);
     Ok(cases)
-}
-
-/// Returns the share of a step of length `step` in which the devices are idle, in percent. The
-/// devices are busy for the time of their kernels alone.
-fn idle_points(parts: &[Part], step: Duration) -> f64 {
-    let busy = parts
-        .iter()
-        .flat_map(|part| part.actions.iter().chain([&part.update]))
-        .map(|took| took.wall);
-    let all = parts.len() as f64 * step.as_nanos() as f64;
-    100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
 }
 
 /// Returns the length of an ideal step, in which only kernels take time. `parts` has the kernel
@@ -302,14 +230,6 @@ mod tests {
     fn part(actions: [u64; 4], update: u64) -> Part {
         let took = |wall| Took { wall, own: wall / 2 };
         Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
-    }
-
-    #[test]
-    fn devices_are_idle_outside_of_their_kernels() {
-        let parts = [part([20, 20, 5, 5], 0), part([10, 10, 20, 20], 10)];
-        // Busy for 120 of 2 * 100, and of 2 * 60.
-        assert!((idle_points(&parts, Duration::from_nanos(100)) - 40.0).abs() < 1e-9);
-        assert!(idle_points(&parts, Duration::from_nanos(60)).abs() < 1e-9);
     }
 
     #[test]

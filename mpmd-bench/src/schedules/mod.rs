@@ -16,7 +16,7 @@ use clap::Args;
 use mpmd_base::ProcessId;
 use mpmd_core::pipeline::{Loss, Microbatch, Pipeline};
 use mpmd_core::prelude::{MpmdArray, Program, f32s};
-use mpmd_launch::{Bind, JobEnv};
+use mpmd_launch::JobEnv;
 use mpmd_schedule::check::{Budget, Channel};
 use mpmd_schedule::flow::Leaves;
 use mpmd_schedule::simulate::simulate_schedule;
@@ -80,7 +80,7 @@ pub(super) fn schedules(args: &SchedulesArgs) -> Result<ExitCode> {
     let ranks = usize::from(args.ranks);
     let Some(env) = JobEnv::from_env()? else {
         ensure!(args.transport != Carrier::Inproc, "every rank is a process of its own");
-        return Ok(ExitCode::from(run_as_job(ranks, args.transport.name(), Bind::None)?));
+        return Ok(ExitCode::from(run_as_job(ranks, args.transport.name())?));
     };
     ensure!(env.processes == ranks, "{ranks} ranks need as many processes, not {}", env.processes);
     let mut p = Program::builder().devices(ranks).from_env()?;

@@ -12,9 +12,7 @@ use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered
 use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
 use serde_json::{Value, json};
 
-use crate::schedule::{
-    built_in, check_numbers, is_file, read_costs, read_sidecar, read_text, step_length,
-};
+use crate::schedule::{built_in, check_numbers, is_file, read_costs, read_text, step_length};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -32,8 +30,8 @@ pub(crate) struct ScheduleArgs {
     /// Number of stages on each rank; by default two if the schedule needs several, else one
     #[arg(long, short = 'v', value_name = "V", requires = "subject")]
     chunks: Option<usize>,
-    /// A file with the costs of each stage's passes, as TOML; by default those of FILE.toml beside
-    /// FILE.csv, else one for each pass and nothing for moves
+    /// A file with the costs of each stage's passes, as TOML; by default one for each pass (two for
+    /// B) and nothing for moves
     #[arg(long, value_name = "FILE.toml", requires = "subject")]
     costs: Option<PathBuf>,
     /// Simulate that each result is sent as soon as it is computed, as this framework's runner
@@ -172,7 +170,7 @@ impl ScheduleArgs {
 
     fn read(&self, path: &Path) -> Result<Subject> {
         let text = read_text(path, None)?;
-        let mut name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let rows = Lowered::of_text(&text);
         let steps = || rows.steps.iter().flatten();
         let stages = steps().map(|step| step.stage as usize + 1).max().unwrap_or(0);
@@ -180,15 +178,7 @@ impl ScheduleArgs {
         let ranks = rows.steps.len();
         let found = [ranks, microbatches, stages / ranks.max(1)];
         check_numbers(path, [self.ranks, self.microbatches, self.chunks], found)?;
-        let mut costs = None;
-        if self.costs.is_none() {
-            // A sidecar is checked only against a valid schedule.
-            let schedule = text.schedule(name.clone()).ok();
-            if let Some(sidecar) = read_sidecar(path, &text, schedule.as_ref())? {
-                (name, costs) = (sidecar.name, sidecar.costs);
-            }
-        }
-        Ok(Subject { name, rows, costs })
+        Ok(Subject { name, rows, costs: None })
     }
 }
 

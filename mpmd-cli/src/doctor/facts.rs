@@ -15,8 +15,6 @@ use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
 use super::cuda::Cuda;
-use super::memory::Both;
-use super::placement::Placement;
 
 /// The time limit for UCX to connect two ends in this process.
 const UCX_PATIENCE: Duration = Duration::from_secs(20);
@@ -35,16 +33,15 @@ pub(super) struct Facts {
     pub(super) ucx: Ucx,
     /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
-    pub(super) memory_of_others: Both,
     pub(super) sharing: Sharing,
-    pub(super) kernel: Kernel,
     /// Bytes that this process may lock in memory, by its soft limit; `None` if there is no limit.
     pub(super) lockable_bytes: Option<u64>,
+    /// True if that limit does not apply to this process, because it has CAP_IPC_LOCK.
+    pub(super) may_lock: bool,
     /// Names of the RDMA devices.
     pub(super) rdma: Vec<String>,
     /// CPU cores that this process may use.
     pub(super) cores: usize,
-    pub(super) placement: Placement,
     /// The size of `/dev/shm`; `None` if it does not exist.
     pub(super) shared_memory: Option<SharedMemory>,
     /// All network interfaces, including those that UCX cannot use.
@@ -87,19 +84,6 @@ pub(super) struct Sharing {
     pub(super) open_files: Option<u64>,
 }
 
-/// Restrictions that the kernel puts on this process.
-#[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Kernel {
-    /// The value of Yama's `ptrace_scope`; `None` if the kernel has no Yama.
-    pub(super) ptrace_scope: Option<u8>,
-    /// True if a filter of system calls (seccomp mode 2) is in force for this process.
-    pub(super) seccomp: bool,
-    /// True if this process is not in the host's own user namespace.
-    pub(super) user_namespace: bool,
-    /// True if limits on locked memory do not apply to this process, because it has CAP_IPC_LOCK.
-    pub(super) may_lock: bool,
-}
-
 /// The size of `/dev/shm` and its free part, in bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct SharedMemory {
@@ -118,23 +102,21 @@ pub(super) struct Interface {
 }
 
 impl Facts {
-    /// Gathers all facts. Blocks for several seconds at times: it opens UCX and starts a child
-    /// process.
+    /// Gathers all facts. Blocks for several seconds at times: it opens UCX.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
         let limit = getrlimit(Resource::Memlock);
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
         Self {
             transport,
             cuda: Cuda::look(wants_cuda(device.as_deref())),
             device,
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
-            memory_of_others: Both::attempt(),
             sharing: Sharing::look(),
-            kernel: Kernel::look(),
             lockable_bytes: limit.current,
+            may_lock: may_lock(&read("/proc/self/status"), &read("/proc/self/uid_map")),
             rdma: names_in("/sys/class/infiniband"),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            placement: Placement::look(),
             shared_memory: SharedMemory::look(),
             interfaces: interfaces(),
             variables: relevant(std::env::vars_os().filter_map(|(name, value)| {
@@ -185,37 +167,18 @@ impl Sharing {
     }
 }
 
-impl Kernel {
-    fn look() -> Self {
-        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-        let status = read("/proc/self/status");
-        Self {
-            ptrace_scope: read("/proc/sys/kernel/yama/ptrace_scope").trim().parse().ok(),
-            ..Self::of(&status, &read("/proc/self/uid_map"))
-        }
-    }
-
-    /// Reads the facts from the texts of `/proc/self/status` and `/proc/self/uid_map`.
-    /// `ptrace_scope` stays `None`.
-    fn of(status: &str, uid_map: &str) -> Self {
-        /// Bit of CAP_IPC_LOCK, see capabilities(7).
-        const IPC_LOCK: u64 = 1 << 14;
-        let field = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-            line.unwrap_or_default().trim()
-        };
-        let capabilities = u64::from_str_radix(field("CapEff"), 16).unwrap_or(0);
-        // The host's own namespace maps all users to themselves, see user_namespaces(7).
-        let mapped: Vec<&str> = uid_map.split_whitespace().collect();
-        let user_namespace = !mapped.is_empty() && mapped != ["0", "0", "4294967295"];
-        Self {
-            ptrace_scope: None,
-            seccomp: field("Seccomp") == "2",
-            user_namespace,
-            // The kernel requires the capability in the host's own namespace.
-            may_lock: capabilities & IPC_LOCK != 0 && !user_namespace,
-        }
-    }
+/// Returns true if limits on locked memory do not apply to this process, by the texts of
+/// `/proc/self/status` and `/proc/self/uid_map`.
+fn may_lock(status: &str, uid_map: &str) -> bool {
+    /// Bit of CAP_IPC_LOCK, see capabilities(7).
+    const IPC_LOCK: u64 = 1 << 14;
+    let field = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let capabilities = u64::from_str_radix(field.unwrap_or_default().trim(), 16).unwrap_or(0);
+    // The host's own namespace maps all users to themselves, see user_namespaces(7). The kernel
+    // requires the capability in that namespace.
+    let mapped: Vec<&str> = uid_map.split_whitespace().collect();
+    let is_hosts_own = mapped.is_empty() || mapped == ["0", "0", "4294967295"];
+    capabilities & IPC_LOCK != 0 && is_hosts_own
 }
 
 impl SharedMemory {
@@ -292,16 +255,11 @@ mod tests {
     const OWN: &str = "         0          0 4294967295\n";
 
     #[test]
-    fn kernel_status_is_parsed() {
-        let status = "Name:\tmpmd\nCapEff:\t000001fffeffffff\nSeccomp:\t0\nSeccomp_filters:\t0\n";
-        let root = Kernel::of(status, OWN);
-        assert_eq!((root.may_lock, root.seccomp, root.user_namespace), (true, false, false));
-        let inside = Kernel::of(status, "0 100000 65536\n");
-        assert_eq!((inside.may_lock, inside.user_namespace), (false, true));
-        let filtered = Kernel::of("CapEff:\t0000000000000000\nSeccomp:\t2\n", OWN);
-        assert_eq!((filtered.may_lock, filtered.seccomp), (false, true));
-        let nothing = Kernel::of("", "");
-        assert!(!nothing.may_lock && !nothing.seccomp && !nothing.user_namespace);
+    fn limits_are_lifted_only_in_the_hosts_own_namespace() {
+        let capable = "Name:\tmpmd\nCapEff:\t000001fffeffffff\nSeccomp:\t0\n";
+        assert!(may_lock(capable, OWN) && may_lock(capable, ""));
+        assert!(!may_lock(capable, "0 100000 65536\n"));
+        assert!(!may_lock("CapEff:\t0000000000000000\n", OWN) && !may_lock("", ""));
     }
 
     #[test]

@@ -10,7 +10,6 @@ use mpmd_launch::{
 use mpmd_layout::topology::CudaCollectives;
 
 use super::facts::{Facts, Interface, Sharing, Ucx, wants_cuda};
-use super::memory::Attempt;
 use super::verdict::{Finding, Verdict, finding};
 
 /// Bytes of locked memory that a first registration with an RDMA device may need: queues, and
@@ -40,10 +39,8 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     findings.extend(sharing(facts));
     findings.extend(ucx(facts));
     findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda(), facts.wants_nccl()));
-    findings.push(memory_of_others(facts));
     findings.push(locked_memory(facts));
     findings.push(cores(facts));
-    findings.push(super::placement::judge(&facts.placement));
     findings.push(shared_memory(facts));
     findings.push(interfaces(facts));
     findings.extend(set_wrong(facts));
@@ -217,48 +214,6 @@ fn ucx_lanes(facts: &Facts, lanes: &[String]) -> Finding {
     finding(name, value, Verdict::Ok, "")
 }
 
-fn memory_of_others(facts: &Facts) -> Finding {
-    let name = "direct copies";
-    let why = match (&facts.memory_of_others.child, &facts.memory_of_others.parent) {
-        (Attempt::Read, Attempt::Read) => {
-            let value = "processes may read each other's memory (CMA), tried both ways";
-            return finding(name, value, Verdict::Ok, "");
-        }
-        (Attempt::Untried(why), _) | (_, Attempt::Untried(why)) => {
-            return finding(name, format!("not tried: {why}"), Verdict::Note, "");
-        }
-        (Attempt::Refused(why), Attempt::Refused(_)) => format!("neither way (CMA): {why}"),
-        (Attempt::Read, Attempt::Refused(why)) => {
-            format!("only of processes that one has started (CMA): {why}")
-        }
-        (Attempt::Refused(why), Attempt::Read) => {
-            format!("only of the process that started one (CMA): {why}")
-        }
-    };
-    let kernel = &facts.kernel;
-    let cause = match kernel.ptrace_scope {
-        Some(1) => "Yama allows only ancestors to look (kernel.yama.ptrace_scope=1): set it to 0",
-        Some(2) => {
-            "Yama asks for CAP_SYS_PTRACE (kernel.yama.ptrace_scope=2): grant it, or set it to 0"
-        }
-        Some(3..) => "Yama forbids it until the next boot (kernel.yama.ptrace_scope=3)",
-        _ if kernel.seccomp => {
-            "a filter of system calls is in force: give the container CAP_SYS_PTRACE, or a \
-             profile that allows \
-             process_vm_readv"
-        }
-        _ if kernel.user_namespace => {
-            "this is a user namespace of its own: run all processes in one"
-        }
-        _ => {
-            "neither Yama nor seccomp nor a user namespace is the reason; a security module may be"
-        }
-    };
-    let advice =
-        format!("large messages between processes of this host are copied once more; {cause}");
-    finding(name, why, Verdict::Note, advice)
-}
-
 fn locked_memory(facts: &Facts) -> Finding {
     let name = "locked memory";
     let rdma = if facts.rdma.is_empty() {
@@ -270,7 +225,7 @@ fn locked_memory(facts: &Facts) -> Finding {
         return finding(name, format!("without limit; {rdma}"), Verdict::Ok, "");
     };
     let value = format!("at most {}; {rdma}", bytes_text(limit));
-    if facts.kernel.may_lock {
+    if facts.may_lock {
         return finding(name, value, Verdict::Ok, "this user is not bound by the limit");
     }
     let how = "`ulimit -l unlimited`, LimitMEMLOCK=infinity for services, `--ulimit memlock=-1` \
@@ -446,9 +401,7 @@ fn all_variables(facts: &Facts) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::super::cuda::Cuda;
-    use super::super::facts::{Kernel, SharedMemory};
-    use super::super::memory::Both;
-    use super::super::placement::Placement;
+    use super::super::facts::SharedMemory;
     use super::*;
 
     /// Returns the facts of a machine without faults.
@@ -467,22 +420,15 @@ mod tests {
                 lanes: vec!["lane[0]: posix/memory am".into(), "lane[1]: tcp/eth0 wireup".into()],
             },
             loopback_error: None,
-            memory_of_others: Both { child: Attempt::Read, parent: Attempt::Read },
             sharing: Sharing {
                 error: None,
                 huge_pages: Some("advise".into()),
                 open_files: Some(1 << 20),
             },
-            kernel: Kernel::default(),
             lockable_bytes: None,
+            may_lock: false,
             rdma: vec!["mlx5_0".into()],
             cores: 4,
-            placement: Placement {
-                nodes: vec![4],
-                core: Ok("0: cores 0-1; 1: cores 2-3".into()),
-                numa: Err("the cores here belong to one NUMA node".into()),
-                latency: None,
-            },
             shared_memory: Some(SharedMemory { bytes: 1 << 34, free: 1 << 33 }),
             interfaces: vec![interface("eth0"), interface("lo")],
             variables: BTreeMap::new(),
@@ -592,38 +538,11 @@ mod tests {
     }
 
     #[test]
-    fn refused_direct_copies_name_the_cause() {
-        let refused = Attempt::Refused("not permitted".into());
-        let neither = Both { child: refused.clone(), parent: refused.clone() };
-        let one = Both { child: Attempt::Read, parent: refused };
-        let with = |both: &Both, kernel| Facts { memory_of_others: both.clone(), kernel, ..well() };
-        let scope = |scope| Kernel { ptrace_scope: Some(scope), ..Kernel::default() };
-        let name = "direct copies";
-        check(
-            &with(&one, scope(1)),
-            name,
-            Verdict::Note,
-            &["that one has started", "ptrace_scope=1", "not permitted"],
-        );
-        check(&with(&neither, scope(2)), name, Verdict::Note, &["neither way", "CAP_SYS_PTRACE"]);
-        check(&with(&neither, scope(3)), name, Verdict::Note, &["next boot"]);
-        let filtered = Kernel { seccomp: true, ..scope(0) };
-        check(&with(&neither, filtered), name, Verdict::Note, &["process_vm_readv"]);
-        let inside = Kernel { user_namespace: true, ..Kernel::default() };
-        check(&with(&neither, inside), name, Verdict::Note, &["user namespace"]);
-        check(&with(&neither, Kernel::default()), name, Verdict::Note, &["security module"]);
-        let untried = Attempt::Untried("no processes left".into());
-        let both = Both { child: untried.clone(), parent: untried };
-        let said = judge(&with(&both, Kernel::default()));
-        assert!(said.iter().any(|finding| finding.value == "not tried: no processes left"));
-    }
-
-    #[test]
     fn locked_memory_counts_with_rdma() {
         let with = |limit, rdma: &[&str], may_lock| Facts {
             lockable_bytes: limit,
             rdma: rdma.iter().map(|name| (*name).to_owned()).collect(),
-            kernel: Kernel { may_lock, ..Kernel::default() },
+            may_lock,
             ..well()
         };
         let name = "locked memory";

@@ -6,8 +6,6 @@
 mod cuda;
 mod facts;
 mod findings;
-mod memory;
-mod placement;
 mod show;
 mod verdict;
 
@@ -21,8 +19,6 @@ use mpmd_launch::variables;
 use crate::{files, run};
 use facts::Facts;
 use verdict::Verdict;
-
-pub(crate) use memory::{READ_MEMORY, answer_reader};
 
 /// Examine this machine.
 #[derive(Args, Debug)]

@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 
 use mpmd_schedule::timeline::{Kind, Timeline};
 
-use super::{colour, data, facts, svg, text};
+use super::{colour, data, facts, text};
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// Returns a timeline as a page that can be zoomed. Without its script, and on paper, the page
-/// shows the [drawing](super::svg()).
+/// Returns a timeline as a page that can be zoomed. Without its script the page has the figures and
+/// a table.
 pub(crate) fn html(timeline: &Timeline) -> String {
     let title = text::escaped(&timeline.title);
     let sentence = text::escaped(&facts::sentence(timeline));
@@ -71,7 +71,6 @@ aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby=
 <p id="note"></p>
 </main>
 <div id="tip" role="status" aria-live="polite" hidden></div>
-<div id="still">{drawing}</div>
 <table class="unseen"><caption>By {rows_name}</caption>
 <thead><tr><th>Name</th><th>Idle</th><th>Peak memory</th><th>Computes</th></tr></thead>
 <tbody>{table}</tbody></table>
@@ -84,7 +83,6 @@ aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby=
         figures = figures(timeline),
         legend = legend(timeline),
         switches = switches(timeline),
-        drawing = svg::svg(timeline),
         rows_name = facts::rows_name(timeline),
         table = table(timeline),
         data = data::json(timeline),

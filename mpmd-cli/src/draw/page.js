@@ -736,11 +736,19 @@ for (const what of ["moves", "planned", "memory"]) {
   shown[what] = it.checked;
   it.addEventListener("change", () => { shown[what] = it.checked; choose(null); arrange(); });
 }
-$("theme").addEventListener("change", () => {
-  const to = $("theme").value;
+function setTheme(to) {
   if (to === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = to;
-  readStyle(); draw();
-});
+  readStyle();
+}
+$("theme").addEventListener("change", () => { setTheme($("theme").value); draw(); });
+// On paper: light colours, and a width that A4 and Letter have in landscape. The picture has to be there at once.
+for (const [event, width] of [["beforeprint", "980px"], ["afterprint", ""]]) {
+  window.addEventListener(event, () => {
+    document.body.style.width = width;
+    setTheme(width ? "light" : $("theme").value);
+    arrange(); drawNow();
+  });
+}
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readStyle(); draw(); });
 window.addEventListener("resize", () => { readStyle(); arrange(); });
 

@@ -74,30 +74,9 @@ pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
     }
 }
 
-/// Returns the (time, label) pairs of an axis from `from` to `until`, at most `most` plus one.
-/// Times are in `unit`. Shown times are multiples of one, two or five times a power of ten.
-pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
-    let (one, _) = time_unit(unit, from.abs().max(until.abs()));
-    let least = (until - from) / one / most.max(1) as f64;
-    if !(least.is_finite() && least > 0.0) {
-        return Vec::new();
-    }
-    let power = 10f64.powf(least.log10().floor());
-    let between =
-        [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|n| *n >= least * 0.999);
-    let between = between.unwrap_or(10.0 * power);
-    let decimals = (-between.log10().floor()).max(0.0) as usize;
-    let first = (from / one / between - 1e-6).ceil();
-    let count = ((until / one - first * between) / between + 1e-6).floor().max(-1.0) as usize + 1;
-    let tick = |i: usize| (first + i as f64) * between;
-    (0..count.min(2 * most + 2))
-        .map(|i| (tick(i) * one, format!("{:.*}", decimals, tick(i) + 0.0)))
-        .collect()
-}
-
-/// Escapes text for HTML and SVG, also for attributes in quotes. Tabs and line breaks become
+/// Escapes text for HTML, also for attributes in quotes. Tabs and line breaks become
 /// blanks; other control characters are left out.
-pub(crate) fn escaped(text: &str) -> String {
+pub(super) fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -112,16 +91,6 @@ pub(crate) fn escaped(text: &str) -> String {
         }
     }
     escaped
-}
-
-/// Cuts `text` to at most `most` characters. A cut text ends with an ellipsis.
-pub(crate) fn shortened(text: &str, most: usize) -> String {
-    if text.chars().count() <= most {
-        return text.to_owned();
-    }
-    let mut short: String = text.chars().take(most.saturating_sub(1)).collect();
-    short.push('\u{2026}');
-    short
 }
 
 #[cfg(test)]
@@ -166,26 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_round_and_few() {
-        let texts = |unit, from, until, most| {
-            ticks(unit, from, until, most).into_iter().map(|(_, text)| text).collect::<Vec<_>>()
-        };
-        assert_eq!(texts("unit", 0.0, 33.0, 8), ["0", "5", "10", "15", "20", "25", "30"]);
-        assert_eq!(texts("s", 0.0, 0.0012, 6), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"]);
-        assert_eq!(texts("s", 0.013, 0.0131, 4), ["13.00", "13.05", "13.10"]);
-        assert_eq!(texts("unit", 0.0, 0.0, 4), [""; 0]);
-        for tenth in 1..500 {
-            let count = ticks("unit", 0.0, f64::from(tenth) / 10.0, 10).len();
-            assert!((3..=11).contains(&count), "{tenth}: {count}");
-        }
-    }
-
-    #[test]
     fn markup_characters_are_escaped() {
         assert_eq!(escaped("<a href=\"x\">'&\u{0}\n"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
-        assert_eq!(
-            (shortened("abcdef", 4), shortened("abcd", 4)),
-            ("abc\u{2026}".to_owned(), "abcd".to_owned())
-        );
     }
 }

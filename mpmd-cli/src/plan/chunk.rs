@@ -8,7 +8,6 @@ use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::placement::read_placements;
 use super::refusal::Refusal;
-use super::svg;
 use super::{Answer, json_text};
 
 /// The case `{shape, dim, placements, names?, world?}`, read and not yet checked. Placements are
@@ -79,9 +78,5 @@ impl Answer for ChunkAnswer {
 
     fn pretty(&self) -> String {
         draw::holding(&self.holding())
-    }
-
-    fn svg(&self) -> Option<String> {
-        Some(svg::one(&self.holding()))
     }
 }

@@ -13,7 +13,6 @@ use super::draw;
 use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::refusal::Refusal;
-use super::svg;
 use super::{Answer, json_text};
 
 /// The case `{sharding, shape}`, read and not yet checked.
@@ -69,9 +68,5 @@ impl Answer for LayoutAnswer {
 
     fn pretty(&self) -> String {
         draw::holding(&self.holding())
-    }
-
-    fn svg(&self) -> Option<String> {
-        Some(svg::one(&self.holding()))
     }
 }

@@ -16,7 +16,6 @@ mod placement;
 mod refusal;
 mod reshard;
 mod rules;
-mod svg;
 #[cfg(test)]
 mod tests;
 
@@ -46,16 +45,16 @@ pub(crate) struct PlanArgs {
 #[derive(Debug, Subcommand)]
 enum What {
     /// The region of an array that each device holds: {sharding, shape}
-    Layout(Drawn),
+    Layout(Input),
     /// The sharding between a source and a smaller target: {src, dst}, for one array with the other
     /// fields of reshard
     Intermediate(Input),
     /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements, names?}
-    Chunk(Drawn),
+    Chunk(Input),
     /// The specs that a strategy gives to the leaves of a tree: {mesh, params, strategy}
     Rules(Input),
     /// The pieces that move between two shardings: {shape, dtype, src, dst, process_of?, host_of?}
-    Reshard(Drawn),
+    Reshard(Input),
 }
 
 /// The source of the cases, and the format of the answers.
@@ -68,16 +67,6 @@ struct Input {
     pretty: bool,
 }
 
-/// [`Input`] for cases that can be drawn.
-#[derive(Args, Debug)]
-struct Drawn {
-    #[command(flatten)]
-    input: Input,
-    /// Also draw the case into this file; there must be exactly one case
-    #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
-}
-
 /// The answer of a planner to a case.
 trait Answer {
     /// Returns the answer as one line of JSON, the same for equal cases.
@@ -85,22 +74,16 @@ trait Answer {
 
     /// Returns the answer as text for people.
     fn pretty(&self) -> String;
-
-    /// Returns a drawing as an SVG document; `None` if there is nothing to draw.
-    fn svg(&self) -> Option<String> {
-        None
-    }
 }
 
-/// Reads the cases, and prints and draws the answers. For input of the wrong form, prints the error
+/// Reads the cases, and prints the answers. For input of the wrong form, prints the error
 /// and returns the exit status 2.
 pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let (input, svg) = match &args.what {
-        What::Intermediate(input) | What::Rules(input) => (input, None),
-        What::Layout(drawn) | What::Chunk(drawn) | What::Reshard(drawn) => {
-            (&drawn.input, drawn.svg.as_deref())
-        }
-    };
+    let (What::Layout(input)
+    | What::Intermediate(input)
+    | What::Chunk(input)
+    | What::Rules(input)
+    | What::Reshard(input)) = &args.what;
     let value = match read(input.file.as_deref()) {
         Ok(value) => value,
         Err(error) => return Ok(malformed(&error)),
@@ -129,9 +112,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
         Ok(answers) => answers,
         Err(error) => return Ok(malformed(&error)),
     };
-    if let Some(file) = svg {
-        draw_into(file, &answers)?;
-    }
     let text = |answer: &dyn Answer| if input.pretty { answer.pretty() } else { answer.json() };
     let texts: Vec<String> = answers.iter().map(|answer| text(answer.as_ref())).collect();
     let text = match (value.is_array(), input.pretty) {
@@ -185,14 +165,6 @@ fn answers<C>(
     }
     let answer = |case| answer(case).unwrap_or_else(|refusal| Box::new(refusal));
     Ok(cases.into_iter().map(answer).collect())
-}
-
-fn draw_into(file: &Path, answers: &[Box<dyn Answer>]) -> Result<()> {
-    let [answer] = answers else { bail!("--svg draws one case, found {}", answers.len()) };
-    let Some(drawing) = answer.svg() else {
-        bail!("there is nothing to draw: {}", answer.pretty())
-    };
-    files::write(file, drawing)
 }
 
 impl Answer for Refusal {

@@ -15,7 +15,7 @@ use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::job::{CaseJob, Job};
 use super::refusal::Refusal;
-use super::{Answer, draw, json_text, svg};
+use super::{Answer, draw, json_text};
 
 /// The case `{shape, dtype, src, dst, process_of?, host_of?}`, read and not yet checked.
 #[derive(Debug)]
@@ -27,22 +27,22 @@ pub(super) struct Case {
     job: CaseJob,
 }
 
-/// A plan with everything that its drawings need.
+/// A plan with everything that its drawing needs.
 #[derive(Debug)]
-pub(super) struct ReshardAnswer {
-    pub(super) aval: ShapedArray,
-    pub(super) src: Holding,
-    pub(super) dst: Holding,
-    pub(super) job: Job,
+struct ReshardAnswer {
+    aval: ShapedArray,
+    src: Holding,
+    dst: Holding,
+    job: Job,
     pieces: Vec<Piece>,
-    pub(super) summary: Summary,
+    summary: Summary,
 }
 
 /// The pieces that move over some links, as their number and their bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Traffic {
-    pub(super) pieces: usize,
-    pub(super) bytes: u64,
+struct Traffic {
+    pieces: usize,
+    bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -116,7 +116,7 @@ impl Case {
 impl ReshardAnswer {
     /// Returns the traffic over each class of links, nearest first, also for classes without
     /// traffic.
-    pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
+    fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
         let by_class = self.traffic(|piece| Some(self.class(piece)));
         LinkClass::ALL
             .map(|class| (class, by_class.get(&class).copied().unwrap_or_default()))
@@ -125,12 +125,12 @@ impl ReshardAnswer {
 
     /// Returns the traffic by (source, destination) process. Processes are places: indices in
     /// `Job::processes`.
-    pub(super) fn by_processes(&self) -> BTreeMap<(usize, usize), Traffic> {
+    fn by_processes(&self) -> BTreeMap<(usize, usize), Traffic> {
         self.traffic(|piece| Some((self.job.place(piece.src), self.job.place(piece.dst))))
     }
 
     /// Returns the class of the links between two processes, given as indices in `Job::processes`.
-    pub(super) fn class_of(&self, from: usize, to: usize) -> LinkClass {
+    fn class_of(&self, from: usize, to: usize) -> LinkClass {
         let host = |place: usize| self.job.processes()[place].1;
         if from == to {
             LinkClass::SameProcess
@@ -142,7 +142,7 @@ impl ReshardAnswer {
     }
 
     /// Returns one line: the array, its bytes, and the numbers of pieces and steps.
-    pub(super) fn headline(&self) -> String {
+    fn headline(&self) -> String {
         let Summary { pieces, steps, .. } = self.summary;
         let [pieces, steps] = [count(pieces, "piece"), count(steps as usize, "step")];
         format!("{}, {}: {pieces} in {steps}", self.aval, bytes_text(self.aval.bytes() as u64))
@@ -180,7 +180,7 @@ impl ReshardAnswer {
     }
 
     /// Returns the devices of the process at `place`, an index in `Job::processes`, as `0-3, 8`.
-    pub(super) fn devices_text(&self, place: usize) -> String {
+    fn devices_text(&self, place: usize) -> String {
         let devices: Vec<u32> = self.job.devices_at(place).iter().map(|device| device.0).collect();
         super::holding::numbers(&devices)
     }
@@ -281,10 +281,6 @@ impl Answer for ReshardAnswer {
         let parts =
             parts.into_iter().filter(|lines| !lines.is_empty()).map(|lines| lines.join("\n"));
         parts.collect::<Vec<_>>().join("\n\n")
-    }
-
-    fn svg(&self) -> Option<String> {
-        Some(svg::reshard(self))
     }
 }
 

@@ -19,7 +19,7 @@ struct Shown<'a> {
     rank_of_stage: &'a [usize],
     /// The cells of torch's text, by rank, as `0F1`.
     rows: Vec<Vec<String>>,
-    /// The hash of the text of the computations, in hexadecimal, as in a sidecar.
+    /// The hash of the text of the computations, in hexadecimal.
     hash: String,
     unit: String,
     makespan: f64,

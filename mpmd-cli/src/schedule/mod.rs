@@ -1,4 +1,4 @@
-//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a picture.
+//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a page.
 
 mod json;
 mod source;
@@ -9,14 +9,14 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use mpmd_schedule::check::{Budget, Channel, check};
-use mpmd_schedule::flow::{Flow, Leaves};
+use mpmd_schedule::check::{Budget, Channel};
+use mpmd_schedule::flow::Leaves;
 use mpmd_schedule::simulate::{SimulatedSchedule, simulate_lowered};
-use mpmd_schedule::{Dialect, Lowered, Schedule, ScheduleMetadata, Text};
+use mpmd_schedule::{Dialect, Lowered, Schedule, Text};
 
 use crate::files::{say, write, write_output};
 use source::Source;
-pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_sidecar, read_text};
+pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_text};
 pub(crate) use table::step_length;
 
 /// The exit status for wrong arguments or files.
@@ -30,8 +30,7 @@ const WRONG: u8 = 2;
 /// within --budget.
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
-    /// The name of a built-in schedule, or a file with torch's text of one. FILE.toml beside
-    /// FILE.csv is read, too, and must belong to the same schedule
+    /// The name of a built-in schedule, or a file with torch's text of one
     name: String,
     /// Number of ranks
     #[arg(long, short = 'p', value_name = "P")]
@@ -45,9 +44,8 @@ pub(crate) struct ScheduleArgs {
     /// The output format
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
-    /// A file with the costs of each stage's passes, as TOML; by default those of FILE.toml beside
-    /// FILE.csv, else one for each pass (two for B) and nothing for moves. B is I and then W, and
-    /// its gradient is sent at its end
+    /// A file with the costs of each stage's passes, as TOML; by default one for each pass (two for
+    /// B) and nothing for moves. B is I and then W, and its gradient is sent at its end
     #[arg(long, value_name = "FILE.toml")]
     costs: Option<PathBuf>,
     /// The memory limit of a rank, for ByCost: bytes of activations by the costs, or a number as in
@@ -61,10 +59,6 @@ pub(crate) struct ScheduleArgs {
     /// Include sends, receives, gathers and reductions in the text (torch's `compute_comms`)
     #[arg(long)]
     comms: bool,
-    /// Also write FILE.toml beside FILE.csv of --output, with the facts that the text cannot
-    /// express
-    #[arg(long, requires = "output")]
-    sidecar: bool,
     /// The format of a file, one of torch's two, if it cannot be detected
     #[arg(long, value_enum)]
     flavour: Option<Asked>,
@@ -82,8 +76,6 @@ enum Format {
     Table,
     /// All facts about the schedule as JSON
     Json,
-    /// A drawing for documents
-    Svg,
     /// A page that can be zoomed
     Html,
 }
@@ -110,9 +102,6 @@ pub(crate) fn schedule(args: &ScheduleArgs) -> Result<ExitCode> {
 }
 
 fn show(args: &ScheduleArgs) -> Result<()> {
-    if args.sidecar && args.format != Format::Text {
-        bail!("--sidecar needs --format text");
-    }
     if args.comms && args.format != Format::Text {
         bail!("--comms is for --format text: the others show moves by themselves");
     }
@@ -123,7 +112,6 @@ fn show(args: &ScheduleArgs) -> Result<()> {
         Format::Table => {
             table::table(&source.schedule, &simulated(&source)?, &source.costs().unit, args.width)
         }
-        Format::Svg => crate::draw::svg(&timeline(&source)?),
         Format::Html => crate::draw::html(&timeline(&source)?),
     };
     write_output(args.output.as_ref(), &shown)
@@ -135,34 +123,12 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
         (_, true) => Text::of(&source.schedule, Dialect::ComputeComms)?,
         (_, false) => Text::of(&source.schedule, Dialect::ComputeOnly)?,
     };
-    if let Some(path) = args.output.as_ref().filter(|_| args.sidecar) {
-        let same = path.extension().is_some_and(|extension| extension == "toml");
-        anyhow::ensure!(!same, "{} would be text and sidecar at once", path.display());
-    }
     let Some(path) = &args.output else {
         // With line ends that people and other programs expect.
         let lines = text.lines().into_iter().map(|line| line + "\n");
         return say(&lines.collect::<String>());
     };
-    write(path, text.to_csv())?;
-    if args.sidecar {
-        let mut sidecar = ScheduleMetadata::new(&source.schedule, &text);
-        let steps = match text.flavour {
-            Dialect::ComputeComms => Lowered::of_text(&text),
-            Dialect::ComputeOnly => mpmd_schedule::lower(&source.schedule)?,
-        };
-        sidecar.channel = proved_for(&steps)?.map(|channel| channel.to_string());
-        sidecar.costs.clone_from(&source.costs);
-        write(&path.with_extension("toml"), sidecar.to_toml())?;
-    }
-    Ok(())
-}
-
-/// Returns the channel with the strictest requirements (`single` first, `tags` last) over which the
-/// steps end, if results are sent in torch's order. `None` if they end over no channel.
-fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
-    let flow = Flow::of_lowered(steps, Leaves::InOrder)?;
-    Ok(Channel::RENDEZVOUS.into_iter().rev().find(|channel| check(&flow, *channel).is_ok()))
+    write(path, text.to_csv())
 }
 
 /// Returns the computations and moves of each rank: those of the text if it has moves, else with

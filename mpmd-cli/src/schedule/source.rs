@@ -4,9 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_launch::printable;
-use mpmd_schedule::{
-    Builtin, Costs, Dialect, Schedule, ScheduleMetadata, Text, by_cost, is_by_cost,
-};
+use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, Text, by_cost, is_by_cost};
 
 use super::{Asked, ScheduleArgs};
 use crate::files::{note, read};
@@ -16,7 +14,7 @@ pub(super) struct Source {
     pub(super) schedule: Schedule,
     /// The text of the schedule's file; `None` if it comes from a name.
     pub(super) text: Option<Text>,
-    /// The costs from the arguments, or else from the sidecar file.
+    /// The costs from the arguments.
     pub(super) costs: Option<Costs>,
 }
 
@@ -38,7 +36,7 @@ impl Source {
         } else {
             Self::built_in(args)?
         };
-        source.costs = costs.or(source.costs);
+        source.costs = costs;
         if let Some(costs) = &source.costs {
             let (found, expected) = (costs.stage.len(), source.schedule.stages());
             ensure!(
@@ -87,16 +85,11 @@ impl Source {
         let here = || path.display().to_string();
         let text = read_text(path, flavour)?;
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-        let mut schedule = text.schedule(stem).with_context(here)?;
-        let mut costs = None;
-        if let Some(sidecar) = read_sidecar(path, &text, Some(&schedule))? {
-            schedule = schedule.renamed(sidecar.name);
-            costs = sidecar.costs;
-        }
+        let schedule = text.schedule(stem).with_context(here)?;
         let (ranks, chunks) = (schedule.ranks(), schedule.stages() / schedule.ranks());
         let found = [ranks, schedule.microbatches(), chunks];
         check_numbers(path, [args.ranks, args.microbatches, args.chunks], found)?;
-        Ok(Self { schedule, text: Some(text), costs })
+        Ok(Self { schedule, text: Some(text), costs: None })
     }
 }
 
@@ -126,7 +119,7 @@ pub(crate) fn built_in(
 /// # Errors
 ///
 /// If the file cannot be read, or has something else. The error names the option that takes a file
-/// of costs, and the text that a file of facts belongs to.
+/// of costs.
 pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Text> {
     let text = read(path)?;
     let here = path.display();
@@ -136,34 +129,10 @@ pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Text> {
          as in `1F1B -p P -m M --costs {here}`"
     );
     ensure!(
-        ScheduleMetadata::parse(&text).is_err(),
-        "{here} has facts about a schedule, and not its text: give the file beside it, {}",
-        path.with_extension("csv").display()
-    );
-    ensure!(
         !toml::from_str::<toml::Table>(&text).is_ok_and(|table| !table.is_empty()),
         "{here} is TOML, and no text of a schedule: that has a line for each rank, such as 0F0,0B0"
     );
     Text::parse(&text, flavour).with_context(|| here.to_string())
-}
-
-/// Reads FILE.toml beside the text FILE.csv, if it exists, and checks that it belongs to the
-/// schedule.
-pub(crate) fn read_sidecar(
-    path: &Path,
-    text: &Text,
-    schedule: Option<&Schedule>,
-) -> Result<Option<ScheduleMetadata>> {
-    let beside = path.with_extension("toml");
-    if beside == path || !beside.exists() {
-        return Ok(None);
-    }
-    let there = || beside.display().to_string();
-    let sidecar = ScheduleMetadata::parse(&read(&beside)?).with_context(there)?;
-    if let Some(schedule) = schedule {
-        sidecar.check(schedule, text).with_context(there)?;
-    }
-    Ok(Some(sidecar))
 }
 
 /// Checks the requested ranks, microbatches and chunks against those of a file.

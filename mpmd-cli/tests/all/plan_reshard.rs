@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::common::{ask, temporary, told};
+use crate::common::{ask, told};
 use serde_json::{Value, json};
 
 /// For each device, the elements that it holds, by row-major index. The value is the step after
@@ -391,105 +391,3 @@ y_intermediate_replica:2, x_intermediate_split:1, y_intermediate_split:1} device
 target        P() on {z:1} devices [9]
 replicated over x_intermediate_replica, y_intermediate_replica
 ";
-
-/// Checks that an SVG document is well formed: matching tags, quoted attributes, and escaped
-/// brackets and ampersands. Returns the texts between tags.
-fn texts(svg: &str) -> Vec<String> {
-    let (mut open, mut texts, mut rest) = (Vec::new(), Vec::new(), svg);
-    while let Some(start) = rest.find('<') {
-        let text = &rest[..start];
-        for after in text.split('&').skip(1) {
-            assert!(
-                ["amp;", "lt;", "gt;", "quot;"].iter().any(|name| after.starts_with(name)),
-                "{text:?}"
-            );
-        }
-        assert!(!text.contains('>'), "{text:?}");
-        if !text.trim().is_empty() {
-            texts.push(text.to_owned());
-        }
-        let end = start + rest[start..].find('>').expect("a tag ends");
-        let tag = &rest[start + 1..end];
-        assert!(!tag.contains('<') && tag.matches('"').count() % 2 == 0, "{tag:?}");
-        if let Some(name) = tag.strip_prefix('/') {
-            assert_eq!(open.pop(), Some(name), "{tag:?}");
-        } else if !tag.ends_with('/') {
-            open.push(tag.split_whitespace().next().expect("a tag has a name"));
-        }
-        rest = &rest[end + 1..];
-        assert!(
-            !open.is_empty() || rest.trim().is_empty(),
-            "one element is all there is: {rest:?}"
-        );
-    }
-    assert!(open.is_empty(), "{open:?}");
-    texts
-}
-
-/// Runs `mpmd plan` with `--svg` on a case. Returns the drawing, which was written to a temporary
-/// file of this name.
-fn svg(name: &str, command: &str, case: &Value) -> String {
-    let file = temporary(&format!("{name}.svg"));
-    let answer = ask(&[command, "--svg", file.to_str().unwrap()], &case.to_string());
-    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
-    assert!(answer.stdout.starts_with('{'), "the answer is there too: {}", answer.stdout);
-    std::fs::read_to_string(file).unwrap()
-}
-
-#[test]
-fn svg_documents_are_well_formed_and_show_every_device() {
-    let chips = |svg: &str, holders: std::ops::Range<u32>| {
-        let texts = texts(svg);
-        for holder in holders {
-            assert!(texts.contains(&holder.to_string()), "no device {holder} in {texts:?}");
-        }
-    };
-    let document = svg("example", "reshard", &example());
-    chips(&document, 0..8);
-    assert!(texts(&document).iter().any(|text| text == "process 0 to 2, network"), "{document}");
-
-    let ids: Vec<u32> = (0..32).collect();
-    // A name with special characters; three dimensions; replicas.
-    let mesh = json!({"axis_names": ["<a&\"b>", "c"], "shape": [8, 4], "device_ids": ids});
-    let layout = |spec: Value, shape: Value| {
-        json!({
-            "sharding": {"mesh": mesh, "spec": spec},
-            "shape": shape,
-        })
-    };
-    for (spec, shape) in [
-        (json!(["<a&\"b>"]), json!([8, 2, 2])),
-        (json!([["<a&\"b>", "c"]]), json!([64])),
-        (json!(["c", "<a&\"b>"]), json!([4, 8])),
-        (json!([]), json!([])),
-        (json!(["c"]), json!([0, 3])),
-    ] {
-        chips(&svg("layout", "layout", &layout(spec, shape)), 0..32);
-    }
-    let chunks = json!({"shape": [5, 2], "dim": 0, "placements": [3, 1, 0, 2]});
-    chips(&svg("chunk", "chunk", &chunks), 0..4);
-}
-
-/// To update the picture: `mpmd plan reshard docs/reshard.json --svg docs/reshard.svg`.
-#[test]
-fn readme_picture_is_up_to_date() {
-    let case = serde_json::from_str(include_str!("../../../docs/reshard.json")).unwrap();
-    assert_eq!(svg("picture", "reshard", &case), include_str!("../../../docs/reshard.svg"));
-}
-
-#[test]
-fn undrawable_cases_are_errors() {
-    let file = temporary("none.svg");
-    let path = file.to_str().unwrap();
-    let case = json!({"shape": [4], "dim": 1, "placements": [0]});
-    let answer = ask(&["chunk", "--svg", path], &case.to_string());
-    assert_eq!(answer.status, Some(1));
-    assert!(
-        answer.stderr.contains("nothing to draw: dim_out_of_range: chunks of"),
-        "{}",
-        answer.stderr
-    );
-    let answer = ask(&["chunk", "--svg", path], &json!([case, case]).to_string());
-    assert!(answer.stderr.contains("--svg draws one case, found 2"), "{}", answer.stderr);
-    assert!(!file.exists());
-}

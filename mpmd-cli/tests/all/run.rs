@@ -466,35 +466,3 @@ fn a_huge_line_passes_in_pieces() {
     assert_eq!(out.bytes().filter(|&byte| byte == b'x').count(), 1_000_000);
     assert!(out.lines().all(|line| line.starts_with("[0] ") && line.len() <= 65_540));
 }
-
-#[test]
-fn binding_is_a_choice_and_a_line_says_if_it_fails() {
-    let output = mpmd(&["-n", "1", "--bind", "core"], "echo ${MPMD_CORES:-none}").output().unwrap();
-    let cores = thread::available_parallelism().unwrap();
-    assert_eq!(lines(&output), [format!("[0] {cores}")]);
-    assert!(!text(&output.stderr).contains("bound"), "{output:?}");
-    let output = mpmd(&["-n", "1"], "echo ${MPMD_CORES:-none}").output().unwrap();
-    assert_eq!(lines(&output), ["[0] none"]);
-    let more = (cores.get() + 1).to_string();
-    let output = mpmd(&["-n", &more, "--bind", "core"], "exit 0").output().unwrap();
-    let why = format!("mpmd: the processes are not bound: {more} processes are more than the ");
-    let err = text(&output.stderr);
-    assert!(err.starts_with(&why) && err.matches("bound").count() == 1, "{err}");
-    assert_eq!(output.status.code(), Some(0));
-    let output = mpmd(&["-n", "1", "--bind", "socket"], "exit 0").output().unwrap();
-    assert!(text(&output.stderr).contains("possible values: none, core, numa"), "{output:?}");
-}
-
-#[test]
-fn dump_names_an_operation_and_an_absolute_folder() {
-    let here = std::env::current_dir().unwrap();
-    for (asked, folder) in [("12", here.join("dump")), ("12:/tmp/x", "/tmp/x".into())] {
-        let output = mpmd(&["-n", "1", "--no-prefix", "--dump", asked], "echo $MPMD_DUMP").output();
-        assert_eq!(lines(&output.unwrap()), [format!("12:{}", folder.display())]);
-    }
-    for wrong in ["0", "x", "3:"] {
-        let output = mpmd(&["-n", "1", "--dump", wrong], "echo started").output().unwrap();
-        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
-        assert!(text(&output.stderr).contains("the number of an operation, from 1"), "{output:?}");
-    }
-}

@@ -1,8 +1,6 @@
-//! `mpmd schedule`: runs the golden files through the program, and checks files, sidecars and
-//! errors.
+//! `mpmd schedule`: runs the golden files through the program, and checks files and errors.
 
 use std::fs;
-use std::path::Path;
 
 use crate::common::{Told, call};
 use serde_json::Value;
@@ -112,7 +110,6 @@ fn every_format_shows_the_schedule() {
         "{table}"
     );
     assert!(table.contains("0F0 0F1 0F2 3F0 3I0 3W0"), "{table}");
-    assert!(of("svg").starts_with("<svg") || of("svg").starts_with("<?xml"));
     assert!(of("html").contains("<html"));
     let json: Value = serde_json::from_str(&of("json")).unwrap();
     assert_eq!((&json["placement"], &json["stages"]), (&Value::from("V"), &Value::from(4)));
@@ -130,42 +127,6 @@ fn every_format_shows_the_schedule() {
     );
     let inference = shown(&["forward", "-p", "2", "-m", "2", "--format", "table"]);
     assert!(inference.contains("takes 3 units"), "{inference}");
-}
-
-#[test]
-fn sidecar_keeps_name_costs_and_placement() {
-    let folder = tempfile::tempdir().unwrap();
-    let (file, costs) = (path(&folder, "mine.csv"), path(&folder, "costs.toml"));
-    let stage = "[[stage]]\nforward = 2.0\nbackward_input = 3.0\nbackward_weight = 1.0\n";
-    fs::write(&costs, format!("unit = \"ms\"\n{}", stage.repeat(4))).unwrap();
-    shown(&["interleaved", "-p", "2", "-m", "4", "--costs", &costs, "-o", &file, "--sidecar"]);
-    let beside = Path::new(&file).with_extension("toml");
-    let toml = fs::read_to_string(&beside).unwrap();
-    for line in [
-        "format = 1",
-        "name = \"Interleaved1F1B\"",
-        "rank_of_stage = [0, 1, 0, 1]",
-        "channel = \"single",
-    ] {
-        assert!(toml.contains(line), "{line} in {toml}");
-    }
-    // The name and the costs come back: 48 units of work and a bubble of (p - 1)(F + I + W).
-    let found: Value = serde_json::from_str(&shown(&[&file, "--format", "json"])).unwrap();
-    assert_eq!(
-        (&found["schedule"], &found["unit"]),
-        (&Value::from("Interleaved1F1B"), &Value::from("ms"))
-    );
-    assert_eq!(found["makespan"], 48.0 + 6.0);
-
-    let text = fs::read_to_string(&file).unwrap();
-    fs::write(&file, text.replace("0F0,0F1,2F0,2F1", "0F0,0F1,2F1,2F0")).unwrap();
-    let said = refused(&[&file]);
-    assert!(said.contains("mine.toml") && said.contains("to another text: hash is"), "{said}");
-    fs::write(&beside, toml.replace("format = 1", "format = 7")).unwrap();
-    assert!(refused(&[&file]).contains("format version 7; this version"));
-    fs::remove_file(&beside).unwrap();
-    let found: Value = serde_json::from_str(&shown(&[&file, "--format", "json"])).unwrap();
-    assert_eq!(found["schedule"], "mine");
 }
 
 #[test]
@@ -194,16 +155,12 @@ fn wrong_file_error_names_the_place() {
 #[test]
 fn file_that_is_no_schedule_says_what_it_is_for() {
     let folder = tempfile::tempdir().unwrap();
-    let (schedule, costs) = (path(&folder, "mine.csv"), path(&folder, "costs.toml"));
+    let costs = path(&folder, "costs.toml");
     let stage = "[[stage]]\nforward = 1.0\nbackward_input = 1.0\nbackward_weight = 1.0\n";
     fs::write(&costs, format!("unit = \"ms\"\n{stage}")).unwrap();
     let said = refused(&[&costs]);
     let expected = format!("{costs} has the costs of stages, and no schedule: name a schedule");
     assert!(said.contains(&expected) && said.contains("--costs"), "{said}");
-    shown(&["1f1b", "-p", "1", "-m", "2", "-o", &schedule, "--sidecar"]);
-    let said = refused(&[&path(&folder, "mine.toml")]);
-    let expected = format!("give the file beside it, {schedule}");
-    assert!(said.contains("facts about a schedule") && said.contains(&expected), "{said}");
     fs::write(&costs, "[package]\nname = \"x\"\n").unwrap();
     assert!(refused(&[&costs]).contains("is TOML, and no text of a schedule"));
 }

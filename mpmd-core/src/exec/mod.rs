@@ -33,7 +33,6 @@ use mpmd_device::cuda::{self, Gpu};
 use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
-pub(crate) use array::dump::Dump;
 pub(crate) use hash::{BLOCK, OriginMap, Rolling};
 use job::life_cycle::Trouble;
 use job::worker::{Crew, Worker};
@@ -128,12 +127,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) device_memory: Option<u64>,
     /// True if host values of every size are compared between processes, not only small ones.
     pub(crate) check_uncommitted: bool,
-    /// True if the replicas of kernels' outputs are compared.
-    pub(crate) check_replicas: bool,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
-    /// The operation whose inputs are written to files, if any.
-    pub(crate) dump: Option<Dump>,
     /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,

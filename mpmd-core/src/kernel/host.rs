@@ -48,8 +48,8 @@ pub trait HostWork: Send + Sync + 'static {
     fn run(&self, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
 }
 
-/// A kernel that works in host memory. Made by [`kernel`](super::kernel()),
-/// [`elementwise`](super::elementwise) and the functions of [`ready`](super::ready).
+/// A kernel that works in host memory. Made by [`kernel`](super::kernel()) and
+/// [`elementwise`](super::elementwise).
 ///
 /// On a CUDA device each call copies its inputs to the host, waits for them, computes on the
 /// device's thread, and copies the outputs back. That is slow. Where it matters, implement
@@ -58,8 +58,8 @@ pub struct HostKernel<W> {
     work: W,
     name: String,
     declared: Vec<String>,
-    /// The source line of the closure; `None` for a kernel of this crate.
-    at: Option<&'static Location<'static>>,
+    /// The source line of the closure.
+    at: &'static Location<'static>,
     /// True if the work has a size, so that processes must compare its captured values.
     captures: bool,
 }
@@ -73,16 +73,11 @@ impl<W> HostKernel<W> {
 }
 
 impl<W: HostWork> HostKernel<W> {
-    /// Creates a kernel of this crate. The name contains all of its parameters.
-    pub(super) fn named(name: impl Into<String>, work: W) -> Self {
-        Self { work, name: name.into(), declared: Vec::new(), at: None, captures: false }
-    }
-
     /// Creates the kernel of a closure made at line `at`. `kind` begins its name. `captures` is
     /// true if the closure has captured values.
     pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
         let name = format!("{kind} at {}:{}", at.file(), at.line());
-        Self { work, name, declared: Vec::new(), at: Some(at), captures }
+        Self { work, name, declared: Vec::new(), at, captures }
     }
 
     /// Declares a value that the closure captures. May be repeated.
@@ -114,13 +109,11 @@ impl<W: HostWork> Kernel for HostKernel<W> {
     type Out = W::Out;
 
     fn infer(&self, x: &Shapes<W::In>) -> Result<Signature<Shapes<W::Out>>> {
-        if let Some(at) = self.at
-            && self.captures
-            && self.declared.is_empty()
-        {
+        if self.captures && self.declared.is_empty() {
             return Err(Error::kernel(format!(
-                "the closure at {at} captures values: declare each by `.with(value)`, so that \
-                 processes can compare them"
+                "the closure at {} captures values: declare each by `.with(value)`, so that \
+                 processes can compare them",
+                self.at
             )));
         }
         let signature = Signature::new(self.work.infer(x)?);
@@ -144,8 +137,8 @@ impl<W: HostWork> Kernel for HostKernel<W> {
     /// column nor long values.
     fn statics(&self) -> Vec<u64> {
         let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
-        let place = self.at.map(|at| hash(&at.to_string()));
-        place.into_iter().chain(self.declared.iter().map(|text| hash(text))).collect()
+        let place = hash(&self.at.to_string());
+        [place].into_iter().chain(self.declared.iter().map(|text| hash(text))).collect()
     }
 }
 

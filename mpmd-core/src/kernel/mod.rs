@@ -5,7 +5,7 @@
 //! values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 //!
 //! A kernel is a type that implements [`Kernel`], or a closure in [`kernel()`] or [`elementwise`],
-//! or one of [`ready`].
+//! or [`matmul`].
 
 mod closure;
 mod collectives;
@@ -15,7 +15,7 @@ mod context;
 pub mod cuda;
 pub(crate) mod dry_run;
 mod host;
-pub mod ready;
+mod matmul;
 mod sent;
 mod signature;
 mod view;
@@ -29,6 +29,7 @@ pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
 pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
 pub use host::{HostKernel, HostWork};
+pub use matmul::matmul;
 pub(crate) use sent::agreeing;
 pub(crate) use signature::ObjectPath;
 pub use signature::{Collective, Signature};
@@ -124,8 +125,8 @@ pub trait Kernel: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// Returns the sources that the kernel launches on CUDA devices. They are prepared from the
-    /// moment at which the kernel is bound to its mesh, so that nothing is compiled while it runs.
+    /// Returns the sources that the kernel launches on CUDA devices. They are prepared when the
+    /// kernel is bound to its mesh, so that nothing is compiled while it runs.
     /// Include [`CUBLAS`](mpmd_device::cuda::source::CUBLAS) if the kernel multiplies matrices.
     /// Called only if the kernel runs on CUDA devices.
     fn cuda(&self) -> Vec<&'static Source> {

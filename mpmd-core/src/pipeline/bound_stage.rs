@@ -419,12 +419,7 @@ impl BoundStage {
         &self.frozen
     }
 
-    /// Returns true if the backward passes compute the gradient of the input.
-    pub(super) fn needs_dx(&self) -> bool {
-        self.needs_dx
-    }
-
-    /// Sets the result of `needs_dx`.
+    /// Sets if the backward passes compute the gradient of the input.
     pub(super) fn set_needs_dx(&mut self, yes: bool) {
         if self.needs_dx != yes {
             self.needs_dx = yes;

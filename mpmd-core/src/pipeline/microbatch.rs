@@ -51,8 +51,7 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
         self
     }
 
-    /// Returns the shapes of the microbatch, for [`Pipeline::memory`](super::Pipeline::memory) and
-    /// [`Pipeline::probe`](super::Pipeline::probe).
+    /// Returns the shapes of the microbatch, for [`Pipeline::probe`](super::Pipeline::probe).
     pub fn shapes(&self) -> MicrobatchShapes<In> {
         let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
         let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());

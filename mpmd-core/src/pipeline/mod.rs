@@ -22,9 +22,7 @@ mod replay;
 mod run;
 mod shapes;
 mod stage;
-mod stage_shapes;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::Arc;
@@ -46,7 +44,7 @@ use crate::api::object::MpmdObject;
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
-use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::Tree;
 use mpmd_record::trace::Label;
 
@@ -256,7 +254,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// A weight gradient that comes too early waits, with its weight residuals, for the one of the
     /// microbatch before it. Gradients then equal, to the bit, those of schedules with ascending
-    /// order. [`Pipeline::memory`] includes the cost.
+    /// order.
     pub fn buffer_gradients(&mut self, yes: bool) {
         self.graph.ascending = yes;
         self.captures.clear();
@@ -343,8 +341,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes
     /// that a microbatch of these `shapes` has there.
     ///
-    /// All processes must call it. Call it before [`Pipeline::memory`] and before the first step
-    /// with microbatches of these shapes, if a stage finds its shapes by a trial run.
+    /// All processes must call it. Call it before the first step with microbatches of these shapes,
+    /// if a stage finds its shapes by a trial run.
     ///
     /// # Errors
     ///
@@ -360,7 +358,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
                 let probe = |index: usize, x: &Bundle<_>, side: &Bundle<_>| {
                     graph.stages[index].probe(program, index, x, side)
                 };
-                shapes::shapes_of(graph, shapes, probe).map(drop)
+                shapes::infer_all(graph, shapes, probe)
             },
         )
     }
@@ -440,120 +438,6 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
-    /// Estimates the peak memory in bytes of a training step on each device: see [`StepMemory`].
-    /// Issues nothing.
-    ///
-    /// `beside` are arrays that the caller keeps throughout, such as the state of an optimiser.
-    /// Arrays of the microbatches are counted separately and do not belong there. For devices of
-    /// other processes, the estimate ignores zero-copy transfers in which this process takes no
-    /// part. A stage that runs forward passes alone may begin the next step early; the estimate is
-    /// for one step at a time. It is for a program thread that issues passes before they can run: a
-    /// microbatch whose pass is over stays until the program thread has issued the step.
-    ///
-    /// # Errors
-    ///
-    /// - If the number of stages differs from the schedule's.
-    /// - If shapes or side inputs do not fit.
-    /// - If a sharding does not divide its array.
-    #[track_caller]
-    pub fn memory(
-        &self,
-        program: &Program,
-        schedule: &Schedule,
-        microbatch: &MicrobatchShapes<In>,
-        beside: &[MpmdArray],
-    ) -> Result<StepMemory> {
-        let at = Location::caller();
-        let memory = self.step_memory(
-            program,
-            schedule,
-            std::slice::from_ref(microbatch),
-            beside,
-            &mut |bytes| bytes,
-        );
-        memory.map_err(|why| refused(why, at, "Pipeline::memory", None))
-    }
-
-    /// Like [`Pipeline::memory`], for microbatches of different shapes. Each array counts with the
-    /// largest size that it has in any of them.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Pipeline::memory`].
-    #[track_caller]
-    pub fn memory_of(
-        &self,
-        program: &Program,
-        schedule: &Schedule,
-        microbatches: &[MicrobatchShapes<In>],
-        beside: &[MpmdArray],
-    ) -> Result<StepMemory> {
-        let at = Location::caller();
-        let memory = self.step_memory(program, schedule, microbatches, beside, &mut |bytes| bytes);
-        memory.map_err(|why| refused(why, at, "Pipeline::memory_of", None))
-    }
-
-    fn step_memory(
-        &self,
-        program: &Program,
-        schedule: &Schedule,
-        microbatches: &[MicrobatchShapes<In>],
-        beside: &[MpmdArray],
-        counts: &mut dyn FnMut(u64) -> u64,
-    ) -> Result<StepMemory> {
-        self.graph.check_trains()?;
-        let schedule = run::effective(&self.graph, schedule)?;
-        let stages =
-            shapes::stage_bytes(&self.graph, program, &schedule, microbatches, beside, counts)?;
-        Ok(StepMemory::of_net(&schedule, &stages)?)
-    }
-
-    /// Maps in advance the peak memory that a training step may need on the devices of this
-    /// process. Then no step waits for the system. The peak holds for any pace of the neighbours.
-    /// Unused parts cost addresses, but no pages.
-    ///
-    /// `beside` is as in [`Pipeline::memory`]. Waits for the parameters and for `beside`; issues
-    /// nothing. Call [`Program::forget_memory_peak`] afterwards to count only the peaks of steps.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Pipeline::memory`], and if computing the parameters has failed. It is no error if
-    /// the system has less memory: then as much as possible is mapped.
-    #[track_caller]
-    pub fn map_memory(
-        &self,
-        program: &Program,
-        schedule: &Schedule,
-        microbatch: &MicrobatchShapes<In>,
-        beside: &[MpmdArray],
-    ) -> Result<()> {
-        let at = Location::caller();
-        let mut classes = BTreeSet::new();
-        let microbatches = std::slice::from_ref(microbatch);
-        let memory = self.step_memory(program, schedule, microbatches, beside, &mut |bytes| {
-            classes.insert(bytes);
-            bytes
-        });
-        memory.map_err(|why| refused(why, at, "Pipeline::map_memory", None))?;
-        let params = self.graph.stages.iter().flat_map(|stage| stage.params());
-        for array in params.chain(beside.iter().cloned()) {
-            array.block_until_ready()?;
-        }
-        let mut blocks: BTreeMap<DeviceId, Vec<u64>> = BTreeMap::new();
-        for class in classes {
-            let memory =
-                self.step_memory(program, schedule, microbatches, beside, &mut |bytes| {
-                    if bytes == class { bytes } else { 0 }
-                })?;
-            for (device, memory) in memory.devices() {
-                let more = memory.at_most.saturating_sub(memory.kept) / class;
-                blocks.entry(device).or_default().extend((0..more).map(|_| class));
-            }
-        }
-        program.map_blocks(&blocks);
-        Ok(())
-    }
-
     /// Runs the forward and backward passes of one training step in the order of `schedule`, with
     /// one entry of `microbatches` for each of its microbatches.
     ///

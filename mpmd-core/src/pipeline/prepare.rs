@@ -114,10 +114,6 @@ impl Prepared {
         Self { bytes: self.bytes, jit: None, object: self.object.clone(), stale: self.stale }
     }
 
-    pub(super) fn bytes(&self) -> Option<u64> {
-        self.bytes
-    }
-
     pub(super) fn object(&self) -> Option<&MpmdArray> {
         self.object.as_ref()
     }

@@ -364,15 +364,6 @@ impl PlacedShape {
     pub(super) fn sharding(&self, mesh: &Mesh) -> Sharding {
         mesh.sharding(self.spec.clone())
     }
-
-    /// Returns an array that takes as many bytes as the residual, with its sharding.
-    pub(super) fn counted(&self, mesh: &Mesh) -> (ShapedArray, Sharding) {
-        if self.aval.is_object() {
-            let bytes = self.object_bytes.min(isize::MAX as u64) as usize;
-            return (ShapedArray::new(&[bytes], DType::U8), mesh.replicated());
-        }
-        (self.aval.clone(), self.sharding(mesh))
-    }
 }
 
 /// The declaration of a stage: outputs, residuals and collectives, known before it runs.

@@ -43,7 +43,6 @@ pub(crate) struct Blank<F, O> {
     elements: usize,
     /// `None` if the stage keeps its inputs and has one backward pass.
     residuals: Option<Residuals>,
-    frozen: bool,
     output: PhantomData<fn() -> O>,
 }
 
@@ -58,11 +57,7 @@ pub(crate) struct Residuals {
 
 impl<F, O> Blank<F, O> {
     pub(crate) fn new(before: F, elements: usize, residuals: Option<Residuals>) -> Self {
-        Self { before, elements, residuals, frozen: false, output: PhantomData }
-    }
-
-    pub(crate) fn frozen(self, frozen: bool) -> Self {
-        Self { frozen, ..self }
+        Self { before, elements, residuals, output: PhantomData }
     }
 }
 
@@ -96,10 +91,6 @@ where
 
     fn side(&self) -> SideInput {
         SideInput::of::<O::Side>()
-    }
-
-    fn is_frozen(&self, _: &str) -> bool {
-        self.frozen
     }
 
     fn passes(&self) -> Passes {

@@ -3,9 +3,6 @@
 
 #![cfg(feature = "cuda")]
 
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-
 use crate::common::watchdog;
 use half::{bf16, f16};
 use mpmd_core::aval::{DType, Element};
@@ -118,7 +115,7 @@ fn why<T: std::fmt::Debug>(result: Result<T>) -> String {
 
 #[test]
 fn launches_take_views_parts_scratch_and_numbers() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -149,7 +146,7 @@ fn launches_take_views_parts_scratch_and_numbers() {
 
 #[test]
 fn every_numeric_argument_type_arrives() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -174,7 +171,7 @@ fn every_numeric_argument_type_arrives() {
 
 #[test]
 fn values_of_every_width_are_filled_copied_and_zeroed() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -209,7 +206,7 @@ fn values_of_every_width_are_filled_copied_and_zeroed() {
 
 #[test]
 fn host_inputs_are_copied_to_the_device() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -241,7 +238,7 @@ fn host_inputs_are_copied_to_the_device() {
 
 #[test]
 fn memory_does_not_grow_with_calls_that_take_scratch() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -352,7 +349,7 @@ fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
 
 #[test]
 fn matrix_products_are_right_in_every_type_and_batch() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(110);
@@ -368,7 +365,7 @@ fn matrix_products_are_right_in_every_type_and_batch() {
 
 #[test]
 fn f32_products_are_exact_unless_tf32_is_requested() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -401,7 +398,7 @@ fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Resu
 
 #[test]
 fn source_is_compiled_once_for_all_kernels_and_devices() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "", "SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let Some(driver) = softcuda::driver() else {
@@ -438,7 +435,7 @@ fn source_is_compiled_once_for_all_kernels_and_devices() {
 
 #[test]
 fn cublas_calls_allocate_no_memory() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -471,7 +468,7 @@ fn cublas_calls_allocate_no_memory() {
 
 #[test]
 fn faulting_launch_fails_the_kernel_that_issued_it() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -488,7 +485,7 @@ fn faulting_launch_fails_the_kernel_that_issued_it() {
 /// error must contain the number.
 #[test]
 fn unknown_result_codes_are_errors() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -519,7 +516,7 @@ static BROKEN: Source = Source::cuda(
 
 #[test]
 fn broken_source_fails_its_calls_with_the_compiler_message() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -538,7 +535,7 @@ fn broken_source_fails_its_calls_with_the_compiler_message() {
 
 #[test]
 fn invalid_kernel_calls_are_errors() {
-    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);
@@ -577,8 +574,7 @@ fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
     let folder = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(softcuda::library().unwrap(), folder.path().join("libcuda.so.1"))
         .unwrap();
-    if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap(), "MPMD_CUDA_CACHE" = "")
-    {
+    if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap()) {
         return;
     }
     let _limit = watchdog(100);
@@ -603,53 +599,4 @@ fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
     }
     let y = on_device(&[], &[], &[f32s([2])], |cuda, _, y| cuda.fill(&mut y[0], 1.0f32));
     assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [1.0, 1.0]);
-}
-
-/// Returns the entries of a folder, sorted: (path, inode number).
-fn files(folder: &Path) -> Vec<(std::path::PathBuf, u64)> {
-    let entry = |entry: std::io::Result<std::fs::DirEntry>| {
-        let entry = entry.unwrap();
-        (entry.path(), entry.metadata().unwrap().ino())
-    };
-    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(entry).collect();
-    files.sort();
-    files
-}
-
-#[test]
-fn compiled_code_is_cached_and_rebuilt_if_damaged() {
-    if softcuda::real() {
-        eprintln!("skipped: the folder is set for the software driver's processes");
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("cache");
-    let in_child = |again: bool| {
-        if !again {
-            let _limit = watchdog(100);
-            let y = on_device(&[&SAXPY], &[host(&[1.0f32])], &[f32s([1])], |cuda, x, y| {
-                cuda.zero(&mut y[0])?;
-                let args = [1usize.into(), 3.0f32.into(), (&x[0]).into(), (&mut y[0]).into()];
-                cuda.launch(&SAXPY, "saxpy", Grid::over(1), &args)
-            });
-            assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [3.0]);
-        }
-        again
-    };
-    let cache = path.to_str().unwrap();
-    if !in_child(softcuda::again!("MPMD_CUDA_CACHE" = cache)) {
-        return;
-    }
-    let first = files(&path);
-    assert_eq!(first.len(), 1, "{first:?}");
-    softcuda::again!("MPMD_CUDA_CACHE" = cache);
-    // A compilation would have created a new file there.
-    assert_eq!(files(&path), first);
-    let good = std::fs::read(&first[0].0).unwrap();
-    let mut damaged = good.clone();
-    damaged[good.len() / 2] ^= 1;
-    std::fs::write(&first[0].0, damaged).unwrap();
-    softcuda::again!("MPMD_CUDA_CACHE" = cache);
-    assert_eq!(std::fs::read(&first[0].0).unwrap(), good);
-    assert_ne!(files(&path), first);
 }

@@ -3,20 +3,18 @@
 use std::sync::Arc;
 
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::{MicrobatchShapes, ParamSharding, Schedule};
+use mpmd_core::pipeline::{ParamSharding, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::random::Key;
 use parking_lot::Mutex;
 
 use crate::common::watchdog;
-use crate::models::{BYTES, Counts, Model, WIDTH, batch, pipeline, steps, train, update};
+use crate::models::{Counts, Model, batch, pipeline, steps, train, update};
 use crate::stages::Outcome;
 
 const COUNT: usize = 4;
 const ROWS: usize = 2;
 const STEPS: usize = 4;
-/// Tolerance in bytes for the losses, which are added up one by one.
-const SMALL: u64 = 4 << 10;
 
 /// Variations of a run that must not change its bits.
 #[derive(Clone, Copy, Debug, Default)]
@@ -150,29 +148,6 @@ fn failed_preparation_fails_all_later_passes() {
             }
         }
     }
-}
-
-#[test]
-fn prepared_bytes_are_kept_in_the_plan_and_found() {
-    let _limit = watchdog(60);
-    let schedule = Schedule::gpipe(2, COUNT).unwrap();
-    let results = Simulation::new(1, 2).run(|p| {
-        let mut kept = Vec::new();
-        for prepares in [false, true] {
-            let model = Model { prepares, ..Model::default() };
-            let mut pipeline = pipeline(p, &[model])?;
-            let shapes = batch(p, &pipeline, (1, ROWS), None)?.remove(0).shapes();
-            let plan = pipeline.memory(p, &schedule, &shapes, &[])?;
-            kept.push(plan.of(&p.topology().device_ids()[..1]).kept);
-            p.forget_memory_peak();
-            train(p, &mut pipeline, &schedule, ROWS, None)?;
-            let (found, plan) = (p.memory().recent_peak, plan.of(p.topology().device_ids()));
-            assert!(found <= plan.at_most + SMALL, "{found} of {plan:?}");
-        }
-        Ok((kept[0], kept[1]))
-    });
-    let (without, with) = results.into_iter().next().unwrap().unwrap();
-    assert_eq!(with, without + BYTES);
 }
 
 #[test]
@@ -346,28 +321,6 @@ fn failing_pass_names_stage_microbatch_and_pass() {
             assert!(said.contains(part), "{said}\n  lacks {part}");
         }
     }
-}
-
-#[test]
-fn unkept_objects_count_no_bytes_in_the_plan() {
-    let _limit = watchdog(60);
-    let schedule = Schedule::gpipe(2, COUNT).unwrap();
-    let results = Simulation::new(1, 2).run(|p| {
-        let mut expected = Vec::new();
-        for frozen in [false, true] {
-            let mut pipeline = pipeline(p, &[Model { frozen, ..Model::default() }])?;
-            let shapes = MicrobatchShapes::new(f32s([ROWS, WIDTH])).side(1, &f32s([ROWS, WIDTH]));
-            let plan = pipeline.memory(p, &schedule, &shapes, &[])?;
-            expected.push(plan.of(&p.topology().device_ids()[..1]).expected);
-            p.forget_memory_peak();
-            train(p, &mut pipeline, &schedule, ROWS, None)?;
-            let (found, plan) = (p.memory().recent_peak, plan.of(p.topology().device_ids()));
-            assert!(found <= plan.at_most + SMALL, "{found} of {plan:?}");
-        }
-        Ok((expected[0], expected[1]))
-    });
-    let (trained, frozen) = results.into_iter().next().unwrap().unwrap();
-    assert!(frozen + BYTES * COUNT as u64 <= trained + SMALL, "{frozen}, {trained}");
 }
 
 #[test]

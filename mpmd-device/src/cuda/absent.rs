@@ -31,9 +31,6 @@ pub enum Stream {}
 /// A raw CUDA stream. Cannot be constructed in this build.
 pub enum RawStream {}
 
-/// The preparation of a kernel's sources for a device. Cannot be constructed in this build.
-pub enum WarmUp {}
-
 /// Exclusive access to a stream for issuing work. Cannot be constructed in this build.
 pub struct StreamTurn<'a>(Never, PhantomData<&'a ()>);
 
@@ -101,7 +98,7 @@ impl Gpu {
         match *self {}
     }
 
-    pub fn warm_up(self: &Arc<Self>, _: &Pool, _: Vec<&'static Source>) -> WarmUp {
+    pub fn prepare(self: &Arc<Self>, _: &Pool, _: &[&'static Source]) -> Result<(), CudaError> {
         match **self {}
     }
 
@@ -145,12 +142,6 @@ impl RawStream {
     }
 
     pub fn upload(&self, _: &[u8], _: u64) -> Result<(), CudaError> {
-        match *self {}
-    }
-}
-
-impl WarmUp {
-    pub fn wait(&self) -> Result<(), CudaError> {
         match *self {}
     }
 }

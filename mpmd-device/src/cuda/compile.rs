@@ -1,5 +1,5 @@
 //! Compilation of kernel sources with NVRTC. Each source is compiled once per architecture in a
-//! process; the disk cache keeps results between processes.
+//! process.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock};
 use cudarc::nvrtc::sys;
 use mpmd_base::block::{Mutex, now, since};
 
-use super::cache::{Cache, Key};
 use super::calls::{self, Answer, static_text};
 use super::error::CudaError;
 use super::library::NVRTC;
@@ -36,8 +35,6 @@ pub(super) struct Image {
     /// Ends with a zero byte, which the driver requires for text.
     bytes: Arc<[u8]>,
     binary: bool,
-    /// True if read from the disk cache.
-    kept: bool,
 }
 
 impl Image {
@@ -45,7 +42,7 @@ impl Image {
         if bytes.last() != Some(&0) {
             bytes.push(0);
         }
-        Self { bytes: bytes.into(), binary, kept: false }
+        Self { bytes: bytes.into(), binary }
     }
 
     /// Wraps PTX text.
@@ -61,12 +58,6 @@ impl Image {
     pub(super) fn is_binary(&self) -> bool {
         self.binary
     }
-
-    /// Returns true if the image comes from the disk cache. If the driver refuses such an image,
-    /// compile it again.
-    pub(super) fn is_kept(&self) -> bool {
-        self.kept
-    }
 }
 
 /// The form of compiled code.
@@ -78,8 +69,8 @@ enum Form {
     Assembly,
 }
 
-/// Returns the image of a source for an architecture. Compiles it, unless this process or the disk
-/// cache has it. Waits if another thread is compiling it.
+/// Returns the image of a source for an architecture. Compiles it, unless this process has it.
+/// Waits if another thread is compiling it.
 ///
 /// # Errors
 ///
@@ -88,8 +79,8 @@ pub(super) fn image(
     source: &'static Source,
     architecture: Architecture,
 ) -> Result<Image, CudaError> {
-    let nvrtc = nvrtc()?;
-    if nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture) {
+    let known = known()?;
+    if known.is_empty() || known.contains(&architecture) {
         return in_process(source, architecture, Form::Binary);
     }
     // The device is newer than NVRTC: the driver compiles PTX for the newest architecture that
@@ -99,7 +90,7 @@ pub(super) fn image(
 
 /// Returns the image of a source as PTX, which the driver compiles further. The PTX is for the
 /// newest architecture known to NVRTC that is not newer than `architecture`. Compiles the source,
-/// unless this process or the disk cache has that PTX.
+/// unless this process has that PTX.
 ///
 /// # Errors
 ///
@@ -108,9 +99,8 @@ pub(super) fn assembly(
     source: &'static Source,
     architecture: Architecture,
 ) -> Result<Image, CudaError> {
-    let known =
-        nvrtc()?.architectures.iter().filter(|known| **known <= architecture).max().copied();
-    in_process(source, known.unwrap_or(architecture), Form::Assembly)
+    let newest = known()?.iter().filter(|known| **known <= architecture).max();
+    in_process(source, newest.copied().unwrap_or(architecture), Form::Assembly)
 }
 
 /// Images of this process, also those still being compiled. The key is (address of the source,
@@ -125,53 +115,13 @@ fn in_process(
     static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
     let key = (std::ptr::from_ref(source).addr(), architecture, form);
     let compiled = IMAGES.lock().get_or_insert_default().entry(key).or_default().clone();
-    compiled.get_or_init(|| from_disk_or_new(source, architecture, form, &Cache::of_user())).clone()
+    compiled.get_or_init(|| new(source, architecture, form)).clone()
 }
 
-fn from_disk_or_new(
-    source: &Source,
-    architecture: Architecture,
-    form: Form,
-    cache: &Cache,
-) -> Result<Image, CudaError> {
-    let options = options(source, architecture, form);
-    let nvrtc = nvrtc()?;
-    let key = Key::new(source, &options, &nvrtc.version);
-    let binary = form == Form::Binary;
-    if let Some(bytes) = cache.read(&key) {
-        tracing::debug!(source = source.name(), "loaded from the cache");
-        return Ok(Image { kept: true, ..Image::new(bytes, binary) });
-    }
-    new(source, &options, form, &key, cache)
-}
-
-/// Compiles a source again, after the driver has refused its cached image. Replaces the image on
-/// disk, but not the one that this process keeps.
-pub(super) fn anew(
-    source: &'static Source,
-    architecture: Architecture,
-) -> Result<Image, CudaError> {
-    let nvrtc = nvrtc()?;
-    let known = nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture);
-    let form = if known { Form::Binary } else { Form::Assembly };
-    let youngest =
-        nvrtc.architectures.iter().filter(|known| **known <= architecture).max().copied();
-    let architecture = if known { architecture } else { youngest.unwrap_or(architecture) };
-    let options = options(source, architecture, form);
-    new(source, &options, form, &Key::new(source, &options, &nvrtc.version), &Cache::of_user())
-}
-
-fn new(
-    source: &Source,
-    options: &[String],
-    form: Form,
-    key: &Key,
-    cache: &Cache,
-) -> Result<Image, CudaError> {
+fn new(source: &Source, architecture: Architecture, form: Form) -> Result<Image, CudaError> {
     let begin = now();
-    let bytes = compile(source, options, form)?;
+    let bytes = compile(source, &options(source, architecture, form), form)?;
     tracing::debug!(source = source.name(), took = ?since(begin), "compiled");
-    cache.write(key, &bytes);
     Ok(Image::new(bytes, form == Form::Binary))
 }
 
@@ -201,22 +151,16 @@ fn headers() -> Option<PathBuf> {
     folder.is_dir().then_some(folder)
 }
 
-/// NVRTC, the CUDA compiler, after a check that its library has the needed functions.
-struct Nvrtc {
-    version: String,
-    /// The supported architectures. Empty if NVRTC does not report them.
-    architectures: Vec<Architecture>,
-}
-
-fn nvrtc() -> Result<&'static Nvrtc, CudaError> {
-    static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
-    let found = NVRTC.get_or_init(|| {
+/// Returns the architectures that NVRTC supports, after a check that its library has the needed
+/// functions. Empty if NVRTC does not report them.
+fn known() -> Result<&'static [Architecture], CudaError> {
+    static KNOWN: OnceLock<Result<Vec<Architecture>, CudaError>> = OnceLock::new();
+    let known = KNOWN.get_or_init(|| {
         const DOING: &str = "compiling for a CUDA device";
-        let version =
-            super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        Ok(Nvrtc { version, architectures: architectures() })
+        super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
+        Ok(architectures())
     });
-    found.as_ref().map_err(CudaError::clone)
+    known.as_deref().map_err(CudaError::clone)
 }
 
 fn architectures() -> Vec<Architecture> {

@@ -61,8 +61,6 @@ mod asked;
 #[cfg(feature = "cuda")]
 mod blas;
 #[cfg(feature = "cuda")]
-mod cache;
-#[cfg(feature = "cuda")]
 mod calls;
 #[cfg(feature = "cuda")]
 mod clock;
@@ -111,8 +109,8 @@ use mpmd_layout::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub use absent::{
-    Communicator, Communicators, Ending, Gpu, RawStream, Stream, StreamTurn, WarmUp, first_uses,
-    new_id, reach_each_other, sharing,
+    Communicator, Communicators, Ending, Gpu, RawStream, Stream, StreamTurn, first_uses, new_id,
+    reach_each_other, sharing,
 };
 pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
 pub use driver::{Attributes, Driver, Gpu as GpuInfo, Uuid, cublas, found, nccl, nvrtc};
@@ -130,8 +128,6 @@ pub use stream::{RawStream, Stream};
 pub use stream_turn::{Ending, StreamTurn};
 #[cfg(feature = "cuda")]
 pub use trial::first_uses;
-#[cfg(feature = "cuda")]
-pub use warm::WarmUp;
 
 /// The elements that a copy moves, and the regions of the source and target buffers. See
 /// [`copy_region`](crate::copy::copy_region).

@@ -158,13 +158,6 @@ impl Modules {
             Kind::Cuda { .. } => {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
-                    Err(error) if image.is_kept() => {
-                        tracing::debug!(
-                            source = source.name(), %error,
-                            "the driver refuses a cached kernel; compiling it again"
-                        );
-                        Module::load(source, &compile::anew(source, self.architecture)?)
-                    }
                     // A driver older than NVRTC cannot load NVRTC's machine code, but may compile
                     // its PTX.
                     Err(error) if image.is_binary() && error.is_unknown_image() => {

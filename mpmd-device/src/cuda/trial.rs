@@ -35,7 +35,7 @@ pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
     Ok(FirstUses {
         open_ms,
         allocation_ms: timed(|| pool.allocate(1).map(drop)),
-        compilation_ms: timed(|| compile::anew(&ADD, gpu.architecture()).map(drop)),
+        compilation_ms: timed(|| compile::image(&ADD, gpu.architecture()).map(drop)),
         product_ms: timed(|| {
             gpu.first_products(gpu.blas(&pool)?, &pool);
             gpu.compute().turn().wait()

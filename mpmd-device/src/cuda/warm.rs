@@ -1,14 +1,8 @@
 //! Preparation of the sources that kernels announce: compiling, loading, initialising cuBLAS and a
 //! first product of each dtype.
-//!
-//! Two threads per process do this in the background. A device's thread that needs a source earlier
-//! prepares it itself.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::OnceLock;
 
-use mpmd_base::block::{Condvar, Mutex, thread};
 use mpmd_layout::aval::DType;
 use mpmd_transport::memory::{DevicePlace, Pool};
 
@@ -21,58 +15,27 @@ use crate::cuda::source::Source;
 use crate::cuda::spare::place;
 use crate::cuda::work::{Math, Types};
 
-/// The number of threads that compile. More would take processors from the program.
-const THREADS: usize = 2;
-
 /// The dtypes of the first products, their rows and columns, and the bytes of a matrix.
 const FIRST_DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::Bf16];
 const FIRST_SIDE: u8 = 16;
 const FIRST_BYTES: usize = FIRST_SIDE as usize * FIRST_SIDE as usize * 8;
 
-/// The preparation of one kernel's sources on one device. Dropping it cancels sources not yet begun
-/// and waits for those under way, because the process must not exit during a compilation.
-pub struct WarmUp {
-    needs: Arc<Needs>,
-    ready: OnceLock<Result<(), CudaError>>,
-}
-
-struct Needs {
-    gpu: Arc<Gpu>,
-    pool: Pool,
-    sources: Vec<&'static Source>,
-    state: Mutex<State>,
-    /// Notified when the preparation of a source ends.
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// The number of sources begun.
-    begun: usize,
-    /// The number of sources that the threads are preparing.
-    under_way: usize,
-}
-
 impl Gpu {
-    /// Queues these sources for preparation and returns at once. `pool` is that of the device's
-    /// memory.
-    pub fn warm_up(self: &Arc<Self>, pool: &Pool, sources: Vec<&'static Source>) -> WarmUp {
-        for source in &sources {
-            if source.kind != Kind::Cublas {
-                self.modules().announce(source);
-            }
+    /// Prepares these sources, so that no launch waits for it. Blocks until all are ready, or one
+    /// cannot be prepared. `pool` is that of the device's memory.
+    ///
+    /// # Errors
+    ///
+    /// The error of the first source that cannot be prepared.
+    pub fn prepare(
+        self: &Arc<Self>,
+        pool: &Pool,
+        sources: &[&'static Source],
+    ) -> Result<(), CudaError> {
+        for source in sources.iter().filter(|source| source.kind != Kind::Cublas) {
+            self.modules().announce(source);
         }
-        let needs = Arc::new(Needs {
-            gpu: self.clone(),
-            pool: pool.clone(),
-            sources,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        });
-        for _ in &needs.sources {
-            soon(needs.clone());
-        }
-        WarmUp { needs, ready: OnceLock::new() }
+        sources.iter().try_for_each(|source| self.make_ready(source, pool))
     }
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {
@@ -129,84 +92,5 @@ impl Gpu {
         // A failure of the device is the error of all later work.
         let fence = self.compute().submit(&[memory.fences()], work, Box::new(|_| ()));
         memory.add_fence(fence);
-    }
-}
-
-impl WarmUp {
-    /// Blocks until all sources are ready, or one cannot be prepared. Prepares those that no thread
-    /// has begun. Costs one atomic load once they are ready.
-    ///
-    /// # Errors
-    ///
-    /// The error of the first source that cannot be prepared; the same at every call.
-    pub fn wait(&self) -> Result<(), CudaError> {
-        let needs = &*self.needs;
-        let made = self.ready.get_or_init(|| {
-            // Waits if another thread is preparing a source; ready sources cost nothing.
-            needs.sources.iter().try_for_each(|source| needs.gpu.make_ready(source, &needs.pool))
-        });
-        made.clone()
-    }
-}
-
-impl Drop for WarmUp {
-    fn drop(&mut self) {
-        let mut state = self.needs.state.lock();
-        state.begun = self.needs.sources.len();
-        while state.under_way > 0 {
-            self.needs.changed.wait(&mut state);
-        }
-    }
-}
-
-impl Needs {
-    /// Prepares the next source that is not begun, if any. An error is only logged: `WarmUp::wait`
-    /// reports it again.
-    fn next(&self) {
-        let mut state = self.state.lock();
-        let Some(source) = self.sources.get(state.begun) else { return };
-        state.begun += 1;
-        state.under_way += 1;
-        drop(state);
-        if let Err(error) = self.gpu.make_ready(source, &self.pool) {
-            tracing::debug!(source = source.name(), %error, "cannot prepare a kernel's source");
-        }
-        self.state.lock().under_way -= 1;
-        self.changed.notify_all();
-    }
-}
-
-/// The sources to prepare in this process, one entry per source of each `WarmUp`, and the number of
-/// threads that prepare them.
-struct Queue {
-    waiting: VecDeque<Arc<Needs>>,
-    threads: usize,
-}
-
-static QUEUE: Mutex<Queue> = Mutex::new(Queue { waiting: VecDeque::new(), threads: 0 });
-
-fn soon(needs: Arc<Needs>) {
-    let mut queue = QUEUE.lock();
-    queue.waiting.push_back(needs);
-    if queue.threads == THREADS {
-        return;
-    }
-    // Without threads, `WarmUp::wait` prepares the sources.
-    if thread::Builder::new().name("cuda-warm-up".to_owned()).spawn(work).is_ok() {
-        queue.threads += 1;
-    } else {
-        queue.waiting.clear();
-    }
-}
-
-fn work() {
-    loop {
-        let mut queue = QUEUE.lock();
-        let Some(needs) = queue.waiting.pop_front() else {
-            queue.threads -= 1;
-            return;
-        };
-        drop(queue);
-        needs.next();
     }
 }

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::Context as _;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
 use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
@@ -91,9 +91,6 @@ struct Args {
     /// follow from --fsdp: JSON, [["pattern", "tactic"], …]
     #[arg(long, value_name = "FILE")]
     strategy: Option<PathBuf>,
-    /// Inputs of matrix products on GPUs; without effect yet, since stages compute on the host
-    #[arg(long, value_enum, default_value_t)]
-    math: ProductMath,
     /// Print the stored and the computed shardings of each stage's parameters, then exit
     #[arg(long)]
     show_sharding: bool,
@@ -128,14 +125,6 @@ struct Args {
     elastic: bool,
     #[command(flatten)]
     job: JobArgs,
-}
-
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum ProductMath {
-    #[default]
-    F32,
-    Tf32,
-    Bf16,
 }
 
 /// (pattern of parameter paths, tactic): see [`mpmd::sharding::rules`].
@@ -243,13 +232,11 @@ fn run(
         steps = steps.save_every(every);
     }
     let outcome = trainer.run(p, steps, &data)?;
-    let memory = training::memory_lines(p, &mut trainer, windows)?;
     if let Some(figures) = figures {
         if let Some(folder) = &args.save {
             println!("saved after step {} to {}", trainer.steps(), folder.display());
         }
         figures.finish(text, &outcome)?;
-        print!("{memory}");
     }
     let mut signal = outcome.stopped;
     if signal.is_none() {

@@ -18,7 +18,7 @@ macro_rules! elsewhere {
             eprintln!("skipped: this test was built without the feature `cuda`");
             true
         } else {
-            softcuda::again!("MPMD_CUDA_CACHE" = "")
+            softcuda::again!()
         }
     };
 }
@@ -51,8 +51,6 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
             command.env_remove(name);
         }
     }
-    // Compiled kernels are cached in the test's folder.
-    command.env("MPMD_CUDA_CACHE", folder.join("cache"));
     let (mut child, start) = (Running(command.spawn().unwrap()), Instant::now());
     let code = loop {
         if let Some(status) = child.0.try_wait().unwrap() {

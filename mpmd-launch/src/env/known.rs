@@ -4,9 +4,8 @@ use std::fmt;
 
 use crate::{LaunchError, variables as ours};
 
-/// All variables that programs, commands and tests read. `MPMD_PATIENCE` is an old name, which is
-/// refused with its new one.
-const KNOWN: [&str; 37] = [
+/// All variables that programs, commands and tests read.
+const KNOWN: [&str; 33] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
@@ -23,9 +22,7 @@ const KNOWN: [&str; 37] = [
     ours::DEVICE,
     ours::CUDA_COLLECTIVES,
     ours::PEER_TIMEOUT,
-    "MPMD_PATIENCE",
     ours::HOST,
-    ours::LINKS,
     ours::CHECK,
     ours::DRY_RUN,
     ours::DRY_RUN_PROCESSES,
@@ -33,9 +30,7 @@ const KNOWN: [&str; 37] = [
     ours::DRY_RUN_STEPS,
     ours::TRACE,
     ours::SYNC,
-    ours::DUMP,
     ours::LAUNCHER_PID,
-    "MPMD_CUDA_CACHE",
     "MPMD_UCX_LIBRARY",
     "MPMD_SCREENSHOTS",
     "MPMD_FUZZ_INPUTS",
@@ -136,7 +131,6 @@ mod tests {
             ("MPMD_PEER_TIMOUT", "MPMD_PEER_TIMEOUT"),
             ("MPMD_PEERTIMEOUT", "MPMD_PEER_TIMEOUT"),
             ("MPMD_DEVICES", "MPMD_DEVICE"),
-            ("MPMD_LINK", "MPMD_LINKS"),
         ] {
             assert_eq!(meant(name, "1"), [Some(known)], "{name}");
         }
@@ -148,7 +142,7 @@ mod tests {
         ] {
             assert_eq!(meant(name, value), [None], "{name}");
         }
-        for name in ["HOME", "MPMD_TRANSPORT", "MPMD_TEST_CASE", "XMPMD_LINK"] {
+        for name in ["HOME", "MPMD_TRANSPORT", "MPMD_TEST_CASE", "XMPMD_HOST"] {
             assert_eq!(meant(name, "1"), [], "{name}");
         }
     }
@@ -166,8 +160,7 @@ mod tests {
         let rows = guide.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
         let names = rows.flat_map(|cell| cell.split('`')).filter(|word| word.starts_with(OURS));
         let mut listed: Vec<&str> = names.filter(|name| !name.starts_with(TESTS)).collect();
-        let mut known: Vec<&str> =
-            KNOWN.into_iter().filter(|name| *name != "MPMD_PATIENCE").collect();
+        let mut known = KNOWN.to_vec();
         listed.sort_unstable();
         known.sort_unstable();
         assert_eq!(listed, known);

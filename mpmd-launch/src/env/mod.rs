@@ -83,12 +83,8 @@ pub struct JobEnv {
     pub peer_timeout: Option<Duration>,
     /// Name of this process's host, if it differs from the system's name.
     pub host: Option<String>,
-    /// The file with the costs of links. Only the value on process 0 is used.
-    pub links: Option<PathBuf>,
     /// True if the processes compare host values of any size.
     pub check_uncommitted: bool,
-    /// True if the replicas of each kernel's outputs are compared.
-    pub check_replicas: bool,
     /// Settings of a dry run, if this process is one. `process` is then the process that it stands
     /// for, or a number beyond the job.
     pub dry_run: Option<DryRunEnv>,
@@ -113,10 +109,10 @@ impl JobEnv {
     /// Looks for the variables of these launchers, in this order: our own, torchrun, Open MPI,
     /// Slurm, PMIx, PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
     /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
-    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`,
-    /// `MPMD_LINKS` and `MPMD_CHECK` count under every launcher. If `MPMD_DRY_RUN` is set, no
-    /// launcher is asked. The process is then a dry run of a job of `MPMD_DRY_RUN_PROCESSES`
-    /// processes. It stands for process `MPMD_DRY_RUN_PROCESS`, or for a number beyond the job.
+    /// `MPMD_CORES`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PEER_TIMEOUT`, `MPMD_HOST`
+    /// and `MPMD_CHECK` count under every launcher. If `MPMD_DRY_RUN` is set, no launcher is asked.
+    /// The process is then a dry run of a job of `MPMD_DRY_RUN_PROCESSES` processes. It stands for
+    /// process `MPMD_DRY_RUN_PROCESS`, or for a number beyond the job.
     ///
     /// # Errors
     ///
@@ -389,28 +385,17 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
-    let (mut check_uncommitted, mut check_replicas) = (false, false);
-    for check in vars.get(ours::CHECK).unwrap_or_default().split(',').map(str::trim) {
-        match check {
-            "" => {}
-            "uncommitted" => check_uncommitted = true,
-            "replicas" => check_replicas = true,
-            other => {
-                return Err(LaunchError::Variable {
-                    variable: ours::CHECK.into(),
-                    value: other.into(),
-                    expected: "uncommitted, replicas, or both with a comma".into(),
-                });
-            }
+    let check_uncommitted = match vars.get(ours::CHECK).as_deref().map(str::trim) {
+        None | Some("") => false,
+        Some("uncommitted") => true,
+        Some(other) => {
+            return Err(LaunchError::Variable {
+                variable: ours::CHECK.into(),
+                value: other.into(),
+                expected: "uncommitted".into(),
+            });
         }
-    }
-    if let Some(value) = vars.get("MPMD_PATIENCE") {
-        return Err(LaunchError::Variable {
-            variable: "MPMD_PATIENCE".into(),
-            value,
-            expected: format!("{}, its name from now on", ours::PEER_TIMEOUT),
-        });
-    }
+    };
     Ok(JobEnv {
         process: ProcessId(process),
         processes,
@@ -430,9 +415,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             .transpose()?,
         peer_timeout: vars.get(ours::PEER_TIMEOUT).map(|text| peer_timeout(&text)).transpose()?,
         host: vars.get(ours::HOST),
-        links: vars.get(ours::LINKS).map(PathBuf::from),
         check_uncommitted,
-        check_replicas,
         dry_run: None,
         source,
     })

@@ -30,7 +30,7 @@ pub struct Link {
 /// The costs of all classes of links.
 ///
 /// They are the same on every process of a job: plans depend on them, and all processes must make
-/// the same plans. `mpmd bench links` measures them.
+/// the same plans.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Links {
     /// Within a device's memory.

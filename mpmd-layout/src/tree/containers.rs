@@ -55,6 +55,25 @@ impl<L: Leaf> Tree for Empty<L> {
     }
 }
 
+/// Returns true if this is the structure of a sequence with these branches.
+fn is_sequence<T: Tree>(sequence: &[T], structure: &Structure) -> bool {
+    let Structure::Node(branches) = structure else { return false };
+    let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
+        name.is_index(i) && branch.has_structure(structure)
+    };
+    branches.len() == sequence.len() && sequence.iter().zip(branches.iter()).enumerate().all(fits)
+}
+
+fn visit_sequence<'a, T: Tree>(
+    sequence: &'a [T],
+    path: &mut Path,
+    f: &mut dyn FnMut(&Path, &'a T::Leaf),
+) {
+    for (i, branch) in sequence.iter().enumerate() {
+        visit(Name::Index(i), branch, path, f);
+    }
+}
+
 impl<T: Tree> Tree for Vec<T> {
     type Leaf = T::Leaf;
     type With<M: Leaf> = Vec<T::With<M>>;
@@ -64,17 +83,11 @@ impl<T: Tree> Tree for Vec<T> {
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
-        let Structure::Node(branches) = structure else { return false };
-        let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
-            name.is_index(i) && branch.has_structure(structure)
-        };
-        branches.len() == self.len() && self.iter().zip(branches.iter()).enumerate().all(fits)
+        is_sequence(self, structure)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
-        for (i, branch) in self.iter().enumerate() {
-            visit(Name::Index(i), branch, path, f);
-        }
+        visit_sequence(self, path, f);
     }
 
     fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {
@@ -117,17 +130,11 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
-        let Structure::Node(branches) = structure else { return false };
-        let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
-            name.is_index(i) && branch.has_structure(structure)
-        };
-        branches.len() == self.len() && self.iter().zip(branches.iter()).enumerate().all(fits)
+        is_sequence(self, structure)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
-        for (i, branch) in self.iter().enumerate() {
-            visit(Name::Index(i), branch, path, f);
-        }
+        visit_sequence(self, path, f);
     }
 
     fn each_leaf<'a>(&'a self, f: &mut dyn FnMut(&'a T::Leaf)) {

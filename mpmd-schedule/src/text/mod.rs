@@ -2,8 +2,7 @@
 //! is the format of `torch.distributed.pipelining` (as of torch 2.11.0).
 //!
 //! A cell is an action, as `2F0`; an overlapped pair, as `(2F3;5B1)OVERLAP_F_B`; or empty. There is
-//! no header, no version and no escape. Further data of a schedule are in its metadata file, the
-//! [`ScheduleMetadata`](super::ScheduleMetadata).
+//! no header, no version and no escape.
 
 mod parse;
 

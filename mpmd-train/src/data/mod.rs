@@ -4,7 +4,6 @@
 //! [`Program::array_from_fn`]. So the data do not depend on the number of processes.
 
 mod blocks;
-mod buckets;
 mod packed;
 mod rows;
 mod text;
@@ -17,7 +16,6 @@ use mpmd_layout::random::Key;
 use mpmd_layout::topology::Mesh;
 
 pub use blocks::{BLOCK, HELD_OUT_EVERY};
-pub use buckets::Buckets;
 pub use packed::{Packed, Sequence};
 pub use text::{LARGEST_FILE, SEPARATOR, Text};
 pub use tokens::{TokenFile, TokenSource};

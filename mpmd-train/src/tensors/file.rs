@@ -8,10 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::{Error, Result, open_regular, safetensors_dtype};
+use mpmd_core::{Error, Result, open_regular};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 use super::refuse_pointer;
 use super::runs::runs;
@@ -176,6 +176,26 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
         return Err(format!("cut off: it has {found} bytes of {expected}"));
     }
     Ok((header, start))
+}
+
+/// Returns safetensors' name of a dtype, if it has one.
+fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
+        DType::Bool => Dtype::BOOL,
+        DType::U8 => Dtype::U8,
+        DType::I8 => Dtype::I8,
+        DType::U16 => Dtype::U16,
+        DType::I16 => Dtype::I16,
+        DType::U32 => Dtype::U32,
+        DType::I32 => Dtype::I32,
+        DType::U64 => Dtype::U64,
+        DType::I64 => Dtype::I64,
+        DType::Bf16 => Dtype::BF16,
+        DType::F16 => Dtype::F16,
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+        _ => return None,
+    })
 }
 
 #[cfg(test)]

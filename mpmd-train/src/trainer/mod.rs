@@ -14,9 +14,7 @@ mod tensorboard;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-use mpmd_core::pipeline::{
-    Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage, StepMemory,
-};
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage};
 use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::Mesh;
@@ -267,19 +265,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             self.metrics = loss.metrics.keys().cloned().collect();
         }
         self.metrics.clone()
-    }
-
-    /// Estimates the peak memory in bytes of a training step on each device, with the optimiser's
-    /// state: see [`Pipeline::memory`]. Issues nothing.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Pipeline::memory`].
-    #[track_caller]
-    pub fn memory(&self, p: &Program, microbatch: &MicrobatchShapes<In>) -> Result<StepMemory> {
-        let state = (0..self.pipeline.stages()).flat_map(|stage| self.optimizer.state(stage));
-        let state: Vec<MpmdArray> = state.map(|(_, array)| array).collect();
-        self.pipeline.memory(p, &self.schedule, microbatch, &state)
     }
 
     /// Probes the stages for microbatches of shapes that are new.

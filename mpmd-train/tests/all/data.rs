@@ -1,12 +1,13 @@
-//! Windows, and padded buckets against unpadded rows.
+//! Windows, and rows of unequal lengths, padded and unpadded.
 
 use std::collections::BTreeMap;
 
-use mpmd_core::aval::DType;
-use mpmd_core::pipeline::MicrobatchShapes;
+use mpmd_core::aval::{DType, Element};
+use mpmd_core::pipeline::{Microbatch, MicrobatchShapes};
 use mpmd_core::prelude::*;
+use mpmd_core::topology::Mesh;
 use mpmd_core::{Simulation, random};
-use mpmd_train::data::{At, Buckets, Data};
+use mpmd_train::data::{At, Data};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
@@ -23,12 +24,108 @@ fn sequences(count: u64) -> Vec<Vec<u32>> {
     (0..count).map(one).collect()
 }
 
+/// Sequences that are padded to the smallest sufficient of some lengths. Padding has weight 0. Every
+/// tenth sequence is held out.
+struct Padded {
+    sequences: Vec<Vec<u32>>,
+    lengths: Vec<usize>,
+    rows: usize,
+}
+
+impl Padded {
+    fn new(sequences: Vec<Vec<u32>>, lengths: &[usize], rows: usize) -> Self {
+        Self { sequences, lengths: lengths.to_vec(), rows }
+    }
+
+    /// Returns, for each length, the training sequences or the held-out ones.
+    fn members(&self, held_out: bool) -> Vec<(usize, Vec<Vec<u32>>)> {
+        let mut members: Vec<_> = self.lengths.iter().map(|length| (*length, Vec::new())).collect();
+        for (i, sequence) in self.sequences.iter().enumerate() {
+            if (i % 10 == 9) == held_out {
+                let at = self.lengths.partition_point(|length| length + 1 < sequence.len());
+                members[at].1.push(sequence.clone());
+            }
+        }
+        members
+    }
+
+    fn microbatch(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        length: usize,
+        rows: Vec<Vec<u32>>,
+    ) -> Result<Microbatch<MpmdArray>> {
+        let token = |shift: usize| {
+            let rows = rows.clone();
+            move |row: usize, column: usize| {
+                let tokens = rows.get(row)?;
+                (column + 1 < tokens.len()).then(|| tokens[column + shift])
+            }
+        };
+        let (input, target, real) = (token(0), token(1), token(1));
+        let (first, last) = (&meshes[0], &meshes[meshes.len() - 1]);
+        let shape = [self.rows, length];
+        let inputs = filled(p, first, shape, move |row, at| input(row, at).unwrap_or(0))?;
+        let targets = filled(p, last, shape, move |row, at| target(row, at).unwrap_or(0))?;
+        let weight = move |row, at| if real(row, at).is_some() { 1.0 } else { 0.0 };
+        let weights = filled::<f32>(p, last, shape, weight)?;
+        let side = [("targets", targets), ("weights", weights)];
+        let side = BTreeMap::from(side.map(|(name, x)| (name.to_owned(), x)));
+        Ok(Microbatch::new(inputs).side(meshes.len() - 1, side))
+    }
+}
+
+/// Creates an array, replicated over a mesh, from a function of the row and the column.
+fn filled<T: Element>(
+    p: &mut Program,
+    mesh: &Mesh,
+    shape: [usize; 2],
+    value: impl Fn(usize, usize) -> T + Send + Sync + 'static,
+) -> Result<MpmdArray> {
+    p.array_from_fn(ShapedArray::new(&shape, T::DTYPE), mesh.replicated(), move |_, mut values| {
+        let values = values.as_mut_slice::<T>()?.iter_mut().enumerate();
+        values.for_each(|(i, to)| *to = value(i / shape[1], i % shape[1]));
+        Ok(())
+    })
+}
+
+impl Data<MpmdArray> for Padded {
+    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+        let mut members = self.members(false);
+        members.retain(|(_, sequences)| !sequences.is_empty());
+        let drawn = |i: u64, end: usize| random::bits(at.key, i) as usize % end;
+        let (length, sequences) = &members[drawn(u64::MAX, members.len())];
+        let rows = (0..self.rows as u64).map(|row| sequences[drawn(row, sequences.len())].clone());
+        self.microbatch(p, meshes, *length, rows.collect())
+    }
+
+    fn held_out_len(&self) -> usize {
+        let members = self.members(true);
+        members.iter().map(|(_, sequences)| sequences.len().div_ceil(self.rows)).sum()
+    }
+
+    fn held_out(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        index: usize,
+    ) -> Result<Microbatch<MpmdArray>> {
+        let members = self.members(true);
+        let mut all = members.iter().flat_map(|(length, sequences)| {
+            sequences.chunks(self.rows).map(|rows| (*length, rows.to_vec()))
+        });
+        let (length, rows) = all.nth(index).expect("the index is below the number");
+        self.microbatch(p, meshes, length, rows)
+    }
+}
+
 /// Returns (mean loss, weight) of all held-out sequences.
-fn evaluated(buckets: &Buckets) -> (f64, f64) {
+fn evaluated(padded: &Padded) -> (f64, f64) {
     let results = Simulation::new(2, 4).run(|p| {
         let mut trainer = trainer(p, false, AdamW::default())?;
         let meshes = meshes(p)?;
-        let all = (0..buckets.held_out_len()).map(|index| buckets.held_out(p, &meshes, index));
+        let all = (0..padded.held_out_len()).map(|index| padded.held_out(p, &meshes, index));
         let all = all.collect::<Result<Vec<_>>>()?;
         let report = trainer.evaluate(p, all)?.read()?;
         Ok((report.loss(), report.weight))
@@ -42,9 +139,9 @@ fn loss_of_padded_rows_equals_the_unpadded_one() {
     let held_out = all.iter().skip(9).step_by(10);
     let tokens: usize = held_out.map(|sequence| sequence.len() - 1).sum();
     let every: Vec<usize> = (1..=12).collect();
-    let unpadded = evaluated(&Buckets::new(all.clone(), &every, 1).unwrap());
+    let unpadded = evaluated(&Padded::new(all.clone(), &every, 1));
     for (lengths, rows) in [(&[12][..], 3), (&[4, 8, 12], 4), (&[20], 1)] {
-        let padded = evaluated(&Buckets::new(all.clone(), lengths, rows).unwrap());
+        let padded = evaluated(&Padded::new(all.clone(), lengths, rows));
         assert_eq!((padded.1, unpadded.1), (tokens as f64, tokens as f64));
         let near = (padded.0 - unpadded.0).abs() < 1e-6 * unpadded.0;
         assert!(near, "{lengths:?}: {padded:?} {unpadded:?}");
@@ -55,14 +152,14 @@ fn loss_of_padded_rows_equals_the_unpadded_one() {
 fn steps_of_several_forms_train_and_replay() {
     let run = |processes: usize, replay: bool| {
         let results = Simulation::new(processes, 4).run(|p| {
-            let buckets = Buckets::new(sequences(100), &[4, 8, 12], 2).unwrap();
+            let padded = Padded::new(sequences(100), &[4, 8, 12], 2);
             let trainer = trainer(p, true, AdamW::default())?.rate(Rate::Constant(0.02));
             let mut trainer = trainer.replay(replay).stop_on(&StopFlag::default());
             let mut reports: Vec<StepReport> = Vec::new();
             let options = Run::steps(12)
                 .progress(false)
                 .on_step(|report| reports.push(untimed(report.clone())));
-            trainer.run(p, options, &buckets)?;
+            trainer.run(p, options, &padded)?;
             Ok(reports)
         });
         results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
@@ -84,13 +181,13 @@ fn steps_of_several_forms_train_and_replay() {
 fn training_by_seconds_ends_alike_on_all_processes() {
     let rate = Rate::WarmupLinear { peak: 0.02, floor: 0.0, warmup: 0, total: 1 << 40 };
     let results = Simulation::new(2, 4).run(|p| {
-        let buckets = Buckets::new(sequences(40), &[12], 2).unwrap();
+        let padded = Padded::new(sequences(40), &[12], 2);
         let mut trainer = trainer(p, false, AdamW::default())?.rate(rate);
         trainer = trainer.stop_on(&StopFlag::default());
         let mut reports: Vec<StepReport> = Vec::new();
         let run = Run::steps(1 << 40).seconds(0.3).progress(false);
         let outcome =
-            trainer.run(p, run.on_step(|report| reports.push(report.clone())), &buckets)?;
+            trainer.run(p, run.on_step(|report| reports.push(report.clone())), &padded)?;
         Ok((outcome.steps, reports))
     });
     let mut results = results.into_iter().map(Result::unwrap);
@@ -111,9 +208,9 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
             let pipeline = crate::stages::pipeline(p, false)?;
             let schedule = mpmd_core::pipeline::Schedule::gpipe(2, count)?;
             let mut trainer = mpmd_train::Trainer::new(p, pipeline, schedule, AdamW::default())?;
-            let buckets = Buckets::new(sequences(40), &[12], rows).unwrap();
+            let padded = Padded::new(sequences(40), &[12], rows);
             let meshes = meshes(p)?;
-            let all = (0..count).map(|index| buckets.held_out(p, &meshes, index));
+            let all = (0..count).map(|index| padded.held_out(p, &meshes, index));
             let all = all.collect::<Result<Vec<_>>>()?;
             trainer.step(p, all)?.read()
         });
@@ -126,7 +223,7 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
 }
 
 #[test]
-fn last_stage_gets_targets_and_weights_by_the_given_names() {
+fn last_stage_gets_targets_by_the_given_name() {
     let results = Simulation::new(1, 4).run(|p| {
         let meshes = meshes(p)?;
         let mut shapes = |data: &dyn Data<MpmdArray>| -> Result<_> {
@@ -138,9 +235,6 @@ fn last_stage_gets_targets_and_weights_by_the_given_names() {
         let named = with_inputs().side(1, &BTreeMap::from([targets()]));
         assert_eq!(shapes(&windows().target_name("y"))?, named);
         assert_eq!(shapes(&windows().unnamed_targets())?, with_inputs().side(1, &tokens));
-        let weighted = BTreeMap::from([targets(), ("w".to_owned(), f32s([2, 6]))]);
-        let buckets = Buckets::new(vec![vec![1, 2, 3]], &[6], 2)?;
-        assert_eq!(shapes(&buckets.side_names("y", "w"))?, with_inputs().side(1, &weighted));
         Ok(())
     });
     results.into_iter().for_each(|result| result.unwrap());

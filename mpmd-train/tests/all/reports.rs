@@ -1,16 +1,12 @@
 //! Reports of steps and evaluations, on every process.
 
-use std::collections::BTreeMap;
-
-use mpmd_core::aval::DType;
-use mpmd_core::pipeline::MicrobatchShapes;
 use mpmd_core::prelude::*;
 use mpmd_core::{Builder, Simulation};
 use mpmd_train::data::{At, Data};
-use mpmd_train::optimizer::{AdamW, Sgd, UpdateRule};
+use mpmd_train::optimizer::{AdamW, Sgd};
 use mpmd_train::{Rate, Run, StepReport};
 
-use crate::stages::{MICROBATCHES, TOKENS, WIDTH, meshes, trainer, untimed, windows};
+use crate::stages::{MICROBATCHES, meshes, trainer, untimed, windows};
 
 const RATE: Rate = Rate::WarmupLinear { peak: 0.1, floor: 0.0, warmup: 2, total: 6 };
 
@@ -73,23 +69,6 @@ fn evaluation_equals_the_loss_of_a_step() {
             assert!((evaluated - trained).abs() < 1e-6 * trained, "{evaluated} {trained}");
         }
     }
-}
-
-#[test]
-fn memory_counts_the_state_of_the_optimiser() {
-    let kept = |rule: UpdateRule| {
-        let results = Simulation::new(1, 4).run(|p| {
-            let trainer = trainer(p, false, rule)?;
-            let tokens = ShapedArray::new(&[2, 6], DType::U32);
-            let side = BTreeMap::from([("targets".to_owned(), tokens.clone())]);
-            let shapes = MicrobatchShapes::new(tokens).side(1, &side);
-            let plan = trainer.memory(p, &shapes)?;
-            Ok(plan.of(&p.topology().device_ids()[..1]).at_most)
-        });
-        results.into_iter().next().unwrap().unwrap()
-    };
-    let [adamw, sgd] = [AdamW::default().into(), Sgd::default().into()].map(kept);
-    assert_eq!(adamw - sgd, (2 * size_of::<f32>() * TOKENS * WIDTH) as u64);
 }
 
 #[test]

@@ -14,7 +14,6 @@
 //! when they are over.
 
 mod arena;
-mod count;
 mod device;
 mod fence;
 mod latch;
@@ -33,7 +32,6 @@ use mpmd_base::block::Mutex;
 
 pub use arena::{Arena, Pin};
 pub(crate) use arena::{Leaving, Retired};
-pub use count::{Allocations, CountingAllocator};
 pub use device::{DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Landing, MOST_WORDS};
 pub use fence::{Fence, Fences};
 pub use latch::Latch;

@@ -80,8 +80,6 @@ pub(crate) enum Fault {
     Hold(ProcessId, ProcessId, Duration, Duration),
     /// Devices have few bytes of memory.
     Memory(u64),
-    /// The inputs of an operation are to be written to a disk that has no room.
-    Disk(u64),
     /// The kernel or method of a step fails.
     Kernel(usize, Failing),
     /// A process leaves out a step.
@@ -167,7 +165,6 @@ impl Case {
                     .fold(simulation, |all, i| all.stop_after(ProcessId(i), after, time)),
                 Fault::Hold(from, to, after, time) => simulation.hold_after(from, to, after, time),
                 Fault::Memory(bytes) => simulation.settings(|s| s.device_memory(bytes)),
-                Fault::Disk(op) => simulation.settings(|s| s.dump(op, FULL_DISK)),
                 Fault::Kernel(..) | Fault::Diverge(..) => simulation,
             };
         }
@@ -238,9 +235,6 @@ pub(crate) fn processes_of(random: &mut Rng, devices: usize) -> (usize, Vec<usiz
     (processes, hosts, zero_copy)
 }
 
-/// A folder on a disk without room: the system's device that is always full.
-const FULL_DISK: &str = "/dev/full";
-
 impl Fault {
     fn random(random: &mut Rng, processes: usize) -> Self {
         let process = ProcessId(random.u32(..processes as u32));
@@ -252,7 +246,7 @@ impl Fault {
             0 => PEER_TIMEOUT * 2,
             _ => Duration::from_micros(1 << random.u32(4..24)),
         };
-        match random.u8(..10) {
+        match random.u8(..9) {
             0 | 1 => Self::LoseAt(process, op),
             2 => Self::LoseAfter(process, after),
             3 => Self::Stop(process, after, time),
@@ -261,26 +255,18 @@ impl Fault {
                 Self::Hold(process, ProcessId(to), after, time)
             }
             5 => Self::Memory(1 << random.u32(9..20)),
-            6 => Self::Disk(op),
-            7 => {
+            6 => {
                 let failing = if random.bool() { Failing::Error } else { Failing::Panic };
                 Self::Kernel(step, failing)
             }
-            8 => Self::Diverge(process, step),
+            7 => Self::Diverge(process, step),
             _ => Self::StopAll(after, time),
         }
     }
 
     /// True if all processes must hear of the fault.
     fn is_heard_of(&self) -> bool {
-        matches!(
-            self,
-            Self::Memory(_)
-                | Self::Disk(_)
-                | Self::Kernel(..)
-                | Self::Diverge(..)
-                | Self::StopAll(..)
-        )
+        matches!(self, Self::Memory(_) | Self::Kernel(..) | Self::Diverge(..) | Self::StopAll(..))
     }
 
     /// True if this fault may be the cause of an error on process `on`. The job bears stops and
@@ -293,7 +279,6 @@ impl Fault {
             Self::StopAll(..) => false,
             Self::Hold(from, to, _, time) => time >= patience && (names(from) || names(to)),
             Self::Memory(_) => error.contains("out of memory"),
-            Self::Disk(_) => error.contains(FULL_DISK),
             Self::Kernel(..) => error.contains(INJECTED),
             Self::Diverge(..) => error.contains("diverged"),
         }

@@ -307,51 +307,6 @@ fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
     }
 }
 
-#[test]
-fn invalid_link_costs_are_an_error_on_all_processes() {
-    let folder = tempfile::tempdir().expect("a folder for the test");
-    let file = folder.path().join("links.json");
-    std::fs::write(&file, r#"{"network": "fast"}"#).expect("the folder is ours");
-    // With the launcher's service, and with one in process 0, which ends with it.
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
-    let coordinator = port.expect("a port").to_string();
-    for hosted in [true, false] {
-        let mut job = Job::prepare(options(3).peer_timeout(PROMPT));
-        for process in 0..3 {
-            let mut command = hello(job.command(process));
-            if !hosted {
-                command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
-            }
-            // The variables of the other processes are ignored.
-            command.env(
-                variables::LINKS,
-                if process == 0 { file.as_path() } else { "/nowhere".as_ref() },
-            );
-            job.spawn(command);
-        }
-        for end in job.wait() {
-            assert_eq!(end.code(), 1, "{end:?}");
-            assert!(
-                end.stderr.contains("links.json, the value of MPMD_LINKS on process 0"),
-                "{}",
-                end.stderr
-            );
-        }
-    }
-    let costs: Vec<String> = ["same_device", "same_process", "same_host", "network"]
-        .iter()
-        .map(|class| format!(r#""{class}": {{"latency_ns": 2000, "bytes_per_us": 9000}}"#))
-        .collect();
-    std::fs::write(&file, format!("{{{}}}", costs.join(", "))).expect("the folder is ours");
-    let mut job = Job::prepare(options(2).peer_timeout(PROMPT));
-    for process in 0..2 {
-        let mut command = hello(job.command(process));
-        command.env(variables::LINKS, &file);
-        job.spawn(command);
-    }
-    job.wait_well();
-}
-
 /// Makes a copy of the tests' program with another build id, or with one more byte if it has no
 /// build id.
 fn another_build(folder: &std::path::Path) -> std::path::PathBuf {

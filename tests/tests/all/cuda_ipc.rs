@@ -41,7 +41,6 @@ fn start_with<'a>(
             .args(args)
             .env(variables::DEVICE, "cuda")
             .envs(settings(process).iter().copied());
-        command.env("MPMD_CUDA_CACHE", folder.path().join("cache"));
         if let Some(driver) = &driver {
             softcuda::environment(&mut command, driver);
         }

@@ -35,7 +35,6 @@ fn start(
             .args(args)
             .env(variables::DEVICE, "cuda")
             .env(variables::CUDA_COLLECTIVES, way);
-        command.env("MPMD_CUDA_CACHE", folder.path().join("cache"));
         softcuda::environment(&mut command, &driver);
         command.env("SOFTCUDA_DEVICES", processes.to_string()).envs(settings.iter().copied());
         job.spawn(command);

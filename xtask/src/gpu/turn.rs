@@ -158,7 +158,7 @@ impl<'a> Turn<'a> {
     /// Returns a command that runs on the devices of this run.
     pub(super) fn command(&self, program: impl AsRef<Path>, arguments: &[&str]) -> Command {
         let mut command = Command::new(program.as_ref());
-        command.args(arguments).env("MPMD_CUDA_CACHE", self.place.scratch.join("cache"));
+        command.args(arguments);
         if self.place.software {
             command.env("LD_LIBRARY_PATH", self.place.scratch.join("cuda"));
             command.env("SOFTCUDA_CACHE", self.place.kit.folder.join("softcuda-kernels"));

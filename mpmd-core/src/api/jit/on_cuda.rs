@@ -34,8 +34,7 @@ impl<K: Kernel> DeviceCall<K> {
         let since = runtime.trace.now();
         let prepared = self.take_inputs(gpu, &call).and_then(|last| {
             self.prepare(&call, memory)?;
-            // The first call waits until the kernel's code is compiled.
-            bound.warm.wait(local_index).map_err(|error| call.failure(&error))?;
+            bound.warm.result(local_index).map_err(|error| call.failure(&error))?;
             Ok(last)
         });
         let last = match prepared {

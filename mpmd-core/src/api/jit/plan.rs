@@ -39,8 +39,7 @@ type Problem<T> = Result<T, IssueProblem>;
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
-    /// Compilation of the kernel's code for CUDA devices, in the background. The first call on a
-    /// device waits for it.
+    /// The results of compiling the kernel's code for CUDA devices.
     pub(super) warm: Arc<Warm>,
     /// Ended calls without their buffers, for reuse.
     #[expect(

@@ -11,11 +11,10 @@ use mpmd_device::cuda;
 use mpmd_transport::Transport;
 
 use super::membership::Membership;
-use super::version::Checks;
 use super::{Program, connect};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{DryRunBuilder, Order};
-use crate::exec::{Dump, Runtime, RuntimeConfig};
+use crate::exec::{Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
@@ -41,8 +40,6 @@ pub struct Builder {
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
-    pub(super) check_replicas: Option<bool>,
-    pub(super) dump: Option<Dump>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
 }
@@ -65,8 +62,6 @@ impl Default for Builder {
             hosts: None,
             links: None,
             check_uncommitted: None,
-            check_replicas: None,
-            dump: None,
             trace: None,
             sync: None,
         }
@@ -174,18 +169,10 @@ impl Builder {
         self
     }
 
-    /// Sets the costs of links between devices, for the planner. The default is the file that
-    /// `MPMD_LINKS` names on process 0, else rough figures of a common machine.
+    /// Sets the costs of links between devices, for the planner. The same on all processes. The
+    /// default is rough figures of a common machine.
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
-        self
-    }
-
-    /// Compares the replicas of each output of each kernel, and fails the job if two differ. It
-    /// costs two operations for each output with replicas. The same on
-    /// all processes. Off by default; `MPMD_CHECK=replicas` turns it on for a job.
-    pub fn check_replicas(mut self, check: bool) -> Self {
-        self.check_replicas = Some(check);
         self
     }
 
@@ -194,17 +181,6 @@ impl Builder {
     /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
     pub fn sync(mut self, yes: bool) -> Self {
         self.sync = Some(yes);
-        self
-    }
-
-    /// Writes the inputs of operation `op` on each device of this process to the file
-    /// `operation-<op>-device-<device>.safetensors` in this folder, as they are before it. The call
-    /// of the operation blocks until they are there. [`HostArray::read_dump`] reads the file. Off
-    /// by default; `MPMD_DUMP` turns it on in a program that does not set it.
-    ///
-    /// [`HostArray::read_dump`]: crate::HostArray::read_dump
-    pub fn dump(mut self, op: u64, folder: impl Into<PathBuf>) -> Self {
-        self.dump = Some(Dump { op, folder: folder.into() });
         self
     }
 
@@ -222,11 +198,6 @@ impl Builder {
     /// setting, else in debug builds.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
-    }
-
-    pub(super) fn checks(&self) -> Checks {
-        let replicas = self.check_replicas.unwrap_or(false);
-        Checks { uncommitted: self.checks_uncommitted(), replicas }
     }
 
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
@@ -487,9 +458,7 @@ impl Builder {
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
             check_uncommitted: self.checks_uncommitted(),
-            check_replicas: self.check_replicas.unwrap_or(false),
             sync: self.sync.unwrap_or(false),
-            dump: self.dump.clone(),
             cuda,
             trace,
         }

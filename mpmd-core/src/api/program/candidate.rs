@@ -1,13 +1,12 @@
 //! A process that joins its job at the rendezvous: all check that they fit together, connect the
 //! transport and start the runtime.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, LaunchError};
-use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
@@ -18,7 +17,7 @@ use super::builder::gpus_of;
 use super::membership::{Membership, Returning, blame};
 use super::neighbours::Neighbours;
 use super::transports::{self, Opened};
-use super::{Builder, Program, costs};
+use super::{Builder, Program};
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
 
@@ -36,8 +35,6 @@ pub(super) struct Candidate {
     pub(super) opened: Result<Opened>,
     /// The job's secret.
     pub(super) token: [u8; 32],
-    /// The file with the costs of links.
-    pub(super) links: Option<PathBuf>,
 }
 
 /// The end of an attempt to join an epoch of the job.
@@ -83,7 +80,7 @@ impl Candidate {
         let Joined { process, epoch, run, ref members } = joined;
         builder.epoch = epoch;
         let neighbours = Arc::new(Neighbours::find(process, members));
-        let Self { rendezvous, server, waits, opened, token, links, .. } = self;
+        let Self { rendezvous, server, waits, opened, token, .. } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         let identity = Identity { run: Some(run), ..identity };
         let rendezvous = Arc::new(rendezvous);
@@ -91,7 +88,6 @@ impl Candidate {
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {
             let rendezvous = &membership.rendezvous;
-            costs::tell(rendezvous, process, epoch, links.as_deref())?;
             tell_gpus(rendezvous, process, epoch, &topology)?;
             let opened = match (transports::agree(members), opened) {
                 (Ok(()), opened) => opened?,
@@ -99,9 +95,8 @@ impl Candidate {
                 (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
                 (Err(error), _) => return Err(error.into()),
             };
-            let links = costs::hear(rendezvous, epoch, peer_timeout)?;
             let topology = hear_gpus(rendezvous, epoch, topology, peer_timeout)?;
-            Ok((opened, placed(&builder, topology, members, links)?))
+            Ok((opened, placed(&builder, topology, members)?))
         };
         let (opened, topology) = match agreed() {
             Ok(agreed) => agreed,
@@ -207,21 +202,12 @@ fn hear_gpus(
     })
 }
 
-/// Returns the topology with the hosts that the processes reported and with `links`. Hosts or links
-/// that the builder sets stay as they are.
-fn placed(
-    builder: &Builder,
-    topology: Topology,
-    members: &[Member],
-    links: Links,
-) -> Result<Topology> {
-    let mut topology = topology;
-    if builder.hosts.is_none() {
-        let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
-        topology = topology.on_hosts(&hosts)?;
+/// Returns the topology with the hosts that the processes reported. Hosts that the builder sets
+/// stay as they are.
+fn placed(builder: &Builder, topology: Topology, members: &[Member]) -> Result<Topology> {
+    if builder.hosts.is_some() {
+        return Ok(topology);
     }
-    if builder.links.is_none() {
-        topology = topology.with_links(links);
-    }
-    Ok(topology)
+    let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+    Ok(topology.on_hosts(&hosts)?)
 }

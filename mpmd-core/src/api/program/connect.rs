@@ -5,16 +5,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
-use mpmd_layout::topology::Topology;
 use mpmd_transport::rendezvous::{Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig};
 
 use super::builder::has_cuda;
 use super::candidate::{Candidate, Start};
 use super::membership::Returning;
 use super::transports::{self, Opened};
-use super::{Builder, Program, costs, version};
+use super::{Builder, Program, version};
 use crate::error::{Error, Result};
-use crate::exec::array::dump::parse_dump;
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
 
@@ -78,12 +76,6 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
         }
         (sync, _) => sync,
     };
-    if let (None, Ok(text)) = (&builder.dump, std::env::var(mpmd_launch::variables::DUMP))
-        && !text.is_empty()
-    {
-        let (op, folder) = parse_dump(&text)?;
-        builder = builder.dump(op, folder);
-    }
     Ok(builder)
 }
 
@@ -99,9 +91,6 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     builder.collectives = builder.collectives.or(env.cuda_collectives);
     if env.check_uncommitted {
         builder.check_uncommitted.get_or_insert(true);
-    }
-    if env.check_replicas {
-        builder.check_replicas.get_or_insert(true);
     }
     builder.spin = builder.spin.or(env.spin);
     let peer_timeout =
@@ -122,7 +111,7 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
         return dry_run(builder, env, asked);
     }
     if env.processes == 1 && !env.hosted {
-        let topology = with_links(&builder, env)?;
+        let topology = builder.topology(env.processes, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
     match join(builder, env, None, None, false)? {
@@ -134,18 +123,9 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
 /// Starts a dry run that lists the operations of all processes of the job, and assumes that all
 /// are on one host. The step end that completes the dry run writes it and exits the process.
 fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program> {
-    let topology = with_links(&builder, env)?;
+    let topology = builder.topology(env.processes, env.devices_per_process)?;
     let order = Order { file: asked.file.clone(), most_steps: asked.steps.unwrap_or(MOST_STEPS) };
     builder.start_dry_run(env.process, topology, Some(order))
-}
-
-/// Returns the devices of the job, with the costs of links that the environment names.
-fn with_links(builder: &Builder, env: &JobEnv) -> Result<Topology> {
-    let topology = builder.topology(env.processes, env.devices_per_process)?;
-    match &env.links {
-        Some(file) if builder.links.is_none() => Ok(topology.with_links(costs::of(file)?)),
-        _ => Ok(topology),
-    }
 }
 
 /// Joins the builder's epoch of a job. `identity` is that of a process that returns, and `server`
@@ -200,7 +180,7 @@ fn join(
         pid: std::process::id(),
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
-        program: version::fingerprint(&topology, builder.checks()),
+        program: version::fingerprint(&topology, builder.checks_uncommitted()),
         trouble: opened.as_ref().err().map(lack),
     };
     let candidate = Candidate {
@@ -212,7 +192,6 @@ fn join(
         member,
         opened,
         token: *env.token.bytes(),
-        links: env.links.clone(),
     };
     candidate.join(builder, topology)
 }

@@ -143,11 +143,6 @@ impl Program {
             Part::Program => None,
             Part::Idle => return (op, None),
         };
-        if let Some(dump) = &self.runtime.config.dump
-            && dump.op == op
-        {
-            dump.write(&what().to_string(), takes, at);
-        }
         if spans::are_on() {
             let bytes = if let Part::Work(bytes) = new.part { bytes } else { 0 };
             let issued = spans::Issued { op, label: self.label, what: &*what(), at, bytes };

@@ -10,7 +10,6 @@ mod builder;
 mod candidate;
 mod capture;
 mod connect;
-mod costs;
 mod dry_run;
 mod epochs;
 mod holdings;
@@ -27,7 +26,6 @@ mod values;
 mod version;
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -267,20 +265,6 @@ impl Program {
         let mesh = Mesh::new(axes, devices.to_vec())?;
         mesh.replicated().check_devices(&self.runtime.topology)?;
         Ok(mesh)
-    }
-
-    /// Allocates memory blocks of these sizes (in bytes) on the devices of this process, all at
-    /// once, then releases them. So the pools keep them for reuse. Skips the rest of a device's
-    /// blocks after the first that fails. Restarts [`MemoryUse::recent_peak`].
-    pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
-        for device in &self.runtime.devices {
-            let sizes = blocks.get(&device.id).into_iter().flatten();
-            // Held until all blocks of the device are mapped; then the pool keeps them.
-            let mapped: Vec<_> =
-                sizes.map_while(|bytes| device.pool.allocate(*bytes as usize).ok()).collect();
-            drop(mapped);
-        }
-        self.forget_memory_peak();
     }
 
     /// Restarts [`MemoryUse::recent_peak`] from the memory in use now.

@@ -19,7 +19,6 @@ use mpmd_transport::{Pool, Transport, TransportError};
 
 pub use mpmd_base::block::Spin;
 pub use mpmd_launch::{TRANSPORTS as NAMES, check_transport as check};
-pub use mpmd_transport::probe;
 pub use mpmd_transport::ucx::{Report, examine};
 
 use crate::error::{Error, Result};

@@ -1,6 +1,5 @@
 //! [`MpmdArray`]: a handle to an array on devices, of this process or of others.
 
-pub(crate) mod dump;
 mod future;
 mod handle;
 pub(crate) mod host_array;

@@ -11,9 +11,7 @@
 //! outputs.
 //!
 //! A kernel lists its sources in [`Kernel::cuda`](crate::kernel::Kernel::cuda). They are prepared
-//! from the moment at which it is bound to its mesh, and compiled only once on a machine. Compiled
-//! code is cached in the folder `MPMD_CUDA_CACHE`, by default `$XDG_CACHE_HOME/mpmd/cuda` or
-//! `~/.cache/mpmd/cuda`.
+//! when it is bound to its mesh, and compiled only once in a process.
 
 mod args;
 mod gemm;

@@ -133,18 +133,9 @@ impl SimulatedJob<'_> {
             addresses: transports::told("", &opened),
             ..Member::default()
         };
-        let (waits, token, links, server) = (true, [0; 32], None, None);
-        let candidate = Candidate {
-            rendezvous,
-            server,
-            waits,
-            process,
-            identity,
-            member,
-            opened,
-            token,
-            links,
-        };
+        let (waits, token, server) = (true, [0; 32], None);
+        let candidate =
+            Candidate { rendezvous, server, waits, process, identity, member, opened, token };
         note(format_args!("process {} of the simulation joins", self.process));
         let mut start = candidate.join(builder, topology)?;
         note(format_args!("process {} of the simulation: {start:?}", self.process));

@@ -12,7 +12,7 @@ use std::sync::{Arc, Once};
 
 use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
-use mpmd_device::cuda::WarmUp;
+use mpmd_device::cuda::CudaError;
 use mpmd_device::cuda::kernels::ADD;
 
 use crate::exec::moves::transfer::Transfer;
@@ -52,9 +52,8 @@ pub(crate) struct PutPlan {
     /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
     /// with the source.
     pub(crate) known_descriptors: [KnownDescriptor; 2],
-    /// (device, compilation of the kernel that adds partial sums), for each CUDA device of this
-    /// process that needs it.
-    warm_ups: Vec<(DeviceId, WarmUp)>,
+    /// The compilation of the function that adds partial sums, for each CUDA device that needs it.
+    sums: Vec<(DeviceId, Result<(), CudaError>)>,
 }
 
 /// Describes a `device_put` in messages.
@@ -197,14 +196,14 @@ impl PutPlan {
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_descriptors = Default::default();
         let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
-        let warm_ups: Vec<_> = targets
+        let sums: Vec<_> = targets
             .iter()
             .filter(adds)
             .filter_map(|target| {
                 let gpu = runtime.gpu_of(target.device, to_kind)?;
                 let pool = &runtime.devices[target.local_index].pool;
                 bytes += target.region.elements() * item;
-                Some((target.device, gpu.warm_up(pool, vec![&ADD])))
+                Some((target.device, gpu.prepare(pool, &[&ADD])))
             })
             .collect();
         Ok(Self {
@@ -217,7 +216,7 @@ impl PutPlan {
             bytes: bytes as u64,
             is_small: copied <= SMALL,
             known_descriptors,
-            warm_ups,
+            sums,
         })
     }
 
@@ -282,14 +281,14 @@ impl PutPlan {
     }
 
     /// Returns the device function that adds the partial sums of a shard, or `None` if the host
-    /// adds them or there are none. Blocks until the kernel is compiled, the first time.
+    /// adds them or there are none.
     fn sum_on_device(&self, target: &Target) -> Option<Sum> {
         if target.pieces.len() < 2 {
             return None;
         }
-        let (_, ready) = self.warm_ups.iter().find(|(device, _)| *device == target.device)?;
+        let (_, ready) = self.sums.iter().find(|(device, _)| *device == target.device)?;
         let sum = Sum::of(self.what.aval.dtype())?;
-        let ready = ready.wait().inspect_err(|error| {
+        let ready = ready.as_ref().inspect_err(|error| {
             static SAID: Once = Once::new();
             SAID.call_once(
                 || tracing::warn!(%error, "partial sums of CUDA devices are added up by the host"),

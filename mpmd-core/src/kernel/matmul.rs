@@ -1,6 +1,5 @@
-//! The matrix product.
+//! The matrix product, the one kernel that is ready made.
 
-use super::check_whole;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::cuda::Gemm;
@@ -58,8 +57,8 @@ impl Kernel for Matmul {
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let inner = a.global().ndim() - 1;
-        check_whole("matmul", "input 0", &a, inner)?;
-        check_whole("matmul", "input 1", &b, 0)?;
+        check_whole("input 0", &a, inner)?;
+        check_whole("input 1", &b, 0)?;
         let rows = a.region().ranges().take(inner);
         let gives = Region::new(rows.chain([b.region().range(1)]).collect());
         check_region("the output", y.region(), "the product of its inputs", &gives)?;
@@ -91,4 +90,17 @@ fn on_host<T: Element + Scalar>(
 ) -> Result<()> {
     product(&mut y.typed::<T>()?, &a.typed::<T>()?, &b.typed::<T>()?, m, k, n, false);
     Ok(())
+}
+
+/// Returns an error if dimension `dim` of the input is divided over devices.
+fn check_whole(what: &str, x: &View<'_>, dim: usize) -> Result<()> {
+    let (found, size) = (x.region().range(dim), x.global().shape()[dim]);
+    if found == (0..size) {
+        return Ok(());
+    }
+    Err(Error::kernel(format!(
+        "dimension {dim} of {what}, {}, is divided: this device has {found:?} of it; matmul needs \
+         it whole on each device",
+        x.global()
+    )))
 }

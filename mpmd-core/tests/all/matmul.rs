@@ -1,0 +1,131 @@
+//! The kernel `matmul`: values on both kinds of devices, and every error that its documentation
+//! names.
+
+use crate::common::cuda::{CPU, CUDA};
+use crate::common::watchdog;
+use mpmd_core::aval::Element;
+use mpmd_core::kernel::matmul;
+use mpmd_core::prelude::*;
+use mpmd_core::run_here;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::Mesh;
+
+fn host<T: Element>(shape: &[usize], values: &[T]) -> HostArray {
+    HostArray::from_slice(shape, values).unwrap()
+}
+
+fn counted(shape: &[usize]) -> HostArray {
+    let values: Vec<f32> = (0..shape.iter().product()).map(|i| i as f32).collect();
+    host(shape, &values)
+}
+
+/// Returns the text of the error of a call with these inputs on one device, by `run_here`.
+fn refused<K: Kernel>(kernel: K, x: &<K::In as Tree>::With<HostArray>) -> String {
+    match run_here(kernel, x) {
+        Ok(_) => panic!("the kernel must refuse this"),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn values<T: Element>(array: &HostArray) -> Vec<T> {
+    array.to_vec().unwrap()
+}
+
+#[test]
+fn products_have_leading_dimensions_and_two_dtypes() {
+    let _limit = watchdog(60);
+    let (a, b) = (counted(&[2, 1, 3]), counted(&[3, 2]));
+    let y = run_here(matmul(), &(a, b)).unwrap();
+    assert_eq!((y.shape(), values::<f32>(&y)), (&[2, 1, 2][..], vec![10.0, 13.0, 28.0, 40.0]));
+    let (a, b) = (host(&[1, 2], &[1.0f64, 2.0]), host(&[2, 1], &[3.0f64, 4.0]));
+    assert_eq!(values::<f64>(&run_here(matmul(), &(a, b)).unwrap()), [11.0]);
+    let empty = (host::<f32>(&[2, 0], &[]), host::<f32>(&[0, 2], &[]));
+    assert_eq!(values::<f32>(&run_here(matmul(), &empty).unwrap()), [0.0; 4]);
+    for (a, b) in [
+        (counted(&[2, 3]), counted(&[2, 3])),
+        (counted(&[3]), counted(&[3, 2])),
+        (counted(&[2, 3]), counted(&[1, 3, 2])),
+        (counted(&[2, 3]), host(&[3, 1], &[0.0f64; 3])),
+        (host(&[1, 1], &[1i32]), host(&[1, 1], &[1i32])),
+    ] {
+        let said = refused(matmul(), &(a.clone(), b.clone()));
+        let named = format!("not {} and {}", a.aval(), b.aval());
+        assert!(said.contains("matmul takes [.., m, k] and [k, n]"), "{said}");
+        assert!(said.contains(&named), "{said}");
+    }
+}
+
+/// Multiplies on two devices, with each input and the output in the sharding given.
+fn divided(
+    (a, b): (HostArray, HostArray),
+    shardings: [fn(&Mesh) -> Sharding; 3],
+) -> Result<Vec<f32>> {
+    let mut p = Program::builder().devices(2).alone()?;
+    let mesh = p.mesh(&[("x", 2)])?;
+    let [of_a, of_b, of_y] = shardings.map(|sharding| sharding(&mesh));
+    let a = p.device_put(&MpmdArray::from_host(a), of_a)?;
+    let b = p.device_put(&MpmdArray::from_host(b), of_b)?;
+    let kernel = p.jit(matmul()).on(&mesh).outputs(of_y).build()?;
+    let y = kernel.call(&mut p, (a, b))?.to_host().map(|y| y.unwrap().to_vec::<f32>());
+    let _ = p.finish();
+    Ok(y??)
+}
+
+fn whole(mesh: &Mesh) -> Sharding {
+    mesh.replicated()
+}
+
+fn rows(mesh: &Mesh) -> Sharding {
+    mesh.sharding(spec!["x"])
+}
+
+fn columns(mesh: &Mesh) -> Sharding {
+    mesh.sharding(spec![None, "x"])
+}
+
+#[test]
+fn arrays_that_are_divided_alike_give_the_same_values() {
+    let _limit = watchdog(60);
+    let both = || (counted(&[4, 4]), counted(&[4, 4]));
+    let product = divided(both(), [whole; 3]).unwrap();
+    assert_eq!(divided(both(), [rows, whole, rows]).unwrap(), product);
+    assert_eq!(divided(both(), [whole, columns, columns]).unwrap(), product);
+}
+
+#[test]
+fn divided_dimensions_that_are_needed_whole_are_errors() {
+    let _limit = watchdog(60);
+    let both = || (counted(&[4, 4]), counted(&[4, 4]));
+    let named = |result: Result<Vec<f32>>, part: &str| {
+        let said = result.expect_err("never a wrong value").to_string();
+        assert!(said.contains(part), "{said}\n lacks {part}");
+    };
+    let inner = "dimension 1 of input 0, f32[4,4], is divided: this device has";
+    named(divided(both(), [columns, whole, whole]), inner);
+    let inner = "dimension 0 of input 1, f32[4,4], is divided: this device has";
+    named(divided(both(), [whole, rows, whole]), inner);
+    let product = "of the output, but [0..4, 0..4] of the product of its inputs";
+    named(divided(both(), [whole, whole, columns]), product);
+}
+
+#[test]
+fn products_are_the_same_on_cuda_devices() {
+    if elsewhere!() {
+        return;
+    }
+    let _limit = watchdog(100);
+    let found = [CPU, CUDA].map(|kind| {
+        let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
+        let mesh = p.mesh(&[("x", 1)]).unwrap();
+        let whole = mesh.replicated();
+        let product = p.jit(matmul()).on(&mesh).outputs(&whole).build().unwrap();
+        let mut put = |x: HostArray| p.device_put(&MpmdArray::from_host(x), &whole).unwrap();
+        let (a, b) = (put(counted(&[2, 3])), put(counted(&[3, 3])));
+        let y = product.call(&mut p, (a, b)).unwrap();
+        let y = y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
+        p.finish().unwrap();
+        y
+    });
+    assert_eq!(found[0], found[1]);
+    assert_eq!(found[0], [15.0, 18.0, 21.0, 42.0, 54.0, 66.0]);
+}
