@@ -125,3 +125,44 @@ fn synchronous_call_returns_the_failure_of_its_operation() {
     });
     results.into_iter().for_each(Result::unwrap);
 }
+
+#[test]
+fn replicas_that_differ_are_named() {
+    let _limit = watchdog(60);
+    for (check, differ) in [(true, true), (true, false), (false, true)] {
+        let simulation = simulation(2, 4).settings(move |program| program.check_replicas(check));
+        let results = simulation.run(|p| {
+            let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
+            let kernel = fun("uneven", like_first, move |cx, x, mut y| {
+                y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+                if differ && cx.device() == DeviceId(3) {
+                    y[0].as_mut_slice::<f32>()?[1] += 1.0;
+                }
+                Ok(())
+            });
+            let columns = mesh.sharding(spec![None, "y"]);
+            let jit = p.jit(kernel).on(&mesh).outputs(&columns).build()?;
+            let x = MpmdArray::from_slice(&[2, 4], &[1.0f32; 8])?;
+            let x = p.device_put(&x, &columns)?;
+            let y = jit.call(p, vec![x])?;
+            y[0].block_until_ready()?;
+            Ok(p.operations())
+        });
+        for result in results {
+            match result {
+                Ok(operations) => {
+                    assert!(!(check && differ));
+                    assert_eq!(operations, if check { 5 } else { 2 });
+                }
+                Err(error) => {
+                    let error = error.to_string();
+                    assert!(check && differ, "{error}");
+                    let said = "the replicas of output \"0\" of kernel uneven at";
+                    let devices = "devices 1 and 3 have different values of [0..2, 2..4]";
+                    assert!(error.contains(said) && error.contains(devices), "{error}");
+                    assert!(error.contains(file!()), "{error}");
+                }
+            }
+        }
+    }
+}

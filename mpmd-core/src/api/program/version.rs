@@ -21,12 +21,20 @@ const NEAR: usize = 64 << 10;
 /// id.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
+/// The additional checks that a job makes.
+#[derive(Clone, Copy)]
+pub(super) struct Checks {
+    /// Compares host values of any size.
+    pub(super) uncommitted: bool,
+    /// Compares the replicas of kernels' outputs.
+    pub(super) replicas: bool,
+}
+
 /// Returns the properties that must be equal on all processes of a job. These are the version of
-/// mpmd, the executable, the devices, and the check of host values: `uncommitted` is true if it
-/// compares values of any size.
+/// mpmd, the executable, the devices, and the checks.
 /// Command-line arguments are not included, since some may concern only one process. Their effect
 /// on the program is compared as operations are issued.
-pub(super) fn fingerprint(topology: &Topology, uncommitted: bool) -> String {
+pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name =
@@ -34,13 +42,14 @@ pub(super) fn fingerprint(topology: &Topology, uncommitted: bool) -> String {
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // The default of a build needs no text: other builds have another build id.
-    let compared = match (uncommitted, cfg!(debug_assertions)) {
+    let compared = match (checks.uncommitted, cfg!(debug_assertions)) {
         (true, false) => ", host values of any size compared",
         (false, true) => ", small host values compared",
         _ => "",
     };
+    let replicas = if checks.replicas { ", replicas compared" } else { "" };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}",
+        "{name}, build {build}, mpmd {}, {}{compared}{replicas}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -113,7 +122,7 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = cfg!(debug_assertions);
+        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
         assert_ne!(fingerprint(&one, checks), fingerprint(&other, checks), "other owners");
         let fingerprint = |topology| fingerprint(topology, checks);
         let ours = fingerprint(&topology);
@@ -136,9 +145,12 @@ mod tests {
     }
 
     #[test]
-    fn fingerprint_depends_on_the_check_of_host_values() {
-        let [small, all] =
-            [false, true].map(|uncommitted| fingerprint(&Topology::even(2, 3), uncommitted));
+    fn fingerprint_depends_on_the_checks() {
+        let of = |uncommitted, replicas| {
+            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas })
+        };
+        let [small, all] = [false, true].map(|check| of(check, false));
+        assert_ne!(of(true, true), all);
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }

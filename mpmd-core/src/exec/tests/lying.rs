@@ -204,6 +204,7 @@ impl Scene {
             run_ahead_bytes: 1 << 30,
             spin: Spin::default(),
             check_uncommitted: false,
+            check_replicas: false,
             sync: false,
             device_memory: None,
             cuda: Vec::new(),
