@@ -1,0 +1,147 @@
+//! The check of replicas: each device hashes its part of a kernel's output, and the output's first
+//! device compares the hashes of equal parts.
+
+use std::panic::Location;
+
+use crate::api::program::Program;
+use crate::error::{Error, IssueProblem, Result};
+use crate::exec::Rolling;
+use crate::exec::array::MpmdArray;
+use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::topology::{DeviceId, Mesh};
+
+/// The mesh axis over the devices of an output.
+const DEVICE: &str = "device";
+
+impl Program {
+    /// With [`Builder::check_replicas`](crate::Builder::check_replicas), issues the comparison of
+    /// the replicas of these outputs, (path, array), of kernel `kernel`. A difference fails the
+    /// job.
+    pub(super) fn check_replicas<'a>(
+        &mut self,
+        kernel: &str,
+        outputs: impl IntoIterator<Item = (String, &'a MpmdArray)>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        for (path, output) in outputs {
+            let Some(sharding) = output.sharding() else { continue };
+            let whole = sharding.unreduced_axes().is_empty() && !output.aval().is_object();
+            let problem = |why| IssueProblem::Sharding { path: path.clone(), why }.at(at, kernel);
+            let layout = sharding.layout(output.shape()).map_err(problem)?;
+            let compared = Replicas {
+                output: match path.as_str() {
+                    "" => format!("the output of kernel {kernel} at {at}"),
+                    path => format!("output {path:?} of kernel {kernel} at {at}"),
+                },
+                parts: layout.devices().iter().copied().zip(layout.regions().to_vec()).collect(),
+            };
+            if whole && compared.pairs().next().is_some() {
+                self.compare_replicas(output, sharding, compared, at)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn compare_replicas(
+        &mut self,
+        output: &MpmdArray,
+        sharding: &Sharding,
+        compared: Replicas,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let devices: Vec<DeviceId> = compared.parts.iter().map(|(device, _)| *device).collect();
+        let wrong = |why: String| IssueProblem::Mesh(why).at(at, "the check of replicas");
+        let mesh = |devices: &[DeviceId]| {
+            Mesh::new(&[(DEVICE, devices.len())], devices.to_vec())
+                .map_err(|error| wrong(error.to_string()))
+        };
+        let (all, first) = (mesh(&devices)?, mesh(&devices[..1])?);
+        let each = all.sharding(Spec::new(vec![DEVICE.into()]));
+        let hash = self.jit(HashPart { devices: devices.len() }).on(&all);
+        let hash = hash.inputs(sharding).outputs(each).build()?;
+        let hashes = hash.call_at(self, output, at)?;
+        let before = self.set_caller(Some(at));
+        let hashes = self.put_list(&[(&hashes, &first.replicated())]);
+        self.set_caller(before);
+        let compare = self.jit(compared).on(&first).outputs(first.replicated()).build()?;
+        // Nothing reads the result: a failed kernel fails the job.
+        compare.call_at(self, &hashes?[0], at).map(drop)
+    }
+}
+
+/// Hashes each device's part of an array.
+struct HashPart {
+    devices: usize,
+}
+
+impl Kernel for HashPart {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(ShapedArray::new(&[self.devices], DType::U64)))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
+            y.as_mut_slice::<u64>()?[0] = Rolling::default().mix_bytes(x.bytes()).word();
+            Ok(())
+        })
+    }
+
+    fn name(&self) -> &str {
+        "hash of replicas"
+    }
+}
+
+/// Compares the hashes of equal parts.
+struct Replicas {
+    /// The output, for messages.
+    output: String,
+    /// The part of each device.
+    parts: Vec<(DeviceId, Region)>,
+}
+
+impl Replicas {
+    /// Returns (place of the first device, place of another device) for devices with the same part.
+    fn pairs(&self) -> impl Iterator<Item = (usize, usize)> {
+        (1..self.parts.len()).filter_map(|place| {
+            let same = |(_, region): &(DeviceId, Region)| *region == self.parts[place].1;
+            self.parts[..place].iter().position(same).map(|first| (first, place))
+        })
+    }
+}
+
+impl Kernel for Replicas {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(ShapedArray::new(&[], DType::U8)))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
+            let hashes = x.as_slice::<u64>()?;
+            for (a, b) in self.pairs() {
+                if hashes[a] != hashes[b] {
+                    let ((first, region), (other, _)) = (&self.parts[a], &self.parts[b]);
+                    return Err(Error::kernel(format!(
+                        "the replicas of {} differ: devices {first} and {other} have \
+                         different values of {region:?}",
+                        self.output
+                    )));
+                }
+            }
+            y.zero();
+            Ok(())
+        })
+    }
+
+    fn name(&self) -> &str {
+        "comparison of replicas"
+    }
+}
