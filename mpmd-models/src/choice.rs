@@ -13,7 +13,8 @@ pub struct Choice {
     /// Natural logarithm of its probability, by the model's own logits. `None` if it was not asked
     /// for.
     pub logprob: Option<f32>,
-    /// The most probable tokens with the logarithms of their probabilities, the most probable first.
+    /// The most probable tokens with the logarithms of their probabilities, the most probable
+    /// first.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -82,9 +83,8 @@ impl History {
         let (logprob, top) = match (all, token) {
             (Some((top, all)), Some(token)) => {
                 let mut order: Vec<u32> = (0..all.len() as u32).collect();
-                let key = |token: &u32| (all[*token as usize], std::cmp::Reverse(*token));
-                let largest_first =
-                    |a: &u32, b: &u32| key(b).0.total_cmp(&key(a).0).then(key(b).1.cmp(&key(a).1));
+                let at = |token: &u32| all[*token as usize];
+                let largest_first = |a: &u32, b: &u32| at(b).total_cmp(&at(a)).then(a.cmp(b));
                 let top = top.min(TOP).min(order.len());
                 if top > 0 && top < order.len() {
                     order.select_nth_unstable_by(top - 1, largest_first);

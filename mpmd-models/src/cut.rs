@@ -29,8 +29,8 @@ pub struct CutArgs {
     /// Print the division of each parameter over the devices of its stage, and end
     #[arg(long)]
     pub show_sharding: bool,
-    /// Memory of a device of each stage for weights, gradients, the optimiser's state and caches, as in
-    /// 8GiB,16GiB; activations come on top
+    /// Memory of a device of each stage for weights, gradients, the optimiser's state and caches,
+    /// as in 8GiB,16GiB; activations come on top
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = parse_bytes)]
     pub memory: Vec<u64>,
 }
@@ -250,7 +250,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the costs of layers with this work, for stages that are divided over so many devices.
+    /// Returns the costs of layers with this work, for stages that are divided over so many
+    /// devices.
     fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> Costs {
         let of = |devices: &u64| {
             let cost = |work: &u64| Cost { work: work / devices, bytes: 10 * work / devices };

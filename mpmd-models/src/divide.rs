@@ -9,8 +9,8 @@ use mpmd::topology::Mesh;
 use mpmd::{Error, Result};
 
 use crate::config::{Config, HeadNorm};
-use crate::decoder::Over;
 use crate::folder::{CONFIG, Folder};
+use crate::over::Over;
 use crate::{unexpected, wrong};
 
 /// (pattern of the names of parameters, tactic). Names have the same meaning in all families, so

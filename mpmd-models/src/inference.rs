@@ -17,8 +17,9 @@ use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 
 use crate::choice::{Choice, History};
 use crate::cut::Room;
-use crate::decoder::{Over, Rows};
+use crate::decoder::Rows;
 use crate::load::{Load, Loaded};
+use crate::over::Over;
 use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
 
 /// A model for inference: each stage has its weights, packed, and its caches.

@@ -44,6 +44,7 @@ mod inference;
 mod load;
 mod lora;
 mod matrix;
+mod over;
 mod pass;
 mod rope;
 mod sample;

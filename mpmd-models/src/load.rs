@@ -13,9 +13,10 @@ use mpmd::{DeviceId, Error, Result};
 
 use crate::choice::History;
 use crate::cut::{Held, Room};
-use crate::decoder::{Caches, EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::decoder::{Caches, EMBEDDING, OUTPUT, Part, Plan};
 use crate::divide;
 use crate::folder::Folder;
+use crate::over::Over;
 use crate::rope::Angles;
 
 /// The state of a stage on a device.

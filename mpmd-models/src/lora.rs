@@ -11,8 +11,8 @@ use mpmd::sharding::Sharding;
 use mpmd::tree::Tree;
 use mpmd::{MpmdArray, Program, Result};
 
-use crate::decoder::Shared;
 use crate::matrix::{Form, Matrix};
+use crate::over::Shared;
 
 /// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
 /// `[outputs, rank]`.

@@ -13,7 +13,7 @@ use mpmd_base::bytes_text;
 
 use crate::config::POSITIONS;
 use crate::cut::{Cost, Costs, CutArgs, Held, Layers, Room, TooLittle};
-use crate::decoder::{EMBEDDING, OUTPUT, Over, Part, Plan};
+use crate::decoder::{EMBEDDING, OUTPUT, Part, Plan};
 use crate::divide;
 use crate::folder::{CONFIG, Folder};
 use crate::forward::{Forward, loss_shapes, sequences};
@@ -21,6 +21,7 @@ use crate::generator::Generator;
 use crate::inference::Inference;
 use crate::load::Load;
 use crate::lora::{self, Lora};
+use crate::over::Over;
 use crate::rope::Angles;
 use crate::{unexpected, wrong};
 

@@ -105,8 +105,8 @@ pub fn run(
     // It stays from epoch to epoch of a job that recovers.
     let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);
     let program = |p: &mut Program| {
-        // A launcher passes the signal on to all processes. The front of process 0 drains; the others
-        // stay until it has.
+        // A launcher passes the signal on to all processes. The front of process 0 drains; the
+        // others stay until it has.
         let is_first = p.process() == ProcessId(0);
         if !is_first {
             StopFlag::install()?;

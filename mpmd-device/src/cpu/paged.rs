@@ -73,8 +73,8 @@ impl Paged {
         }
     }
 
-    /// Computes `softmax(scores) v` for queries of one sequence and one head of keys, on the calling
-    /// thread. `table` are the sequence's blocks, in order. `out` is `[queries, dim]`.
+    /// Computes `softmax(scores) v` for queries of one sequence and one head of keys, on the
+    /// calling thread. `table` are the sequence's blocks, in order. `out` is `[queries, dim]`.
     ///
     /// # Panics
     ///

@@ -6,7 +6,7 @@ use mpmd::candle::{Cx, Device, Result, Tensor};
 use super::Plan;
 use super::cache::Rows;
 use super::norm::{HeadNorms, Norm};
-use super::over::Over;
+use crate::over::Over;
 
 use crate::config::{HeadNorm, LayerConfig};
 use crate::lora::Projection;

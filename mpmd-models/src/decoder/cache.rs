@@ -4,7 +4,7 @@ use mpmd::candle::candle_core::bail;
 use mpmd::candle::nn::{PagedCache, PagedRows};
 use mpmd::candle::{Device, Result, Tensor};
 
-use super::over::Over;
+use crate::over::Over;
 
 use crate::config::Config;
 

@@ -9,10 +9,10 @@ use mpmd::candle::{Cx, Device, Result, Tensor};
 use super::Plan;
 use super::balance::Balance;
 use super::mlp::Mlp;
-use super::over::Over;
 use super::routes::{Routes, Spread, Sum};
 use crate::config;
 use crate::matrix::{Form, Matrices, Matrix};
+use crate::over::Over;
 
 /// The experts of a layer, the router that gives each token its experts, and an expert that all
 /// tokens share.

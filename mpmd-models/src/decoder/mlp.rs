@@ -4,7 +4,7 @@ use mpmd::candle::nn::{Activation, Module, VarBuilder};
 use mpmd::candle::{Cx, Result, Tensor};
 
 use super::Plan;
-use super::over::Over;
+use crate::over::Over;
 
 use crate::lora::Projection;
 use crate::matrix::Form;

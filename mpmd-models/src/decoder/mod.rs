@@ -10,7 +10,6 @@ mod experts;
 mod layer;
 mod mlp;
 mod norm;
-mod over;
 mod routes;
 
 use std::collections::BTreeMap;
@@ -27,13 +26,13 @@ use mpmd::candle::{Cx, Device, Result, Tensor, stage};
 use crate::config::Config;
 use crate::lora::Lora;
 use crate::matrix::{Form, Matrix, Table};
+use crate::over::Over;
 use crate::rope::Angles;
 use attention::Keys;
 pub(crate) use balance::Balance;
 pub(crate) use cache::{Caches, Rows};
 use layer::{Layer, scaled};
 use norm::Norm;
-pub(crate) use over::{Over, Shared};
 
 /// Name of the embedding's table, `[vocab_size, hidden_size]`.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";

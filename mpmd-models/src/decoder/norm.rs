@@ -4,8 +4,8 @@ use mpmd::candle::candle_core::{D, DType};
 use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
-use super::over::{self, Over};
 use crate::config::{self, Config};
+use crate::over::{self, Over};
 
 /// A norm of rows.
 pub(super) struct Norm {

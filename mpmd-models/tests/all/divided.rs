@@ -17,8 +17,8 @@ use crate::training::{Given, args, set_lora};
 /// The numbers of devices of each stage, and the numbers of devices of each process.
 type Job = (&'static [usize], &'static [usize]);
 
-/// Two devices in one stage; stages of unequal numbers, on processes with unequal numbers and on one
-/// process with a device each.
+/// Two devices in one stage; stages of unequal numbers, on processes with unequal numbers and on
+/// one process with a device each.
 const JOBS: [Job; 3] = [(&[2], &[1, 1]), (&[2, 1], &[2, 1]), (&[1, 2], &[1, 1, 1])];
 
 /// The folders whose heads two devices divide, and jobs with more devices for some.

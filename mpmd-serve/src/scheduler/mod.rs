@@ -1,12 +1,12 @@
 //! The scheduler: requests in, passes out. A pure state machine: it knows no clock and no I/O.
 //!
 //! Sequences are spread over *lanes*, one for each stage. The passes of a lane follow each other:
-//! each needs the tokens that the one before chose. Those of different lanes are on different stages
-//! at the same time. Passes are decided before the results of earlier ones are known. Where these
-//! end a text, the tokens of later passes are dropped.
+//! each needs the tokens that the one before chose. Those of different lanes are on different
+//! stages at the same time. Passes are decided before the results of earlier ones are known. Where
+//! these end a text, the tokens of later passes are dropped.
 //!
-//! Every stage computes passes in the order of their decisions. So a block that is given back may be
-//! used by the next pass, while earlier ones are still to be computed.
+//! Every stage computes passes in the order of their decisions. So a block that is given back may
+//! be used by the next pass, while earlier ones are still to be computed.
 
 mod blocks;
 #[cfg(test)]
@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use crate::request::{Event, Finish, Logprobs, Request, Token};
 use blocks::{Blocks, START};
 
-/// Largest number of passes of a lane that are not known to have ended. With two, the next one waits
-/// for no decision.
+/// Largest number of passes of a lane that are not known to have ended. With two, the next one
+/// waits for no decision.
 const AHEAD: usize = 2;
 
 /// The sizes of a scheduler.
@@ -64,8 +64,8 @@ pub struct Counts {
     pub known_tokens: u64,
     /// Number of tokens that were sent to clients.
     pub generated_tokens: u64,
-    /// Number of tokens that were chosen after the end of a text, or for a sequence that had to give
-    /// up its place.
+    /// Number of tokens that were chosen after the end of a text, or for a sequence that had to
+    /// give up its place.
     pub surplus_tokens: u64,
     /// Number of times that a sequence had to give up its place.
     pub preemptions: u64,
@@ -141,8 +141,8 @@ impl Scheduler {
     ///
     /// # Panics
     ///
-    /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as a
-    /// sequence may need.
+    /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as
+    /// a sequence may need.
     pub fn new(sizes: Sizes) -> Self {
         let Sizes { lanes, sequences, blocks, chunk, positions } = sizes;
         assert!(lanes > 0 && sequences >= lanes && chunk > 0, "{sizes:?}");
@@ -198,8 +198,8 @@ impl Scheduler {
         self.waiting.retain(|other| *other != id);
     }
 
-    /// Forgets all places, blocks and open passes: the stages have lost what they had. All sequences
-    /// are computed again.
+    /// Forgets all places, blocks and open passes: the stages have lost what they had. All
+    /// sequences are computed again.
     pub fn restart(&mut self) {
         let mut running: Vec<u64> = self.sequences.keys().copied().collect();
         running.retain(|id| self.sequences[id].place.is_some());
@@ -232,7 +232,8 @@ impl Scheduler {
         None
     }
 
-    /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients get.
+    /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
+    /// get.
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
         let Some((lane, choosers)) = self.open.pop_front() else { return Vec::new() };
         self.lanes[lane].open -= 1;

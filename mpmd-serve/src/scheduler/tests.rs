@@ -19,8 +19,8 @@ fn next_token(hash: u64) -> u32 {
     (hash >> 7).checked_rem(VOCABULARY).unwrap_or(0) as u32
 }
 
-/// A model of which the next token depends on all before it. Its cache has the hash of the tokens up
-/// to each position; what a pass needs is checked.
+/// A model of which the next token depends on all before it. Its cache has the hash of the tokens
+/// up to each position; what a pass needs is checked.
 struct Toy {
     cache: Vec<[Option<u64>; BLOCK]>,
     /// The last chosen token of each place.

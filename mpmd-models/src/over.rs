@@ -76,7 +76,7 @@ impl Over {
     }
 
     /// Returns the place of this device's part.
-    pub(super) fn place(self, cx: &Cx<'_>) -> Result<usize> {
+    pub(crate) fn place(self, cx: &Cx<'_>) -> Result<usize> {
         match self.parts() {
             1 => Ok(0),
             _ => Ok(cx.axis_index(TENSOR)? * self.repeat + cx.axis_index(REPEAT)?),
@@ -89,12 +89,12 @@ impl Over {
     }
 
     /// Returns the axes over which the heads of keys are divided.
-    pub(super) fn of_keys(self) -> &'static [&'static str] {
+    pub(crate) fn of_keys(self) -> &'static [&'static str] {
         self.divided().get(..1).unwrap_or_default()
     }
 
     /// Returns the inputs of projections to keys and values, and to queries.
-    pub(super) fn heads<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<[Shared<'a>; 2]> {
+    pub(crate) fn heads<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<[Shared<'a>; 2]> {
         let keys = inside(x, cx, self.of_keys())?;
         let queries = inside(&keys, cx, self.divided().get(1..).unwrap_or_default())?;
         Ok([
@@ -104,50 +104,50 @@ impl Over {
     }
 
     /// Returns the input of projections of which each device has some rows.
-    pub(super) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<Shared<'a>> {
+    pub(crate) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<Shared<'a>> {
         let axes = self.divided();
         Ok(Shared { x, inside: inside(x, cx, axes)?, axes, cx })
     }
 
     /// Returns keys or values, which all devices with queries for them have, for computations that
     /// differ between these devices.
-    pub(super) fn repeated(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(crate) fn repeated(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         inside(&x, cx, self.divided().get(1..).unwrap_or_default())
     }
 
     /// Adds up over the devices. All get the sum.
-    pub(super) fn sum(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(crate) fn sum(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         sum(&x, cx, self.divided())
     }
 
     /// Returns a tensor that all devices have for the experts, which differ between them.
-    pub(super) fn for_experts(self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(crate) fn for_experts(self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let x = inside(x, cx, self.divided())?;
         if self.expert == 1 { Ok(x) } else { cx.tree_replicated(&x, EXPERT) }
     }
 
     /// Returns the place of the first of this device's experts, of which it has `own`.
-    pub(super) fn first_expert(self, own: usize, cx: &Cx<'_>) -> Result<usize> {
+    pub(crate) fn first_expert(self, own: usize, cx: &Cx<'_>) -> Result<usize> {
         if self.expert == 1 { Ok(0) } else { Ok(own * cx.axis_index(EXPERT)?) }
     }
 
     /// Adds up the results of the devices' experts. All get the sum. Experts come first, so its
     /// bits do not depend on the number of devices over which they are divided.
-    pub(super) fn sum_of_experts(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(crate) fn sum_of_experts(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         self.sum(if self.expert == 1 { x } else { cx.tree_sum(&x, EXPERT)? }, cx)
     }
 
     /// Concatenates the parts in the last dimension, for computations that are the same on all
     /// devices.
-    pub(super) fn gathered(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
+    pub(crate) fn gathered(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let dim = x.rank().saturating_sub(1);
         self.divided().iter().rev().try_fold(x, |x, axis| cx.gathered(&x, dim, axis))
     }
 }
 
 impl Shared<'_> {
-    /// Returns the product with a matrix that all devices have, for computations that differ between
-    /// them.
+    /// Returns the product with a matrix that all devices have, for computations that differ
+    /// between them.
     pub(crate) fn product(&self, matrix: &Linear) -> Result<Tensor> {
         inside(&matrix.forward(self.x)?, self.cx, self.axes)
     }
@@ -155,7 +155,7 @@ impl Shared<'_> {
 
 /// Returns a tensor that is the same on the devices along some axes, for computations that differ
 /// between them.
-pub(super) fn inside(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
+pub(crate) fn inside(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
     axes.iter().try_fold(x.clone(), |x, axis| cx.replicated(&x, axis))
 }
 
