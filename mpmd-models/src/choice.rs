@@ -72,7 +72,7 @@ impl History {
         Ok(())
     }
 
-    /// Chooses the token that follows, and adds it. `None` if the largest logit is no finite number.
+    /// Chooses the token that follows, and adds it.
     pub(crate) fn choose(&mut self, logits: Vec<f32>) -> Choice {
         let Begin { sampling, prompt, top } = self.begin;
         let known = (prompt as usize).saturating_sub(self.first).min(self.tokens.len());

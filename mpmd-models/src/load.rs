@@ -99,8 +99,7 @@ impl Load {
             |part, x: Tensor, cx| part.forward(x, None, cx),
         )?
         .shapes();
-        let shardings =
-            divide::shardings(self.folder.config(), &self.mesh, params.clone().into_iter())?;
+        let shardings = divide::shardings(self.folder.config(), &self.mesh, params.clone())?;
         for (name, aval) in params {
             let layout = shardings[&name].layout(aval.shape())?;
             let region = layout.region_of(device);

@@ -83,12 +83,14 @@ pub struct Scheduler {
     next: usize,
     /// Number of passes so far, also empty ones.
     turn: usize,
-    /// For each pass that has not ended: its lane, and the sequences for which it chooses tokens,
-    /// with the number of their starts and their place.
-    open: VecDeque<(usize, Vec<(u64, u64, usize)>)>,
+    /// For each pass that has not ended: its lane, and the sequences for which it chooses tokens.
+    open: VecDeque<(usize, Vec<Chooser>)>,
     blocks: Blocks,
     counts: Counts,
 }
+
+/// A sequence for which a pass chooses a token: its number, the number of its starts, and its place.
+type Chooser = (u64, u64, usize);
 
 #[derive(Clone, Debug)]
 struct Lane {
@@ -341,7 +343,7 @@ impl Scheduler {
 
     /// Returns the next pass of a lane, and the sequences for which it chooses tokens: one token of
     /// each text, then prompts as far as there is room.
-    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<(u64, u64, usize)>) {
+    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<Chooser>) {
         let mut ids: Vec<u64> = self.lanes[lane].places.iter().flatten().copied().collect();
         // Where there is no room for all, each comes first in turn.
         self.turn = self.turn.wrapping_add(1);
