@@ -19,6 +19,7 @@ mod pipeline;
 mod plan;
 mod reshard;
 mod schedules;
+mod serve;
 
 use std::process::ExitCode;
 
@@ -55,6 +56,9 @@ enum What {
     Replay(issue::ReplayArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
+    /// A server of a language model with the interface of OpenAI: tokens per second, times to the
+    /// first token and between tokens.
+    Serve(serve::ServeArgs),
     /// Facts of a CUDA driver, without the framework: times of memory, events and copies, and the
     /// objects that another process can open.
     Probe(direct::ProbeArgs),
@@ -77,6 +81,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
+        What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
         What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -26,6 +26,8 @@ const SETTINGS: [&str; 3] =
 const KEY: &str = "chat_template";
 /// Limit on the instructions of a template: a stranger's may not end.
 const FUEL: u64 = 10_000_000;
+/// Limit on the indent of JSON, in blanks: it is made in memory.
+const WIDEST: usize = 64;
 /// Characters for private use, which are put around the replies that a template marks.
 const MARKS: [char; 2] = ['\u{f8f0e}', '\u{f8f0f}'];
 
@@ -319,6 +321,10 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
     let is_sorted = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let separators = options.get::<Option<Vec<String>>>("separators")?;
     options.assert_all_used()?;
+    if indent.is_some_and(|width| width > WIDEST) {
+        let why = format!("tojson: expected an indent of at most {WIDEST}");
+        return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
+    }
     let failed =
         |why: serde_json::Error| JinjaError::new(ErrorKind::BadSerialization, why.to_string());
     let value = match is_sorted {
@@ -382,5 +388,58 @@ impl Formatter for Separated {
 
     fn begin_object_value<W: io::Write + ?Sized>(&mut self, to: &mut W) -> io::Result<()> {
         to.write_all(self.colon.as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn templates_that_need_too_much_are_refused() {
+        for source in [
+            "{{ messages | tojson(indent=99999999999) }}",
+            "{{ 'ab' * 99999999999999 }}",
+            "{{ [1, 2] * 99999999999999 }}",
+            "{{ range(99999999999) | list }}",
+            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        ] {
+            let template = Template::new(source, BTreeMap::new()).unwrap();
+            let templates = Templates { all: [None, Some(template)] };
+            let found = templates.prompt(&[json!({ "role": "user", "content": "" })]);
+            assert!(found.is_err(), "{source}: {} bytes", found.unwrap().len());
+        }
+    }
+
+    #[test]
+    fn fuzz_templates() {
+        let samples = [
+            "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{{ eos_token }}\
+             {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+            "{%- if messages[0].role == 'system' %}{{ messages[0].content.split('a')[-1] }}\
+             {%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}\
+             {% for m in rest %}{% if loop.index0 % 2 != 0 %}{{ raise_exception('odd') }}{% endif %}\
+             {% generation %}{{ m | tojson(indent=2) }}{% endgeneration %}{% endfor %}",
+            "{% macro f(x, n=2) %}{{ x * n }}{% endmacro %}{% set ns = namespace(a=0) %}\
+             {% for m in messages %}{% set ns.a = ns.a + m.content | length %}{% endfor %}\
+             {{ f('ab', ns.a) }}{{ none }}{{ true }}{{ strftime_now }}",
+        ];
+        let messages = [
+            json!({ "role": "system", "content": "Say a {{ word }}." }),
+            json!({ "role": "user", "content": "日本 {% endif %} a" }),
+        ];
+        let special = BTreeMap::from([("eos_token".to_owned(), "</s>".to_owned())]);
+        let samples = samples.map(|sample| sample.as_bytes().to_vec());
+        mpmd_fuzz::bytes("templates", &samples, |source| {
+            let source = String::from_utf8_lossy(source);
+            let Ok(template) = Template::new(&source, special.clone()) else { return };
+            let templates = Templates { all: [None, Some(template)] };
+            if let Ok(prompt) = templates.prompt(&messages) {
+                assert!(!prompt.contains(MARKS));
+            }
+        });
     }
 }

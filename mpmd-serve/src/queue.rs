@@ -385,7 +385,6 @@ impl Drop for Sender {
 
 #[cfg(test)]
 mod tests {
-    use futures::executor::block_on;
     use mpmd_models::Sampling;
 
     use super::*;
@@ -397,6 +396,14 @@ mod tests {
     fn request(tokens: usize) -> Request {
         let (prompt, sampling) = (vec![1; tokens], Sampling::default());
         Request { prompt, max_tokens: 9, sampling, ends: Vec::new(), logprobs: None }
+    }
+
+    /// Waits for the next event of a client.
+    fn next(client: &mut Stream) -> Option<Event> {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_time().build().unwrap();
+        let next = async { tokio::time::timeout(60 * SECOND, client.next()).await };
+        runtime.block_on(next).expect("an event comes")
     }
 
     fn ready(requests: usize, tokens: usize) -> (Queue, Arrivals) {
@@ -482,8 +489,8 @@ mod tests {
             sender.start();
             sender.send(Event::Token(Token { id: 7, logprobs: None }));
             end(sender);
-            let events: Vec<Event> = std::iter::from_fn(|| block_on(client.next())).collect();
-            assert!(block_on(client.next()).is_none());
+            let events: Vec<Event> = std::iter::from_fn(|| next(&mut client)).collect();
+            assert!(next(&mut client).is_none());
             events.last().cloned().unwrap()
         };
         assert_eq!(ends(|mut sender| sender.send(Event::End(Finish::Stop))), {
@@ -492,7 +499,7 @@ mod tests {
         assert_eq!(ends(drop), Event::Failed("the engine has ended".into()));
         let mut client = queue.submit(request(1)).unwrap();
         queue.fail("a reason");
-        assert_eq!(block_on(client.next()), Some(Event::Failed("a reason".into())));
+        assert_eq!(next(&mut client), Some(Event::Failed("a reason".into())));
         drop(client);
         let text = queue.metrics();
         for line in [

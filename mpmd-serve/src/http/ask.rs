@@ -283,3 +283,123 @@ pub(super) fn tokens(source: &Source, name: &str, model: &Model) -> Result<Vec<u
         false => Ok(tokens),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use mpmd_models::Folder;
+
+    use super::*;
+
+    const POSITIONS: usize = 64;
+
+    fn model() -> Model {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain");
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+        {
+            std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
+        }
+        let template = "{% for m in messages %}{{ m.role ~ m.content ~ m.name }}{% endfor %}";
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+        Model::of(&Folder::open(folder.path()).unwrap(), None, POSITIONS).unwrap()
+    }
+
+    #[test]
+    fn fuzz_requests() {
+        let model = model();
+        let sampling = "\"temperature\": 0.5, \"top_k\": -1, \"top_p\": 0.9, \"min_p\": 0.1, \
+                        \"repetition_penalty\": 1.1, \"presence_penalty\": -1, \
+                        \"frequency_penalty\": 2, \"seed\": -5, \"stop\": [\"a\", \"bc\"], \
+                        \"stream\": true, \"stream_options\": {\"include_usage\": true}";
+        let samples = [
+            format!("{{\"prompt\": \"a text\", \"max_tokens\": 9, {sampling}}}"),
+            format!("{{\"prompt\": [[5, 60, 319]], \"logprobs\": 5, \"n\": 1, {sampling}}}"),
+            format!(
+                "{{\"messages\": [{{\"role\": \"system\", \"content\": \"S\"}}, {{\"role\": \
+                 \"user\", \"name\": \"me\", \"content\": [{{\"type\": \"text\", \"text\": \
+                 \"Hi\"}}]}}], \"logprobs\": true, \"top_logprobs\": 3, \
+                 \"max_completion_tokens\": 4, \"user\": \"x\", {sampling}}}"
+            ),
+        ];
+        for form in [Form::Completion, Form::Chat] {
+            assert!(
+                samples.iter().any(|body| Ask::of(body.as_bytes(), form, &model, None).is_ok())
+            );
+        }
+        mpmd_fuzz::bytes("requests", &samples.map(String::into_bytes), |body| check(body, &model));
+    }
+
+    #[test]
+    fn fuzz_request_fields() {
+        let model = model();
+        let names = [
+            "frequency_penalty",
+            "ignore_eos",
+            "logprobs",
+            "max_completion_tokens",
+            "max_tokens",
+            "min_p",
+            "model",
+            "n",
+            "presence_penalty",
+            "repetition_penalty",
+            "return_token_ids",
+            "seed",
+            "stop",
+            "stream",
+            "stream_options",
+            "temperature",
+            "top_k",
+            "top_logprobs",
+            "top_p",
+        ];
+        mpmd_fuzz::cases("request-fields", |rng| {
+            let mut body = match rng.bool() {
+                true => json!({ "prompt": value(rng, 3) }),
+                false => {
+                    let mut messages = json!([{ "role": "user", "content": value(rng, 2) }]);
+                    if rng.bool() {
+                        messages[0]["name"] = value(rng, 0);
+                    }
+                    json!({ "messages": messages })
+                }
+            };
+            for _ in 0..rng.usize(..3) {
+                body[names[rng.usize(..names.len())]] = value(rng, 1);
+            }
+            check(body.to_string().as_bytes(), &model);
+        });
+    }
+
+    /// Returns a random value with lists and objects up to this depth.
+    fn value(rng: &mut mpmd_fuzz::Rng, depth: usize) -> Value {
+        let texts = ["", "a", "text", "日本", "\0", "</s>"];
+        let text = |rng: &mut mpmd_fuzz::Rng| texts[rng.usize(..texts.len())].to_owned();
+        match rng.usize(..if depth > 0 { 9 } else { 6 }) {
+            0 => Value::Null,
+            1 => rng.bool().into(),
+            2 => rng.i64(-2..400).into(),
+            3 => mpmd_fuzz::integer(rng).into(),
+            4 => [0.0, -0.5, 0.25, 1.5, 1e300, 1e-300][rng.usize(..6)].into(),
+            5 => text(rng).repeat(rng.usize(1..30)).into(),
+            6 => json!({ "type": "text", "text": text(rng), "include_usage": rng.bool() }),
+            7 => (0..rng.usize(..80)).map(|_| rng.u32(..330)).collect(),
+            _ => (0..rng.usize(..4)).map(|_| value(rng, depth - 1)).collect(),
+        }
+    }
+
+    /// Checks that a request is refused or within all bounds.
+    fn check(body: &[u8], model: &Model) {
+        for form in [Form::Completion, Form::Chat] {
+            let Ok(ask) = Ask::of(body, form, model, Some(40)) else { continue };
+            let Request { prompt, max_tokens, sampling, logprobs, .. } = ask.request;
+            assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
+            assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
+            assert!(sampling.out_of_range().is_none() && logprobs.unwrap_or(0) <= 20);
+            assert!(ask.stops.len() <= STOPS.0 && ask.streams >= ask.has_usage);
+            assert!(ask.stops.iter().all(|stop| (1..=STOPS.1).contains(&stop.len())));
+        }
+    }
+}

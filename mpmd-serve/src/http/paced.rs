@@ -101,7 +101,9 @@ mod tests {
         let mut taken = vec![0; 1 << 24];
         let (written, read) = tokio::join!(paced.write_all(&bytes), client.read_exact(&mut taken));
         assert!(written.is_ok() && read.is_ok());
-        let error = paced.write_all(&bytes).await.unwrap_err();
+        let written = paced.write_all(&bytes);
+        let written = tokio::time::timeout(Duration::from_secs(60), written).await;
+        let error = written.expect("the write ends").unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 }
