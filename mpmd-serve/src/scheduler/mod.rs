@@ -89,7 +89,7 @@ pub struct Scheduler {
     counts: Counts,
 }
 
-/// A sequence for which a pass chooses a token: its number, the number of its starts, and its place.
+/// A sequence for which a pass chooses a token: its number, the number of its starts, its place.
 type Chooser = (u64, u64, usize);
 
 #[derive(Clone, Debug)]

@@ -121,7 +121,7 @@ fn greedy_tokens_equal_those_of_transformers_among_others() {
                                     .collect();
                                 let count = 1 + (random.fold_in(7).0 % 40) as usize;
                                 let mut stream = submit(request(&other, count, Some(random.0)));
-                                if random.0 % 4 == 0 {
+                                if random.0.is_multiple_of(4) {
                                     block_on(stream.next());
                                 } else {
                                     assert_eq!(tokens(stream).len(), count);
