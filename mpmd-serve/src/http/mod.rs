@@ -94,7 +94,7 @@ impl HttpArgs {
         Limits { requests: self.max_waiting, tokens: self.max_waiting_tokens }
     }
 
-    /// Returns the address to listen on, and the clients that may use the server.
+    /// Returns the address to listen on, and who may come in.
     fn access(&self) -> anyhow::Result<(SocketAddr, Access)> {
         let Self { host, port, .. } = self;
         let found = (host.as_str(), *port).to_socket_addrs();
