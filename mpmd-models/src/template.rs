@@ -421,7 +421,7 @@ mod tests {
              {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
             "{%- if messages[0].role == 'system' %}{{ messages[0].content.split('a')[-1] }}\
              {%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}\
-             {% for m in rest %}{% if loop.index0 % 2 != 0 %}{{ raise_exception('odd') }}{% endif %}\
+             {% for m in rest %}{% if loop.index0 % 2 %}{{ raise_exception('odd') }}{% endif %}\
              {% generation %}{{ m | tojson(indent=2) }}{% endgeneration %}{% endfor %}",
             "{% macro f(x, n=2) %}{{ x * n }}{% endmacro %}{% set ns = namespace(a=0) %}\
              {% for m in messages %}{% set ns.a = ns.a + m.content | length %}{% endfor %}\
