@@ -5,8 +5,8 @@ use std::sync::Arc;
 use mpmd::{Error, Result};
 use tokenizers::Tokenizer;
 
-/// The text of new tokens, up to the first of the texts that end it. It is given out as it grows,
-/// except an end that may still become another character or a text that ends it.
+/// The text of new tokens, up to the first stop text. It is given out as it grows. An end that may
+/// still become another character or a stop text is kept back.
 pub struct Text {
     tokenizer: Arc<Tokenizer>,
     stops: Vec<String>,
@@ -21,7 +21,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// Creates an empty text, which each of `stops` ends. Empty ones do not.
+    /// Creates an empty text with these stop texts. Empty ones end nothing.
     pub fn new(tokenizer: Arc<Tokenizer>, mut stops: Vec<String>) -> Self {
         stops.retain(|stop| !stop.is_empty());
         let (tokens, text) = (Vec::new(), String::new());
@@ -55,7 +55,7 @@ impl Text {
         Ok(self.give(true))
     }
 
-    /// True once the text has a text that ends it.
+    /// True once the text has a stop text.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped
     }

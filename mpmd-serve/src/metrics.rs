@@ -29,7 +29,7 @@ pub struct Figures {
     pub preemptions: u64,
     /// Number of passes: a sum.
     pub passes: u64,
-    /// Number of rows whose tokens were dropped: a sum.
+    /// Number of rows of passes that gave no token to a client: a sum.
     pub surplus_rows: u64,
     /// Number of times that a lost process was replaced.
     pub recoveries: u64,

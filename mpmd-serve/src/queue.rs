@@ -260,7 +260,7 @@ impl Stream {
         Some(event)
     }
 
-    /// Ends the request, since its text has a text that ends it.
+    /// Ends the request, since its reply has a stop text.
     pub fn stop(mut self) {
         self.end.get_or_insert("stop");
     }

@@ -1,4 +1,4 @@
-//! What a client asks for, and what it gets, in tokens.
+//! Requests of clients and the events of their replies, in tokens.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub struct Request {
     pub logprobs: Option<usize>,
 }
 
-/// What a client gets.
+/// A step of a reply.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A further token. It comes before [`Event::End`], also if it ends the text.

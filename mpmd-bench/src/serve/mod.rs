@@ -49,7 +49,7 @@ pub(crate) struct ServeArgs {
     /// The prompts' tokens are random ones below this number
     #[arg(long, value_name = "N", default_value_t = 300)]
     vocab: u32,
-    /// Send texts of that number of words, for servers that take no tokens
+    /// Send texts with a word for each token, for servers that take no tokens
     #[arg(long)]
     words: bool,
     /// Send only fields that OpenAI knows, for servers that refuse others. Replies may then end

@@ -1,4 +1,4 @@
-//! Who may use the server.
+//! Access to the server: keys, and requests that a browser sends for pages of other servers.
 
 use std::io;
 use std::path::Path;
@@ -12,13 +12,13 @@ use super::failure::Failure;
 /// Limit on the length of the file of keys, in bytes.
 const LARGEST_FILE: u64 = 64 << 10;
 
-/// Who may use the server.
+/// The clients that may use the server.
 pub(super) enum Access {
     /// Clients with one of these keys.
     Keys(Vec<String>),
-    /// Clients on this host, which may have a browser that shows pages of strangers.
+    /// Programs on this host. A browser here may show pages of other servers: these may not.
     ThisHost,
-    /// All who can connect.
+    /// Every client that can connect.
     All,
 }
 
@@ -45,7 +45,7 @@ impl Access {
         Ok(Self::Keys(keys))
     }
 
-    /// Refuses a request that may not come in.
+    /// Checks that the client may use the server.
     pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), Failure> {
         match self {
             Self::Keys(keys) => check_key(keys, headers),
@@ -70,8 +70,8 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
     }
 }
 
-/// Refuses what a page of another server has a browser on this host send: such a request has the
-/// page's origin, or, if the page's name leads to this host, that name.
+/// Refuses requests that a browser on this host sends for a page of another server. Such a request
+/// has the page's origin, or as its host a name that the page has pointed at this host.
 fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
     let Some(host) = text(header::HOST) else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! What a client asks for, from its JSON.
+//! Reads a request from its JSON.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
@@ -11,9 +11,9 @@ use super::fields::Fields;
 use crate::model::Model;
 use crate::request::Request;
 
-/// Largest number of texts that end a reply, and of bytes in each.
+/// Largest number of stop texts, and of bytes in each.
 const STOPS: (usize, usize) = (16, 256);
-/// Largest number of tokens whose probabilities are returned beside the chosen one.
+/// Largest number of the most probable tokens that are returned beside the chosen one.
 const LOGPROBS: u64 = 20;
 /// Number of new tokens that a completion has by default, as at OpenAI.
 const COMPLETION: usize = 16;
@@ -29,7 +29,7 @@ pub(super) enum Form {
 pub(super) struct Ask {
     pub(super) form: Form,
     pub(super) request: Request,
-    /// The texts that end the reply.
+    /// The stop texts: the reply ends before the first.
     pub(super) stops: Vec<String>,
     /// True if the reply is sent as it comes.
     pub(super) streams: bool,

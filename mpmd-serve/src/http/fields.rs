@@ -1,4 +1,5 @@
-//! The fields of a request's JSON. Each is taken once; what is left at the end is not supported.
+//! The fields of a request's JSON. Each is taken once. Fields that are left at the end
+//! are not supported.
 
 use serde_json::{Map, Value, json};
 
@@ -73,7 +74,7 @@ impl Fields {
         })
     }
 
-    /// Refuses the fields that were not taken, except those that change nothing.
+    /// Checks that no field is left, except those that change no reply.
     pub(super) fn end(self) -> Result<(), Failure> {
         let neutral = |name: &str, value: &Value| match name {
             "best_of" | "n" => *value == 1,

@@ -40,9 +40,9 @@ const THREADS: usize = 2;
 const HEAD: Duration = Duration::from_secs(30);
 /// Limits on the head of a request: number of headers, and bytes.
 const HEADERS: (usize, usize) = (64, 32 << 10);
-/// Longest time in which a client takes no byte of those that wait for it.
+/// Time limit for a client to take the next byte of a reply.
 const SLOWEST: Duration = Duration::from_secs(30);
-/// Bytes that the system keeps for a client that does not read.
+/// Size of a connection's send buffer in the system, in bytes.
 const BUFFER: u32 = 64 << 10;
 /// Time for connections to end after their last reply.
 const LAST: Duration = Duration::from_secs(2);
@@ -60,7 +60,7 @@ pub struct HttpArgs {
     /// File with an API key on each line; every request needs one of them
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Let everyone in who can connect
+    /// Serve every client that can connect, without a key
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
     /// Name of the model for clients; default: that of its folder

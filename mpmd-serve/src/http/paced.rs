@@ -1,4 +1,4 @@
-//! A connection whose reader may not be too slow.
+//! A connection with a time limit for a peer that does not read.
 
 use std::io;
 use std::pin::Pin;

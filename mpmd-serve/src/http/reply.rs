@@ -20,7 +20,7 @@ use crate::request::{Event, Finish, Token};
 /// Time without an event after which a comment is sent, so that nobody takes the connection for
 /// dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// The logarithm that stands for a probability of zero, which JSON cannot have.
+/// Stands for the logarithm of zero, since JSON has no infinity.
 const NEVER: f32 = -9999.0;
 
 /// A reply under way.
@@ -32,7 +32,7 @@ pub(super) struct Reply {
     text: Text,
     /// Number of new tokens.
     count: usize,
-    /// Number of characters in the texts of the tokens whose probabilities were returned.
+    /// Number of characters in the texts of the tokens so far, for `text_offset`.
     offset: usize,
     id: String,
     created: u64,
@@ -169,7 +169,7 @@ impl Reply {
         }
     }
 
-    /// Returns what all objects of a reply have.
+    /// Returns the fields that all objects of a reply have.
     fn frame(&self, object: &str, choices: Vec<Value>) -> Value {
         let Self { id, created, model, .. } = self;
         let model = &model.name;

@@ -34,7 +34,7 @@ const BODY: Duration = Duration::from_secs(30);
 /// Largest number of bytes in all bodies that are being read.
 const BODIES: usize = 64 << 20;
 
-/// What all endpoints share.
+/// The state that all endpoints share.
 pub(super) struct Shared {
     pub(super) model: Arc<Model>,
     pub(super) queue: Queue,
@@ -173,7 +173,7 @@ async fn parse<T: Send + 'static>(
     result.map_err(|why| Failure::server(format!("the request could not be read: {why}")))?
 }
 
-/// Reads a body. Returns what is to be dropped with its bytes.
+/// Reads a body. Returns its bytes, and the permits for their memory.
 async fn bytes(
     body: Body,
     shared: &Shared,

@@ -28,7 +28,7 @@ pub(crate) struct Args {
     pub(crate) http: HttpArgs,
 }
 
-/// What the engine does with a request.
+/// The engine's way with a request.
 #[derive(Clone)]
 pub(crate) enum Act {
     /// Sends these tokens, and the end.
