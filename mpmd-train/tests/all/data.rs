@@ -24,8 +24,8 @@ fn sequences(count: u64) -> Vec<Vec<u32>> {
     (0..count).map(one).collect()
 }
 
-/// Sequences that are padded to the smallest sufficient of some lengths. Padding has weight 0. Every
-/// tenth sequence is held out.
+/// Sequences that are padded to the smallest sufficient of some lengths. Padding has weight 0.
+/// Every tenth sequence is held out.
 struct Padded {
     sequences: Vec<Vec<u32>>,
     lengths: Vec<usize>,

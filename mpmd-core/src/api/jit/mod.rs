@@ -150,8 +150,8 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// Builds the bound kernel, and compiles its code for CUDA devices of this process. A call fails
-    /// if that has failed.
+    /// Builds the bound kernel, and compiles its code for CUDA devices of this process. A call
+    /// fails if that has failed.
     ///
     /// # Errors
     ///
