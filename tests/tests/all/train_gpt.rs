@@ -77,43 +77,6 @@ fn losses_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> Vec<String>
     losses.lines().map(str::to_owned).collect()
 }
 
-/// Runs real processes, with shared memory or without. Each takes the memory that its plan
-/// predicts. Where weight gradients are deferred, the plan counts a whole graph until they are
-/// computed, which is more than is kept.
-#[test]
-fn processes_use_the_predicted_memory() {
-    let folder = folder();
-    let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 \
-        --sample 0";
-    for (transport, processes, schedule) in [
-        ("shm", 4, "1f1b"),
-        ("shm", 2, "gpipe"),
-        ("tcp", 4, "gpipe"),
-        ("tcp", 2, "1f1b"),
-        ("shm", 1, "1f1b"),
-        ("shm", 4, "zbv"),
-        ("tcp", 2, "interleaved"),
-        ("shm", 4, "zb-h1 --recompute"),
-    ] {
-        let case = format!(
-            "{sizes} --transport {transport} --processes {processes} --schedule {schedule} text"
-        );
-        let mut command = folder.command(package_program("mpmd-examples", "train_gpt"));
-        command.args(case.split(' '));
-        let mut process = folder.start(command, "train_gpt").unwrap();
-        let end = process.wait(Instant::now() + LONG).unwrap();
-        assert_eq!(end.code(), 0, "{case}:\n{}\n{}", end.stdout, end.stderr);
-        let lines: Vec<&str> =
-            end.stdout.lines().filter(|line| line.starts_with("memory of process")).collect();
-        assert_eq!(lines.len(), processes, "{case}:\n{}", end.stdout);
-        for line in lines {
-            let ratio = line.split(['(', ')']).nth(1).and_then(|ratio| ratio.parse::<f64>().ok());
-            let least = if schedule.starts_with('z') { 0.7 } else { 0.9 };
-            assert!(ratio.is_some_and(|ratio| (least..=1.1).contains(&ratio)), "{case}: {line}");
-        }
-    }
-}
-
 const STEPS: [&str; 2] = ["--steps", "5"];
 
 fn losses_are_bit_identical_at_any_schedule_and_carrier(carrier: Carrier) {
