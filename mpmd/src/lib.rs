@@ -426,6 +426,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/schedules.md")]
     pub mod schedules {}
 
+    #[doc = include_str!("../../docs/guide/serve.md")]
+    pub mod serve {}
+
     #[doc = include_str!("../../docs/guide/sharding-rules.md")]
     pub mod sharding_rules {}
 
