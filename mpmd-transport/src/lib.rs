@@ -12,7 +12,6 @@
 //! - `handshake`: the pure state machine by which two ends of a connection prove to each other that
 //!   they know the job's token.
 //! - [`rendezvous`]: how processes meet before there is a transport.
-//! - [`probe`]: tests which system calls between processes this machine allows.
 //! - [`deadline`]: deadlines for waits that may be endless.
 
 #![allow(unsafe_code)]
