@@ -1,8 +1,8 @@
-//! Inference: passes of tokens of several sequences over the stages, which keep the weights, the
-//! keys and values of tokens so far, and what is needed to choose the next ones.
+//! Inference: passes over the stages. A pass computes tokens of several sequences. The stages keep
+//! the weights, and the keys and values of earlier tokens; the last one chooses the next tokens.
 //!
-//! The data path of a pass: `pass` has its form; `load` the state of a stage; a stage's function is
-//! [`Load::stage`]; the last one chooses tokens, which go to the first stage for later passes.
+//! The data path of a pass: its form (`pass`), the state of a stage (`load`), the function of a
+//! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -79,11 +79,6 @@ impl Inference {
         self.owner
     }
 
-    /// Returns the numbers of blocks and sequences for which there is room.
-    pub fn room(&self) -> Room {
-        self.room
-    }
-
     /// Returns the number of tokens of one sequence for which there are blocks.
     fn most_tokens(&self) -> usize {
         (self.room.blocks * BLOCK).min(self.positions)
@@ -104,13 +99,14 @@ impl Inference {
         p.broadcast_value(self.owner, (), wait)
     }
 
-    /// Issues a pass. Tokens that are not given are those of `last`, the choices of an earlier pass
-    /// that has not been given to another one, or of passes before. Returns the choices.
+    /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give those
+    /// of each pass once, in order. A chunk without given tokens computes the token that was chosen
+    /// last for its place.
     ///
     /// # Errors
     ///
-    /// If the pass has more tokens or words than have room. What does not fit the sequences fails
-    /// the choices.
+    /// If there is no room for so many tokens or words. If a chunk does not follow its sequence's
+    /// tokens, the choices fail instead.
     pub fn pass(
         &mut self,
         p: &mut Program,
@@ -152,20 +148,19 @@ impl Inference {
         };
         let mut sides = Vec::new();
         for mesh in &self.meshes {
-            sides.push(vec![("pass", array(mesh, &[words], Pass::write)?)]);
+            let pass = array(mesh, &[words], Pass::write)?;
+            sides.push(BTreeMap::from([("pass".to_owned(), pass)]));
         }
         let first = &self.meshes[0];
         let last = match last {
             Some(Choices(last)) => last.clone(),
             None => array(first, &[self.room.sequences, CHOICE], |_, to| to.fill(NONE))?,
         };
-        sides[0].push(("last", last));
+        sides[0].insert("last".to_owned(), last);
         let inputs = array(first, &[1, tokens], Pass::write_tokens)?;
         let all = sides.into_iter().enumerate();
-        Ok(all.fold(Microbatch::new(inputs), |microbatch, (stage, sides)| {
-            let sides = sides.into_iter().map(|(name, array)| (name.to_owned(), array));
-            microbatch.side(stage, sides.collect::<BTreeMap<_, _>>())
-        }))
+        let inputs = Microbatch::new(inputs);
+        Ok(all.fold(inputs, |microbatch, (stage, side)| microbatch.side(stage, side)))
     }
 }
 

@@ -1,5 +1,4 @@
-//! A pass of inference: which tokens of which sequences are computed, and the form in which stages
-//! get it.
+//! A pass of inference: some tokens of some sequences, and the form in which stages get it.
 
 use mpmd::candle::candle_core::bail;
 use mpmd::candle::nn::{BLOCK, PagedRows};

@@ -273,7 +273,7 @@ impl Stages {
         self.with_experts()
     }
 
-    /// Checks that stages whose experts are divided have some.
+    /// Returns an error if a stage without experts is to divide them.
     fn with_experts(self) -> Result<Self> {
         let layers = &self.folder.config().layers;
         let has_none =

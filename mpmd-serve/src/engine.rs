@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd::{ProcessId, Program, Result};
+use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_models::{Choices, Inference};
 use serde::{Deserialize, Serialize};
 
@@ -16,10 +16,11 @@ use crate::queue::{Arrivals, Sender};
 use crate::request::Event;
 use crate::scheduler::{Decision, Scheduler, Sizes};
 
-/// Longest time between two steps, in which the other processes see that process 0 is there.
-const IDLE: Duration = Duration::from_secs(10);
+/// Longest time between two steps: shorter than any peer timeout, so that a server without requests
+/// is not taken for one that hangs.
+const IDLE: Duration = Duration::from_secs(1);
 
-/// What all processes do next.
+/// The next step of all processes.
 #[derive(Debug, Deserialize, Serialize)]
 enum Step {
     Pass(Decision),
@@ -74,7 +75,7 @@ impl Engine {
         open.chain(waiting).for_each(|mut sender| sender.send(Event::Failed(why.clone())));
     }
 
-    /// Returns what all processes do next. Blocks while there is nothing to do, and while enough
+    /// Returns the next step of all processes. Blocks while there is nothing to do, and while enough
     /// passes are open.
     fn step(&mut self, inference: &Inference) -> Result<Step> {
         loop {
@@ -154,13 +155,16 @@ impl Engine {
 ///
 /// # Errors
 ///
-/// If a pass fails, or another process does.
+/// If a pass fails, or another process does. If process 0 has no device of the first stage.
 pub fn run(
     p: &mut Program,
     inference: &mut Inference,
     lanes: usize,
     mut engine: Option<&mut Engine>,
 ) -> Result<()> {
+    if inference.owner() != ProcessId(0) {
+        return Err(Error::kernel("the first stage is not on process 0, which takes the requests"));
+    }
     inference.warm_up(p)?;
     // The choices of each lane's last pass.
     let mut last: Vec<Option<Choices>> = vec![None; lanes];

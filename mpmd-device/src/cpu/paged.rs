@@ -94,7 +94,8 @@ impl Paged {
         }
         let mut room = Vec::new();
         for (queries, out) in queries.chunks(TILE).zip(out.chunks_mut(TILE * dim)) {
-            dispatch(self, (head, table), queries, scores, &mut room, out);
+            let tile = Tile { paged: self, head, table, queries, scores };
+            dispatch(&tile, &mut room, out);
         }
     }
 
@@ -109,69 +110,50 @@ impl Paged {
     }
 }
 
-/// Computes with the best instructions that the processor has.
-fn dispatch(
-    paged: &Paged,
-    at: (usize, &[u32]),
-    queries: &[Query<'_>],
+/// Up to [`TILE`] queries, and the keys and values that they read together.
+struct Tile<'a> {
+    paged: &'a Paged,
+    head: usize,
+    table: &'a [u32],
+    queries: &'a [Query<'a>],
     scores: Scores,
-    room: &mut Vec<f32>,
-    out: &mut [f32],
-) {
+}
+
+/// Computes with the best instructions that the processor has. `room` is for scores.
+fn dispatch(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
             // SAFETY: the processor has these instructions.
-            return unsafe { with_avx512(paged, at, queries, scores, room, out) };
+            return unsafe { with_avx512(tile, room, out) };
         }
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
             // SAFETY: the processor has these instructions.
-            return unsafe { with_avx2(paged, at, queries, scores, room, out) };
+            return unsafe { with_avx2(tile, room, out) };
         }
     }
     #[cfg(target_arch = "x86_64")]
-    tile::<false>(paged, at, queries, scores, room, out);
+    compute::<false>(tile, room, out);
     // Others have the instruction always.
     #[cfg(not(target_arch = "x86_64"))]
-    tile::<true>(paged, at, queries, scores, room, out);
+    compute::<true>(tile, room, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn with_avx512(
-    paged: &Paged,
-    at: (usize, &[u32]),
-    queries: &[Query<'_>],
-    scores: Scores,
-    room: &mut Vec<f32>,
-    out: &mut [f32],
-) {
-    tile::<true>(paged, at, queries, scores, room, out);
+fn with_avx512(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    compute::<true>(tile, room, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn with_avx2(
-    paged: &Paged,
-    at: (usize, &[u32]),
-    queries: &[Query<'_>],
-    scores: Scores,
-    room: &mut Vec<f32>,
-    out: &mut [f32],
-) {
-    tile::<true>(paged, at, queries, scores, room, out);
+fn with_avx2(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    compute::<true>(tile, room, out);
 }
 
-/// Computes up to [`TILE`] queries. `room` is for their scores.
 #[inline(always)]
-fn tile<const FUSED: bool>(
-    paged: &Paged,
-    (head, table): (usize, &[u32]),
-    queries: &[Query<'_>],
-    Scores { scale, cap }: Scores,
-    room: &mut Vec<f32>,
-    out: &mut [f32],
-) {
+fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    let &Tile { paged, head, table, queries, scores: Scores { scale, cap } } = tile;
     let (Some(start), Some(end)) = (
         queries.iter().map(|query| query.seen.start / BLOCK).min(),
         queries.iter().map(|query| query.seen.end.div_ceil(BLOCK)).max(),
@@ -268,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn results_equal_those_in_double_precision_wherever_the_blocks_are() {
+    fn results_are_exact_wherever_the_blocks_are() {
         let tables = [(0..8).collect::<Vec<u32>>(), vec![9, 3, 39, 0, 17, 2, 30, 31]];
         for cap in [None, Some(0.7)] {
             let scores = Scores { scale: 1.3, cap };

@@ -45,7 +45,7 @@ pub struct Sizes {
 pub struct Decision {
     /// The lane whose last choices it needs.
     pub lane: u32,
-    /// What is computed.
+    /// The tokens that it computes.
     pub pass: Pass,
 }
 

@@ -77,7 +77,11 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
             let mut inference = model.inference(p, &meshes, room, false)?;
             let own = || engine.lock().unwrap().take();
             let mut own = (p.process() == ProcessId(0)).then(own).flatten();
-            run(p, &mut inference, devices.len(), own.as_mut())
+            inference.warm_up(p)?;
+            let plans = p.metrics().plan_cache.misses;
+            run(p, &mut inference, devices.len(), own.as_mut())?;
+            assert_eq!(p.metrics().plan_cache.misses, plans, "no request needs a new plan");
+            Ok(())
         });
         results.into_iter().for_each(|result| result.unwrap());
     });
