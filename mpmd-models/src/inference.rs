@@ -99,9 +99,9 @@ impl Inference {
         p.broadcast_value(self.owner, (), wait)
     }
 
-    /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give those
-    /// of each pass once, in order. A chunk without given tokens computes the token that was chosen
-    /// last for its place.
+    /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give
+    /// those of each pass once, in order. A chunk without given tokens computes the token that was
+    /// chosen last for its place.
     ///
     /// # Errors
     ///

@@ -75,8 +75,8 @@ impl Engine {
         open.chain(waiting).for_each(|mut sender| sender.send(Event::Failed(why.clone())));
     }
 
-    /// Returns the next step of all processes. Blocks while there is nothing to do, and while enough
-    /// passes are open.
+    /// Returns the next step of all processes. Blocks while there is nothing to do, and while
+    /// enough passes are open.
     fn step(&mut self, inference: &Inference) -> Result<Step> {
         loop {
             self.take_arrivals();
