@@ -6,16 +6,21 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use mpmd::aval::{DType, ShapedArray, f32s};
 use mpmd::candle::candle_core::{self, bail};
 use mpmd::candle::nn::{BLOCK, PagedRows};
 use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, stage};
+use mpmd::object::MpmdObject;
 use mpmd::pipeline::{Microbatch, Pipeline};
+use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd_base::block::{now, since};
 
 use crate::choice::{Choice, History};
+use crate::clock::{StageTimes, TIMES};
 use crate::cut::Room;
 use crate::decoder::Rows;
 use crate::load::{Load, Loaded};
@@ -25,15 +30,27 @@ use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
 /// A model for inference: each stage has its weights, packed, and its caches.
 pub struct Inference {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
+    loads: Vec<Load>,
     meshes: Vec<Mesh>,
     room: Room,
     positions: usize,
+    /// The place of choices for [`Inference::read`].
+    reader: Mesh,
     owner: ProcessId,
 }
 
-/// The choices of a pass, where they will be: on the first stage.
+/// The choices of a pass, where they will be.
 #[derive(Clone, Debug)]
-pub struct Choices(MpmdArray);
+pub struct Choices {
+    /// On the first stage.
+    first: MpmdArray,
+    /// On the reader.
+    read: MpmdArray,
+}
+
+/// The times of all stages, where they will be.
+#[derive(Clone, Debug)]
+pub struct Times(Vec<MpmdArray>);
 
 impl Inference {
     /// Creates the pipeline of these stages, and issues the reading of the weights.
@@ -46,9 +63,9 @@ impl Inference {
         let mut pipeline: Option<Pipeline<MpmdArray, MpmdArray>> = None;
         let stages = loads.len();
         let positions = loads.iter().map(|load| load.positions).min().unwrap_or(1);
-        for (index, (load, mesh)) in loads.into_iter().zip(meshes).enumerate() {
-            let (stage, bytes) = (load.stage(index == 0, index + 1 == stages, room)?, load.bytes);
-            let state = p.object_of_bytes(mesh, bytes, move |device| load.load(device))?;
+        for (index, (load, mesh)) in loads.iter().zip(meshes).enumerate() {
+            let stage = load.stage(index == 0, index + 1 == stages, room)?;
+            let state = load.issue(p, mesh)?;
             let mut more = match pipeline.take() {
                 None => Pipeline::first(stage, mesh, Default::default())?,
                 Some(pipeline) => pipeline.then(stage, mesh, Default::default())?,
@@ -57,14 +74,15 @@ impl Inference {
             pipeline = Some(more);
         }
         let none = || Error::kernel("a model without stages");
-        let owner = meshes.first().and_then(|mesh| mesh.devices().first());
-        let owner = owner.and_then(|device| p.topology().process_of(*device));
+        let reader = meshes.first().ok_or_else(none)?.clone();
         let mut inference = Self {
             pipeline: pipeline.ok_or_else(none)?,
+            loads,
             meshes: meshes.to_vec(),
             room,
             positions,
-            owner: owner.ok_or_else(none)?,
+            owner: owner(p, &reader)?,
+            reader,
         };
         // The largest form: others have smaller collectives.
         if let Some(pass) = Pass::of_each_form(inference.most_tokens()).last() {
@@ -74,9 +92,33 @@ impl Inference {
         Ok(inference)
     }
 
+    /// Has choices read on a mesh, not on that of the first stage.
+    ///
+    /// # Errors
+    ///
+    /// If no process of the job has its devices.
+    pub fn read_on(&mut self, p: &Program, mesh: &Mesh) -> Result<()> {
+        (self.owner, self.reader) = (owner(p, mesh)?, mesh.clone());
+        Ok(())
+    }
+
     /// Returns the process that can read choices.
     pub fn owner(&self) -> ProcessId {
         self.owner
+    }
+
+    /// Replaces the caches of all stages by empty ones after a pass that has failed. The job goes on.
+    /// All sequences are forgotten, and choices of earlier passes must not be given to later ones.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::inference`](crate::Stages::inference).
+    pub fn renew(&mut self, p: &mut Program) -> Result<()> {
+        p.forgive_failures();
+        for (stage, (load, mesh)) in self.loads.iter().zip(&self.meshes).enumerate() {
+            self.pipeline.state(stage, &load.issue(p, mesh)?)?;
+        }
+        Ok(())
     }
 
     /// Returns the number of tokens of one sequence for which there are blocks.
@@ -84,19 +126,37 @@ impl Inference {
         (self.room.blocks * BLOCK).min(self.positions)
     }
 
-    /// Computes a pass of each form, so that later passes need no new plans. Blocks until the
-    /// weights have been read and all passes have ended. No sequence may have begun.
+    /// Computes passes of each form, the smallest first, so that later passes need no new plans.
+    /// Blocks until the weights have been read and the passes have ended. Ends with the form for
+    /// which `is_enough` returns true, on the [owner](Self::owner): it gets the number of tokens
+    /// and the time of a pass. Passes of more tokens need plans later. No sequence may have begun.
     ///
     /// # Errors
     ///
     /// If a file cannot be read, a device has too little memory, or a pass fails.
-    pub fn warm_up(&mut self, p: &mut Program) -> Result<()> {
+    pub fn warm_up(
+        &mut self,
+        p: &mut Program,
+        mut is_enough: impl FnMut(usize, Duration) -> bool,
+    ) -> Result<()> {
+        self.times(p)?;
         let mut last = None;
         for pass in Pass::of_each_form(self.most_tokens()) {
             last = Some(self.pass(p, &pass, last.as_ref())?);
+            let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
+            p.broadcast_value(self.owner, (), wait)?;
+            let start = now();
+            let choices = self.pass(p, &pass, last.as_ref())?;
+            let end = || {
+                self.read(&choices)?;
+                Ok(is_enough(pass.tokens(), since(start)))
+            };
+            if p.broadcast_value(self.owner, false, end)? {
+                return Ok(());
+            }
+            last = Some(choices);
         }
-        let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
-        p.broadcast_value(self.owner, (), wait)
+        Ok(())
     }
 
     /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give
@@ -115,7 +175,12 @@ impl Inference {
     ) -> Result<Choices> {
         let microbatch = self.microbatch(p, pass, last)?;
         let choices = self.pipeline.forward(p, microbatch)?;
-        Ok(Choices(p.device_put(&choices, self.meshes[0].replicated())?))
+        let first = p.device_put(&choices, self.meshes[0].replicated())?;
+        let read = match self.reader == self.meshes[0] {
+            true => first.clone(),
+            false => p.device_put(&choices, self.reader.replicated())?,
+        };
+        Ok(Choices { first, read })
     }
 
     /// Waits for choices, and returns that of each place for which one was made. `None` on other
@@ -125,9 +190,43 @@ impl Inference {
     ///
     /// If the pass failed.
     pub fn read(&self, choices: &Choices) -> Result<Option<Vec<Option<Choice>>>> {
-        let Some(host) = choices.0.to_host()? else { return Ok(None) };
+        let Some(host) = choices.read.to_host()? else { return Ok(None) };
         let words = host.to_vec::<u32>()?;
         Ok(Some(words.chunks_exact(CHOICE).map(Choice::read).collect()))
+    }
+
+    /// Issues that the owner gets the times of all stages, after the passes so far.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::device_put`].
+    pub fn times(&self, p: &mut Program) -> Result<Times> {
+        let times = |(load, mesh): (&Load, &Mesh)| {
+            let (aval, clock) = (ShapedArray::try_new(&[TIMES], DType::U32)?, load.clock.clone());
+            let on = Sharding::single_device(mesh.devices()[0]);
+            let own = p.array_from_fn(aval, on, move |_, mut view| {
+                clock.write(view.as_mut_slice::<u32>()?);
+                Ok(())
+            })?;
+            p.device_put(&own, self.reader.replicated())
+        };
+        self.loads.iter().zip(&self.meshes).map(times).collect::<Result<_>>().map(Times)
+    }
+
+    /// Returns the times of each stage, if they have come.
+    ///
+    /// # Errors
+    ///
+    /// If a stage failed.
+    pub fn read_times(&self, times: &Times) -> Result<Option<Vec<StageTimes>>> {
+        if !times.0.iter().all(MpmdArray::is_complete) {
+            return Ok(None);
+        }
+        let read = |times: &MpmdArray| {
+            let words = times.to_host()?.map(|host| host.to_vec::<u32>()).transpose()?;
+            Ok(words.map(|words| StageTimes::read(&words)))
+        };
+        times.0.iter().map(read).collect()
     }
 
     /// Issues the making of a pass's inputs.
@@ -153,7 +252,7 @@ impl Inference {
         }
         let first = &self.meshes[0];
         let last = match last {
-            Some(Choices(last)) => last.clone(),
+            Some(last) => last.first.clone(),
             None => array(first, &[self.room.sequences, CHOICE], |_, to| to.fill(NONE))?,
         };
         sides[0].insert("last".to_owned(), last);
@@ -164,7 +263,19 @@ impl Inference {
     }
 }
 
+/// Returns the process of a mesh's first device.
+fn owner(p: &Program, mesh: &Mesh) -> Result<ProcessId> {
+    let owner = mesh.devices().first().and_then(|device| p.topology().process_of(*device));
+    owner.ok_or_else(|| Error::kernel(format!("no process has the devices of {mesh}")))
+}
+
 impl Load {
+    /// Issues the making of the state.
+    fn issue(&self, p: &mut Program, mesh: &Mesh) -> Result<MpmdObject<Loaded>> {
+        let load = self.clone();
+        p.object_of_bytes(mesh, self.bytes, move |device| load.load(device))
+    }
+
     /// Returns the stage that computes with the loaded part. The last one of a model returns the
     /// choices `[sequences, CHOICE]`.
     fn stage(
@@ -185,14 +296,20 @@ impl Load {
                 };
             };
             let pass = Pass::read(&cx.side("pass")?)?;
+            let clock = loaded.clock.clone();
+            let started = clock.as_ref().map(|clock| clock.start());
             let x = if is_first { loaded.tokens(&x, &pass, cx)? } else { x };
             let x = x.narrow(1, 0, pass.tokens())?;
             let Loaded { part, caches, .. } = &mut *loaded;
             let x = part.follow(x, &Rows::new(pass.rows(), load.positions)?, caches, cx)?;
-            if is_last {
-                return loaded.choices(&x, &pass, (room, load.over), cx);
+            let y = match is_last {
+                true => loaded.choices(&x, &pass, (room, load.over), cx)?,
+                false => x.pad_with_zeros(1, 0, form - pass.tokens())?,
+            };
+            if let (Some(clock), Some(started)) = (clock, started) {
+                clock.end(started, y.elem_count() * y.dtype().size_in_bytes());
             }
-            x.pad_with_zeros(1, 0, form - pass.tokens())
+            Ok(y)
         };
         let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
         let stage = stage(|_| Ok(()), forward)?.named(name);

@@ -29,6 +29,7 @@
 #![forbid(unsafe_code)]
 
 mod choice;
+mod clock;
 mod config;
 mod cut;
 mod decoder;
@@ -63,12 +64,13 @@ use std::path::Path;
 use mpmd::Error;
 
 pub use choice::Choice;
+pub use clock::StageTimes;
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
 pub use cut::{CutArgs, Held, Room};
 pub use examples::{read_examples, spread_examples};
 pub use folder::Folder;
 pub use generator::Generator;
-pub use inference::{Choices, Inference};
+pub use inference::{Choices, Inference, Times};
 pub use lora::{Lora, merged};
 pub use pass::{Begin, Chunk, MOST_TOKENS, MOST_WORDS, Pass, TOP};
 pub use rope::{Angles, Rope, Scaling};

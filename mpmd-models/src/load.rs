@@ -1,7 +1,9 @@
 //! The state of a stage of inference: its weights, which are read and packed, and its caches.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use mpmd::candle::candle_core;
 use mpmd::candle::nn::PackedLinear;
@@ -10,8 +12,10 @@ use mpmd::object::ObjectBytes;
 use mpmd::region::Region;
 use mpmd::topology::Mesh;
 use mpmd::{DeviceId, Error, Result};
+use mpmd_base::block::Mutex;
 
 use crate::choice::History;
+use crate::clock::Clock;
 use crate::cut::{Held, Room};
 use crate::decoder::{Caches, EMBEDDING, OUTPUT, Part, Plan};
 use crate::divide;
@@ -21,18 +25,46 @@ use crate::rope::Angles;
 
 /// The state of a stage on a device.
 pub(crate) struct Loaded {
-    pub(crate) part: Part,
+    pub(crate) part: Arc<Part>,
     pub(crate) caches: Caches,
     /// The last token of each place, on the first stage.
     pub(crate) last: Vec<u32>,
     /// The sequence of each place, on the last stage.
     pub(crate) histories: Vec<Option<History>>,
+    /// On the first device of the stage.
+    pub(crate) clock: Option<Arc<Clock>>,
     bytes: u64,
 }
 
 impl ObjectBytes for Loaded {
     fn bytes(&self) -> u64 {
         self.bytes
+    }
+}
+
+/// The packed weights that this process has read. They stay as long as the stages do, so a later
+/// epoch of the job reads none, nor does a stage that is made anew.
+#[derive(Clone, Default)]
+pub(crate) struct Weights(Arc<Mutex<HashMap<Packed, Arc<Part>>>>);
+
+/// The layers, their division, the place of the device in its mesh, and the type of the weights.
+type Packed = (Range<usize>, Over, usize, bool);
+
+impl fmt::Debug for Weights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.lock().keys()).finish()
+    }
+}
+
+impl Weights {
+    fn get_or_read(&self, what: Packed, read: impl FnOnce() -> Result<Part>) -> Result<Arc<Part>> {
+        let known = self.0.lock().get(&what).cloned();
+        if let Some(part) = known {
+            return Ok(part);
+        }
+        let part = Arc::new(read()?);
+        self.0.lock().insert(what, part.clone());
+        Ok(part)
     }
 }
 
@@ -50,6 +82,8 @@ pub(crate) struct Load {
     in_half: bool,
     /// The bytes on a device.
     pub(crate) bytes: u64,
+    weights: Weights,
+    pub(crate) clock: Arc<Clock>,
 }
 
 impl Load {
@@ -59,7 +93,7 @@ impl Load {
         angles: &[Angles],
         (layers, mesh): (Range<usize>, &Mesh),
         (room, positions): (Room, usize),
-        in_half: bool,
+        (in_half, weights): (bool, &Weights),
     ) -> Result<Self> {
         let Held { element, layer } = Held::inference(folder, room, in_half);
         let (mesh, over) = (mesh.clone(), Over::of(mesh)?);
@@ -73,6 +107,8 @@ impl Load {
             positions,
             in_half,
             bytes: layers.len() as u64 * layer / over.tensor as u64,
+            weights: weights.clone(),
+            clock: Arc::default(),
         };
         // Parts are alike on all devices.
         let device = load.mesh.devices()[0];
@@ -110,8 +146,22 @@ impl Load {
         Ok(regions)
     }
 
-    /// Reads the weights of a device layer by layer, and packs them.
+    /// Creates the state of a device. Reads its weights unless this process has them.
     pub(crate) fn load(&self, device: DeviceId) -> Result<Loaded> {
+        let place = self.mesh.devices().iter().position(|own| *own == device).unwrap_or(0);
+        let what = (self.layers.clone(), self.over, place, self.in_half);
+        Ok(Loaded {
+            part: self.weights.get_or_read(what, || self.read(device))?,
+            caches: self.caches(self.room.blocks),
+            last: vec![0; self.room.sequences],
+            histories: vec![None; self.room.sequences],
+            clock: (place == 0).then(|| self.clock.clone()),
+            bytes: self.bytes,
+        })
+    }
+
+    /// Reads the weights of a device layer by layer, and packs them.
+    fn read(&self, device: DeviceId) -> Result<Part> {
         let failed = |why: Error| candle_core::Error::wrap(why);
         let Self { folder, layers, in_half, .. } = self;
         let tables = self.regions(layers.clone(), device)?;
@@ -140,14 +190,7 @@ impl Load {
             Ok(parts_builder(tensors))
         };
         let part = Part::packed(self.plan(), layers.clone(), *in_half, table, params);
-        let part = part.map_err(|why| Error::kernel(why.to_string()))?;
-        Ok(Loaded {
-            part,
-            caches: self.caches(self.room.blocks),
-            last: vec![0; self.room.sequences],
-            histories: vec![None; self.room.sequences],
-            bytes: self.bytes,
-        })
+        part.map_err(|why| Error::kernel(why.to_string()))
     }
 
     /// Returns the part without the values of its matrices.

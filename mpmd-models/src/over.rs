@@ -16,7 +16,7 @@ pub(crate) const EXPERT: &str = "expert";
 const AXES: [&str; 2] = [TENSOR, REPEAT];
 
 /// The numbers of devices over which a stage's layers are divided.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) struct Over {
     /// Number of devices along [`EXPERT`].
     pub(crate) expert: usize,

@@ -19,7 +19,7 @@ use crate::folder::{CONFIG, Folder};
 use crate::forward::{Forward, loss_shapes, sequences};
 use crate::generator::Generator;
 use crate::inference::Inference;
-use crate::load::Load;
+use crate::load::{Load, Weights};
 use crate::lora::{self, Lora};
 use crate::over::Over;
 use crate::rope::Angles;
@@ -41,6 +41,9 @@ pub struct Stages {
     lora: Option<Lora>,
     seed: u64,
     is_packed: bool,
+    /// The number of devices of the job before those of the stages.
+    after: usize,
+    weights: Weights,
 }
 
 impl Stages {
@@ -79,6 +82,8 @@ impl Stages {
             lora: None,
             seed: 0,
             is_packed: false,
+            after: 0,
+            weights: Weights::default(),
         })
     }
 
@@ -87,6 +92,13 @@ impl Stages {
     #[must_use]
     pub fn packed(mut self, is_packed: bool) -> Self {
         self.is_packed = is_packed;
+        self
+    }
+
+    /// Leaves the first devices of the job to others.
+    #[must_use]
+    pub fn after(mut self, devices: usize) -> Self {
+        self.after = devices;
         self
     }
 
@@ -165,8 +177,9 @@ impl Stages {
         Ok(ranks.into_values().collect())
     }
 
-    /// Returns the mesh of each stage. The devices of the job are those of rank 0, then those of
-    /// rank 1, and so on. `rank_of` returns the rank of a stage.
+    /// Returns the mesh of each stage. The devices of the job are those that are
+    /// [left to others](Self::after), those of rank 0, then those of rank 1, and so on. `rank_of`
+    /// returns the rank of a stage.
     ///
     /// # Errors
     ///
@@ -174,7 +187,7 @@ impl Stages {
     pub fn meshes(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<Mesh>> {
         let devices = self.devices(&rank_of)?;
         let mesh = |(stage, over): (usize, &Over)| {
-            let first: usize = devices[..rank_of(stage)].iter().sum();
+            let first = self.after + devices[..rank_of(stage)].iter().sum::<usize>();
             let own = first as u32..(first + over.devices()) as u32;
             Ok(Mesh::new(&over.axes(), own.map(DeviceId).collect())?)
         };
@@ -400,7 +413,8 @@ impl Stages {
         let meshes = &meshes[..self.cut.len()];
         let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
             let place = (layers.clone(), mesh);
-            Load::new(&self.folder, &angles, place, (room, self.positions), in_half)
+            let kind = (in_half, &self.weights);
+            Load::new(&self.folder, &angles, place, (room, self.positions), kind)
         };
         let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;
         Inference::new(p, loads, meshes, room)

@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd::{Error, ProcessId, Program, Result};
-use mpmd_models::{Choices, Inference};
+use mpmd::{Error, FailureKind, ProcessId, Program, Result};
+use mpmd_base::block::{Instant, now, since};
+use mpmd_models::{Choices, Inference, Times};
 use serde::{Deserialize, Serialize};
 
-use crate::metrics::Figures;
+use crate::metrics::{Figures, StageFigures};
 use crate::queue::{Arrivals, Sender};
 use crate::request::Event;
 use crate::scheduler::{Decision, Scheduler, Sizes};
@@ -19,11 +20,20 @@ use crate::scheduler::{Decision, Scheduler, Sizes};
 /// Longest time between two steps: shorter than any peer timeout, so that a server without requests
 /// is not taken for one that hangs.
 const IDLE: Duration = Duration::from_secs(1);
+/// Time between two questions for the times of the stages.
+const TIMES: Duration = Duration::from_secs(1);
+/// A larger pass is worth its time if a token costs at most this share of what it costs in the next
+/// smaller one.
+const WORTH: f64 = 0.9;
 
 /// The next step of all processes.
 #[derive(Debug, Deserialize, Serialize)]
 enum Step {
     Pass(Decision),
+    /// New caches, since a pass has failed.
+    Renew,
+    /// Send the times of the stages.
+    Times,
     /// Nothing, since there are no requests.
     Idle,
     End,
@@ -39,10 +49,16 @@ pub struct Engine {
     /// The choices of passes that have not ended.
     open: VecDeque<Choices>,
     sizes: Sizes,
-    /// Number of passes so far.
-    passes: u64,
+    /// False if the size of a pass is yet to be measured.
+    has_chunk: bool,
+    /// Number of passes so far, and of those that failed.
+    passes: [u64; 2],
     /// Number of lost processes that were replaced.
     recoveries: u64,
+    /// The times of the stages in this epoch, as far as they are known, and in all earlier ones.
+    stages: [Vec<StageFigures>; 2],
+    /// The time of the last question for them, and the answer unless it was read.
+    asked: (Instant, Option<Times>),
     /// Why the last call of [`run`] failed.
     pub(crate) failed: Option<Arc<str>>,
 }
@@ -61,10 +77,21 @@ impl Engine {
             next: 0,
             open: VecDeque::new(),
             sizes,
-            passes: 0,
+            has_chunk: true,
+            passes: [0; 2],
             recoveries: 0,
+            stages: [Vec::new(), Vec::new()],
+            asked: (now(), None),
             failed: None,
         }
+    }
+
+    /// Has the number of tokens of a pass measured at the start, in place of that of the sizes: the
+    /// smallest with which a token costs hardly more than with larger ones.
+    #[must_use]
+    pub fn measure_chunk(mut self) -> Self {
+        self.has_chunk = false;
+        self
     }
 
     /// Fails the open requests, if there are any, with the reason for which the job has ended.
@@ -89,11 +116,18 @@ impl Engine {
                     .iter_mut()
                     .filter(|(id, _)| started(id))
                     .for_each(|(_, sender)| sender.start());
-                self.passes += 1;
+                self.passes[0] += 1;
                 return Ok(Step::Pass(decision));
             }
             if let Some(choices) = self.open.pop_front() {
-                let choices = inference.read(&choices)?.unwrap_or_default();
+                let choices = match inference.read(&choices) {
+                    Ok(choices) => choices.unwrap_or_default(),
+                    Err(why) if concerns_one_pass(&why) => {
+                        self.fail(&why);
+                        return Ok(Step::Renew);
+                    }
+                    Err(why) => return Err(why),
+                };
                 for (id, event) in self.scheduler.end(&choices) {
                     let is_last = !matches!(event, Event::Token(_));
                     if let Some(sender) = self.clients.get_mut(&id) {
@@ -103,13 +137,84 @@ impl Engine {
                         self.clients.remove(&id);
                     }
                 }
+                self.read_times(inference)?;
                 self.report();
+                if since(self.asked.0) > TIMES {
+                    return Ok(Step::Times);
+                }
             } else if self.clients.is_empty() && self.arrivals.is_over() {
                 return Ok(Step::End);
             } else if !self.arrivals.wait(IDLE) {
                 return Ok(Step::Idle);
             }
         }
+    }
+
+    /// Fails the requests of the oldest open pass. The others are computed again.
+    fn fail(&mut self, why: &Error) {
+        tracing::error!("a pass has failed, and its requests with it: {why}");
+        let why: Arc<str> = format!("the model has failed: {why}").into();
+        for id in self.scheduler.fail() {
+            if let Some(mut sender) = self.clients.remove(&id) {
+                sender.send(Event::Failed(why.clone()));
+            }
+        }
+        self.passes[1] += 1;
+        self.open.clear();
+        self.report();
+    }
+
+    /// Reads the times of the stages, if they have come.
+    fn read_times(&mut self, inference: &Inference) -> Result<()> {
+        let Some(asked) = &self.asked.1 else { return Ok(()) };
+        let Some(times) = inference.read_times(asked)? else { return Ok(()) };
+        self.asked.1 = None;
+        let figures = times.iter().enumerate().map(|(stage, own)| StageFigures {
+            busy: own.busy,
+            handed_bytes: own.handed_bytes,
+            handed: times.get(stage + 1).map_or(Duration::ZERO, |next| own.until(next)),
+        });
+        self.stages[0] = figures.collect();
+        Ok(())
+    }
+
+    /// Forgets all that the stages of an earlier epoch knew.
+    fn restart(&mut self, epoch: u64) {
+        self.has_chunk = true;
+        self.scheduler.set_chunk(self.sizes.chunk);
+        self.scheduler.restart();
+        self.open.clear();
+        self.recoveries = epoch.saturating_sub(1);
+        self.stages[1] = self.stages();
+        self.stages[0].clear();
+        self.asked.1 = None;
+        self.report();
+        self.arrivals.open();
+    }
+
+    /// Takes the time of a pass of so many tokens, the smallest first. Returns true if larger ones
+    /// are not worth their time.
+    fn is_enough(&mut self, tokens: usize, time: Duration, smaller: &mut Option<f64>) -> bool {
+        if self.has_chunk {
+            return tokens >= self.sizes.chunk;
+        }
+        let cost = time.as_secs_f64() / tokens as f64;
+        // With as many tokens of prompts as there can be texts.
+        let least = 2 * self.sizes.sequences.div_ceil(self.sizes.lanes);
+        let before = smaller.replace(cost);
+        if self.sizes.chunk >= least && before.is_some_and(|before| cost > before * WORTH) {
+            self.has_chunk = true;
+        } else {
+            self.sizes.chunk = tokens;
+        }
+        self.has_chunk
+    }
+
+    /// Returns the times of the stages in all epochs.
+    fn stages(&self) -> Vec<StageFigures> {
+        let [now, before] = &self.stages;
+        let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();
+        (0..now.len().max(before.len())).map(|at| of(now, at) + of(before, at)).collect()
     }
 
     /// Takes new requests, and forgets those of clients that have left.
@@ -137,17 +242,25 @@ impl Engine {
     fn report(&self) {
         let counts = self.scheduler.counts();
         self.arrivals.report(Figures {
+            chunk: self.sizes.chunk,
             blocks: self.sizes.blocks,
             blocks_used: counts.blocks_used,
             prefix_tokens: counts.known_tokens,
             preemptions: counts.preemptions,
-            passes: self.passes,
+            passes: self.passes[0],
+            failed_passes: self.passes[1],
             surplus_rows: counts.surplus_tokens,
             in_flight: self.scheduler.open(),
             recoveries: self.recoveries,
-            ..Figures::default()
+            stages: self.stages(),
         });
     }
+}
+
+/// True if a pass failed by its own inputs: the processes and the connections are as they were.
+fn concerns_one_pass(why: &Error) -> bool {
+    let kind = why.failure().map(|failure| failure.kind);
+    matches!(kind, Some(FailureKind::Kernel | FailureKind::Memory))
 }
 
 /// Answers requests until the server has ended. Every process must call it, process 0 with the
@@ -155,7 +268,8 @@ impl Engine {
 ///
 /// # Errors
 ///
-/// If a pass fails, or another process does. If process 0 has no device of the first stage.
+/// If the weights cannot be read, or another process is lost. If [`Inference::owner`] is not process
+/// 0. A pass that fails ends its own requests alone.
 pub fn run(
     p: &mut Program,
     inference: &mut Inference,
@@ -163,17 +277,16 @@ pub fn run(
     mut engine: Option<&mut Engine>,
 ) -> Result<()> {
     if inference.owner() != ProcessId(0) {
-        return Err(Error::kernel("the first stage is not on process 0, which takes the requests"));
+        return Err(Error::kernel("choices are not read on process 0, which takes the requests"));
     }
-    inference.warm_up(p)?;
+    let mut cost = None;
+    inference.warm_up(p, |tokens, time| {
+        engine.as_deref_mut().is_none_or(|engine| engine.is_enough(tokens, time, &mut cost))
+    })?;
     // The choices of each lane's last pass.
     let mut last: Vec<Option<Choices>> = vec![None; lanes];
     if let Some(engine) = &mut engine {
-        engine.scheduler.restart();
-        engine.open.clear();
-        engine.recoveries = p.epoch().saturating_sub(1);
-        engine.report();
-        engine.arrivals.open();
+        engine.restart(p.epoch());
     }
     loop {
         let decide = || match &mut engine {
@@ -188,6 +301,16 @@ pub fn run(
                     engine.open.push_back(choices.clone());
                 }
                 *last = Some(choices);
+            }
+            Step::Renew => {
+                last.fill(None);
+                inference.renew(p)?;
+            }
+            Step::Times => {
+                let times = inference.times(p)?;
+                if let Some(engine) = &mut engine {
+                    engine.asked = (now(), Some(times));
+                }
             }
             Step::Idle => {}
             Step::End => return Ok(()),

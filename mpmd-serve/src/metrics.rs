@@ -1,6 +1,7 @@
 //! The figures of a server, as `/metrics` shows them.
 
 use std::fmt;
+use std::ops::Add;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +20,8 @@ const WINDOW: Duration = Duration::from_secs(2);
 /// Figures that the engine knows. Those that are sums start at zero and grow.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Figures {
+    /// Largest number of tokens of a pass.
+    pub chunk: usize,
     /// Number of the cache's blocks on each stage.
     pub blocks: usize,
     /// Number of blocks that requests use.
@@ -29,6 +32,8 @@ pub struct Figures {
     pub preemptions: u64,
     /// Number of passes: a sum.
     pub passes: u64,
+    /// Number of passes that failed: a sum.
+    pub failed_passes: u64,
     /// Number of rows of passes that gave no token to a client: a sum.
     pub surplus_rows: u64,
     /// Number of times that a lost process was replaced.
@@ -46,8 +51,21 @@ pub struct StageFigures {
     pub busy: Duration,
     /// Number of bytes that it has handed to the next stage.
     pub handed_bytes: u64,
-    /// Time that these bytes took.
+    /// Time from the ends of passes to their starts on the next stage: of these bytes' transfer,
+    /// and of waiting where that stage is busy.
     pub handed: Duration,
+}
+
+impl Add for StageFigures {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            busy: self.busy + other.busy,
+            handed_bytes: self.handed_bytes + other.handed_bytes,
+            handed: self.handed + other.handed,
+        }
+    }
 }
 
 /// The figures of a server.
@@ -186,6 +204,7 @@ impl Collector for Engine {
             ("requests_waiting", "Requests in the waiting line", known.waiting),
             ("cache_blocks", "Blocks of the cache on each stage", figures.blocks),
             ("cache_blocks_used", "Blocks that requests use", figures.blocks_used),
+            ("chunk_tokens", "Largest number of tokens of a pass", figures.chunk),
             ("microbatches_in_flight", "Passes under way", figures.in_flight),
         ];
         for (name, help, value) in gauges {
@@ -196,6 +215,7 @@ impl Collector for Engine {
             ("prefix_hit_tokens", "Tokens of prompts in the prefix cache", figures.prefix_tokens),
             ("preemptions", "Requests that lost their blocks", figures.preemptions),
             ("passes", "Passes of the pipeline", figures.passes),
+            ("failed_passes", "Passes that failed with their requests", figures.failed_passes),
             ("surplus_rows", "Rows whose tokens were dropped", figures.surplus_rows),
             ("recoveries", "Lost processes that were replaced", figures.recoveries),
         ];
@@ -224,7 +244,7 @@ impl Known {
         let bytes = stages.iter().map(|stage| ConstCounter::new(stage.handed_bytes));
         encode_by_stage(encoder, "handover_bytes", "Bytes handed to the next stage", bytes)?;
         let times = stages.iter().map(|stage| ConstCounter::new(stage.handed.as_secs_f64()));
-        encode_by_stage(encoder, "handover_seconds", "Time of handing them over", times)
+        encode_by_stage(encoder, "handover_seconds", "Time until the next stage starts", times)
     }
 }
 

@@ -5,12 +5,13 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::ensure;
 use mpmd::candle::nn::BLOCK;
+use mpmd::topology::Mesh;
 use mpmd::train::stop::StopFlag;
-use mpmd::{Error, ProcessId, Program, Result};
+use mpmd::{DeviceId, Error, ProcessId, Program, Result};
 use mpmd_base::{bytes_text, parse_bytes};
 use mpmd_job::{JobArgs, at_least, say};
 use mpmd_models::generate::WeightType;
-use mpmd_models::{CutArgs, Folder, Held, Room, Stages};
+use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages};
 
 use crate::engine::{self, Engine};
 use crate::http::{Front, HttpArgs};
@@ -38,9 +39,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub cache: Option<u64>,
     /// Largest number of tokens of a pass; a prompt delays the tokens of others by one pass of this
-    /// size
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least(1))]
-    pub chunk: usize,
+    /// size. Default: by measurement, the smallest with which a token costs hardly more than with
+    /// larger ones
+    #[arg(long, value_name = "N", value_parser = at_least(1))]
+    pub chunk: Option<usize>,
     /// Type of the weights in memory; sums are in f32 in any case
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: WeightType,
@@ -48,6 +50,10 @@ pub struct ServeArgs {
     /// requests are computed again from their tokens so far
     #[arg(long)]
     pub elastic: bool,
+    /// Have the first process only answer clients: there is one process more than stages. With
+    /// --elastic every process but this one may be lost
+    #[arg(long)]
+    pub front: bool,
 }
 
 impl ServeArgs {
@@ -71,7 +77,8 @@ impl ServeArgs {
         );
         let sequences = self.sequences.max(stages);
         let blocks = (cache / block.max(1)) as usize;
-        Ok(Sizes { lanes: stages, sequences, blocks, chunk: self.chunk, positions })
+        let chunk = self.chunk.unwrap_or(MOST_TOKENS);
+        Ok(Sizes { lanes: stages, sequences, blocks, chunk, positions })
     }
 }
 
@@ -96,7 +103,16 @@ pub fn run(
     let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
     let model = Stages::new(folder, stages, sizes.positions)?;
     let model = model.cut(cut, Held::inference(folder, room, in_half))?;
-    let (devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
+    let model = model.after(usize::from(args.front));
+    let (mut devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
+    if args.front {
+        devices.insert(0, 1);
+        ensure!(
+            job.processes.is_none_or(|processes| processes == devices.len()),
+            "--processes: with --front expected {}, one more than stages",
+            devices.len()
+        );
+    }
     if cut.show_sharding {
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
@@ -112,10 +128,15 @@ pub fn run(
             StopFlag::install()?;
         }
         let mut inference = model.inference(p, &meshes, room, in_half)?;
+        if args.front {
+            inference.read_on(p, &Mesh::new(&[("front", 1)], vec![DeviceId(0)])?)?;
+        }
         let start = || {
             let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
             if own.is_none() {
-                *own = Some(started(folder, http, sizes)?);
+                let (front, engine) = started(folder, http, sizes)?;
+                let engine = if args.chunk.is_none() { engine.measure_chunk() } else { engine };
+                *own = Some((front, engine));
             }
             Ok(())
         };
@@ -132,14 +153,14 @@ pub fn run(
         Ok(result?)
     };
     let code = match args.elastic {
-        false => mpmd_job::run(job, stages, devices, program),
+        false => mpmd_job::run(job, devices.len(), devices, program),
         true => {
             ensure!(
                 devices.iter().all(|count| *count == devices[0]),
                 "--elastic: all stages need the same number of devices"
             );
-            let devices = devices.iter().sum();
-            mpmd_job::run_recovering(job, stages, devices, |p, _| program(p))
+            let (processes, devices) = (devices.len(), devices.iter().sum());
+            mpmd_job::run_recovering(job, processes, devices, |p, _| program(p))
         }
     };
     if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {

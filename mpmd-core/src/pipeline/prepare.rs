@@ -132,6 +132,11 @@ impl Prepared {
         self.stale = stale;
     }
 
+    /// Has the working form made anew.
+    pub(super) fn forget(&mut self) {
+        self.object = None;
+    }
+
     /// Issues the operation that makes or updates the working form. `params` are in the shardings
     /// that kernels compute with. Does nothing if the stage has none.
     pub(super) fn update(

@@ -254,6 +254,48 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
 }
 
 #[test]
+fn forgiven_failures_do_not_end_the_job_and_later_ones_do() {
+    let _limit = watchdog(60);
+    let fails = |p: &mut Program| -> Result<()> {
+        let bad = p.array_from_fn(f32s([4]), on(1), |_, mut view| {
+            view.as_mut_slice::<f32>()?;
+            Err(Error::kernel("refused"))
+        })?;
+        // Process 0 learns of it by the move.
+        let moved = p.device_put(&bad, on(0))?;
+        for array in [&bad, &moved] {
+            if !array.is_fully_remote() {
+                let said = array.block_until_ready().unwrap_err().to_string();
+                assert!(said.contains("refused"), "{said}");
+            }
+        }
+        Ok(())
+    };
+    for forgives_last in [true, false] {
+        let results = simulation(2, 2).run(|p| {
+            fails(p)?;
+            p.forgive_failures();
+            let sum = ones(p, 4, &on(1))?;
+            let sum = p.device_put(&sum, on(0))?;
+            sum.block_until_ready()?;
+            p.step_end()?;
+            fails(p)?;
+            if forgives_last {
+                p.forgive_failures();
+            }
+            Ok(())
+        });
+        for result in results {
+            match (result, forgives_last) {
+                (Ok(()), true) => {}
+                (Err(why), false) => assert!(why.to_string().contains("refused"), "{why}"),
+                (result, _) => panic!("{result:?}, {forgives_last}"),
+            }
+        }
+    }
+}
+
+#[test]
 fn dropped_program_lets_its_work_finish() {
     let _limit = watchdog(60);
     let has_ended = Arc::new(AtomicBool::new(false));

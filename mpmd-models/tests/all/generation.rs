@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use mpmd::Result;
 use mpmd::testing::{ProcessEnd, Processes};
-use mpmd_models::{Sampling, Stages};
+use mpmd::{ProcessId, Program, Result};
+use mpmd_models::{Folder, Sampling, Stages};
 
 use crate::folders::{ALL, Expected, copy, expected, open, path, simulate};
 
@@ -56,6 +56,33 @@ fn more_tokens_than_positions_are_refused() {
         Ok(Some(said))
     });
     assert!(said.contains("token 10 of a sequence: the generator has room for 9"), "{said}");
+}
+
+#[test]
+fn weights_are_read_once() {
+    let (place, Expected { prompt, greedy, .. }) = (copy("plain"), expected("plain"));
+    let (folder, file) =
+        (Folder::open(place.path()).unwrap(), place.path().join("model.safetensors"));
+    let all = Stages::new(&folder, 2, prompt.len() + 20).unwrap();
+    let said = simulate(2, 2, |p, meshes| {
+        let generated = |p: &mut Program, all: &Stages| {
+            let mut generator = all.generator(p, meshes, false)?;
+            generator.generate(p, &prompt, &Sampling::default(), 20, |_, _| Ok(false))
+        };
+        assert_eq!(generated(p, &all)?, greedy[..20]);
+        p.broadcast_value(ProcessId(0), (), || {
+            // It is open.
+            let file = std::fs::File::options().write(true).open(&file).unwrap();
+            file.set_len(0).unwrap();
+            Ok(())
+        })?;
+        assert_eq!(generated(p, &all)?, greedy[..20]);
+        let others = Stages::new(&folder, 2, prompt.len() + 20)?;
+        let said = generated(p, &others).unwrap_err().to_string();
+        p.forgive_failures();
+        Ok(Some(said))
+    });
+    assert!(said.contains("model.safetensors"), "{said}");
 }
 
 #[test]

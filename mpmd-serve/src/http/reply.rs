@@ -116,6 +116,7 @@ impl Reply {
         }
         let object = if is_chat { "chat.completion" } else { "text_completion" };
         let mut reply = self.frame(object, vec![choice]);
+        self.add_prompt(&mut reply);
         reply["usage"] = self.usage();
         Ok(Json(reply).into_response())
     }
@@ -139,17 +140,24 @@ impl Reply {
                     let delta = json!({ "role": "assistant", "content": "" });
                     let choice = json!({ "index": 0, "delta": delta, "logprobs": null,
                         "finish_reason": null });
-                    (self.chunk(vec![choice]), Part::Piece)
+                    let mut chunk = self.chunk(vec![choice]);
+                    self.add_prompt(&mut chunk);
+                    (chunk, Part::Piece)
                 }
                 Part::Piece => match self.next().await {
                     Some(Ok(piece)) => {
+                        let is_first = self.count == piece.tokens.len();
                         let mut choice = self.choice(&piece);
                         match self.ask.form {
                             Form::Chat if piece.text.is_empty() => choice["delta"] = json!({}),
                             Form::Chat => choice["delta"] = json!({ "content": piece.text }),
                             Form::Completion => choice["text"] = piece.text.into(),
                         }
-                        (self.chunk(vec![choice]), Part::Piece)
+                        let mut chunk = self.chunk(vec![choice]);
+                        if is_first && self.ask.form == Form::Completion {
+                            self.add_prompt(&mut chunk);
+                        }
+                        (chunk, Part::Piece)
                     }
                     Some(Err(failure)) => (failure.body(), Part::Done),
                     None => {
@@ -185,6 +193,17 @@ impl Reply {
             chunk["usage"] = Value::Null;
         }
         chunk
+    }
+
+    /// Adds the tokens of the prompt where they are asked for, at vLLM's places.
+    fn add_prompt(&self, reply: &mut Value) {
+        if self.ask.has_ids {
+            let at = match self.ask.form {
+                Form::Chat => reply,
+                Form::Completion => &mut reply["choices"][0],
+            };
+            at["prompt_token_ids"] = self.ask.request.prompt.iter().copied().collect();
+        }
     }
 
     fn usage(&self) -> Value {

@@ -83,14 +83,22 @@ pub struct Scheduler {
     next: usize,
     /// Number of passes so far, also empty ones.
     turn: usize,
-    /// For each pass that has not ended: its lane, and the sequences for which it chooses tokens.
-    open: VecDeque<(usize, Vec<Chooser>)>,
+    /// For each pass that has not ended: its lane and its sequences.
+    open: VecDeque<(usize, Vec<Member>)>,
     blocks: Blocks,
     counts: Counts,
 }
 
-/// A sequence for which a pass chooses a token: its number, the number of its starts, its place.
-type Chooser = (u64, u64, usize);
+/// A sequence of a pass.
+#[derive(Clone, Copy, Debug)]
+struct Member {
+    id: u64,
+    /// Number of its starts.
+    starts: u64,
+    slot: usize,
+    /// True if a token is chosen for it.
+    samples: bool,
+}
 
 #[derive(Clone, Debug)]
 struct Lane {
@@ -163,6 +171,16 @@ impl Scheduler {
         }
     }
 
+    /// Sets the number of tokens that a pass computes at most.
+    ///
+    /// # Panics
+    ///
+    /// If it is zero.
+    pub fn set_chunk(&mut self, tokens: usize) {
+        assert!(tokens > 0, "a pass without tokens");
+        self.sizes.chunk = tokens.min(MOST_TOKENS);
+    }
+
     /// Returns the counts.
     pub fn counts(&self) -> Counts {
         let running = self.sequences.len() - self.waiting.len();
@@ -224,10 +242,10 @@ impl Scheduler {
                 continue;
             }
             self.admit(lane);
-            let (pass, choosers) = self.pass_of(lane);
+            let (pass, members) = self.pass_of(lane);
             if !pass.chunks.is_empty() {
                 self.lanes[lane].open += 1;
-                self.open.push_back((lane, choosers));
+                self.open.push_back((lane, members));
                 return Some(Decision { lane: lane as u32, pass });
             }
         }
@@ -237,18 +255,34 @@ impl Scheduler {
     /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
     /// get.
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
-        let Some((lane, choosers)) = self.open.pop_front() else { return Vec::new() };
+        let Some((lane, members)) = self.open.pop_front() else { return Vec::new() };
         self.lanes[lane].open -= 1;
         let mut events = Vec::new();
-        for (id, starts, slot) in choosers {
-            let choice = choices.get(slot).cloned().flatten();
-            let sequence = self.sequences.get(&id);
-            match sequence.is_some_and(|one| one.starts == starts && one.place.is_some()) {
-                true => events.extend(self.choose(id, choice)),
+        for member in members.into_iter().filter(|member| member.samples) {
+            let choice = choices.get(member.slot).cloned().flatten();
+            match self.is_current(member) {
+                true => events.extend(self.choose(member.id, choice)),
                 false => self.counts.surplus_tokens += 1,
             }
         }
         events
+    }
+
+    /// Ends the sequences of the oldest open pass, since it failed, and returns them. The stages
+    /// have lost what they had: as [`restart`](Self::restart).
+    pub fn fail(&mut self) -> Vec<u64> {
+        let members = self.open.pop_front().map_or(Vec::new(), |(_, members)| members);
+        let failed = members.into_iter().filter(|member| self.is_current(*member));
+        let failed: Vec<u64> = failed.map(|member| member.id).collect();
+        failed.iter().for_each(|id| self.finish(*id));
+        self.restart();
+        failed
+    }
+
+    /// True if a sequence has not ended, nor given up its place, since a pass was decided.
+    fn is_current(&self, Member { id, starts, .. }: Member) -> bool {
+        let sequence = self.sequences.get(&id);
+        sequence.is_some_and(|one| one.starts == starts && one.place.is_some())
     }
 
     /// Adds a token to a sequence.
@@ -341,9 +375,9 @@ impl Scheduler {
             Some(Place { lane, slot, given, computed, open, blocks, has_begun, filled });
     }
 
-    /// Returns the next pass of a lane, and the sequences for which it chooses tokens: one token of
-    /// each text, then prompts as far as there is room.
-    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<Chooser>) {
+    /// Returns the next pass of a lane, and its sequences: one token of each text, then prompts as
+    /// far as there is room.
+    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<Member>) {
         let mut ids: Vec<u64> = self.lanes[lane].places.iter().flatten().copied().collect();
         // Where there is no room for all, each comes first in turn.
         self.turn = self.turn.wrapping_add(1);
@@ -356,26 +390,24 @@ impl Scheduler {
         let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
         // The word in front is the number of chunks.
         let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS - 1);
-        let (mut pass, mut choosers) = (Pass::default(), Vec::new());
+        let (mut pass, mut members) = (Pass::default(), Vec::new());
         for id in texts.into_iter().chain(prompts) {
             let Some(chunk) = self.chunk(id, tokens, words) else { continue };
             tokens -= chunk.tokens();
             words -= chunk.words();
-            if chunk.samples {
-                let starts = self.sequences[&id].starts;
-                choosers.push((id, starts, chunk.slot as usize));
-            }
+            let (starts, slot) = (self.sequences[&id].starts, chunk.slot as usize);
+            members.push(Member { id, starts, slot, samples: chunk.samples });
             pass.chunks.push(chunk);
         }
         // Without those of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
         let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
         pass.chunks.retain(|chunk| is_there(chunk.slot as usize));
-        choosers.retain(|(_, _, slot)| is_there(*slot));
+        members.retain(|member| is_there(member.slot));
         let ids: Vec<u64> = places.iter().flatten().copied().collect();
         // Only now the blocks will have their content.
         ids.into_iter().for_each(|id| self.fill(id));
-        (pass, choosers)
+        (pass, members)
     }
 
     /// Decides on the next tokens of a sequence, with at most so many tokens and words. `None` if

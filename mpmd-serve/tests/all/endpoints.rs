@@ -83,6 +83,7 @@ fn prompts_may_be_texts_or_tokens_or_lists_of_one() {
         let reply = server.post("/v1/completions", &body).json();
         assert_eq!(reply["choices"][0]["text"], "ab", "{prompt}");
         assert_eq!(reply["choices"][0]["token_ids"], ids);
+        assert_eq!(reply["choices"][0]["prompt_token_ids"], ids);
     }
 }
 

@@ -52,6 +52,19 @@ fn tokens(mut stream: Stream) -> Vec<u32> {
     tokens
 }
 
+/// Returns the tokens of a request, and none if it has failed.
+fn tokens_or_none(mut stream: Stream) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    while let Some(event) = block_on(stream.next()) {
+        match event {
+            Event::Token(token) => tokens.push(token.id),
+            Event::End(_) => {}
+            Event::Failed(_) => return Vec::new(),
+        }
+    }
+    tokens
+}
+
 /// Serves a model over stages of so many devices, while `clients` runs.
 fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) + Send + Sync) {
     let folder = Folder::open(path(name)).unwrap();
@@ -77,10 +90,12 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
             let mut inference = model.inference(p, &meshes, room, false)?;
             let own = || engine.lock().unwrap().take();
             let mut own = (p.process() == ProcessId(0)).then(own).flatten();
-            inference.warm_up(p)?;
+            inference.warm_up(p, |tokens, _| tokens >= sizes.chunk)?;
             let plans = p.metrics().plan_cache.misses;
             run(p, &mut inference, devices.len(), own.as_mut())?;
-            assert_eq!(p.metrics().plan_cache.misses, plans, "no request needs a new plan");
+            if queue.metrics().contains("mpmd_failed_passes_total 0") {
+                assert_eq!(p.metrics().plan_cache.misses, plans, "no request needs a new plan");
+            }
             Ok(())
         });
         results.into_iter().for_each(|result| result.unwrap());
@@ -190,6 +205,32 @@ fn texts_end_at_end_tokens_and_tell_probabilities() {
         }
         assert_eq!((found, finish), (greedy[..=until].to_vec(), Some(Finish::Stop)));
     });
+}
+
+#[test]
+fn requests_of_a_pass_that_fails_end_alone() {
+    let Expected { prompt, greedy } = expected("plain");
+    for devices in [&[1][..], &[1, 1, 1]] {
+        serve("plain", devices, Sizes { lanes: devices.len(), ..SIZES }, |queue| {
+            let submit = |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None));
+            let others: Vec<Stream> =
+                (0..4).map(|_| submit(&prompt, greedy.len()).unwrap()).collect();
+            for round in 0..3 {
+                // It has no row in the embedding.
+                let mut wrong = submit(&[1_000_000], 4).unwrap();
+                let Some(Event::Failed(why)) = block_on(wrong.next()) else { panic!("no error") };
+                assert!(why.contains("index 1000000 of an embedding"), "{round}: {why}");
+            }
+            for other in others {
+                let found = tokens_or_none(other);
+                // Those in the same pass may have failed with it.
+                assert!(found.is_empty() || found == greedy, "{found:?} over {devices:?}");
+            }
+            let later = tokens(submit(&prompt, greedy.len()).unwrap());
+            assert_eq!(later, greedy, "over {devices:?}");
+            assert!(queue.metrics().contains("mpmd_failed_passes_total 3"), "{}", queue.metrics());
+        });
+    }
 }
 
 #[test]

@@ -93,6 +93,7 @@ fn program_answers_over_one_and_several_processes() {
         &["--stages", "1"][..],
         &["--stages", "2", "--processes", "2", "--cache", "100KiB", "--max-len", "200"],
         &["--stages", "2", "--processes", "2", "--tensor-parallel", "2,1", "--dtype", "bf16"],
+        &["--stages", "2", "--front", "--chunk", "20"],
     ] {
         let serving = Serving::start("qwen3-window", args);
         let ask = json!({
@@ -145,6 +146,7 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         ("--max-len 2000", "--max-len: expected at most 1024, the positions of the model, found"),
         ("--cache 1KiB", "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024"),
         ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE"),
+        ("--stages 2 --front --processes 2", "--processes: with --front expected 3, one more than"),
         ("--stages 9", "num_hidden_layers: expected at least 9, the number of stages, found 4"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
@@ -204,6 +206,61 @@ fn killed_stages_are_replaced_and_requests_go_on() {
         });
         let recoveries = format!("mpmd_recoveries_total {round}");
         assert!(serving.metrics().contains(&recoveries), "{}", serving.metrics());
+    }
+    let (status, said) = serving.end();
+    assert!(status.success(), "{status}: {said:?}");
+}
+
+/// Returns the processes of a job that another process has started, but for the first.
+fn processes_but_first(launcher: u32) -> Vec<Pid> {
+    let first = process_of(launcher, 0);
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = std::fs::read_to_string(children).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    children.filter_map(Pid::from_raw).filter(|child| Some(*child) != first).collect()
+}
+
+#[test]
+fn any_process_but_the_front_may_be_lost() {
+    let args = ["--stages", "2", "--front", "--elastic"];
+    let serving = Serving::start("plain", &args);
+    let ask = json!({
+        "prompt": [5, 17, 3], "max_tokens": 700, "ignore_eos": true, "temperature": 0,
+        "return_token_ids": true,
+    });
+    let tokens = |answer: Answer| answer.json()["choices"][0]["token_ids"].clone();
+    let undisturbed = tokens(serving.send("POST", "/v1/completions", &ask));
+    assert_eq!(undisturbed.as_array().unwrap().len(), 700);
+    for round in 0..6 {
+        thread::scope(|scope| {
+            let client = scope.spawn(|| serving.send("POST", "/v1/completions", &ask));
+            let start = Instant::now();
+            while !serving.metrics().contains("mpmd_requests_running 1") {
+                assert!(start.elapsed() < LONG, "{}", serving.metrics());
+            }
+            // The two stages and the spare, each twice.
+            let processes = processes_but_first(serving.child.id());
+            assert!(!processes.is_empty());
+            kill_process(processes[round % processes.len()], Signal::KILL).unwrap();
+            assert_eq!(tokens(client.join().unwrap()), undisturbed, "round {round}");
+        });
+    }
+    // They are asked for each second.
+    let start = Instant::now();
+    for name in ["stage_busy_seconds", "handover_bytes", "handover_seconds"] {
+        for stage in 0..2 {
+            let line = format!("mpmd_{name}_total{{stage=\"{stage}\"}} ");
+            let value = |metrics: &str| {
+                let value = metrics.lines().find_map(|known| known.strip_prefix(&line))?;
+                value.parse::<f64>().ok()
+            };
+            // The last stage hands nothing to a later one.
+            let is_least = |value: f64| value > 0.0 || (name, stage) == ("handover_seconds", 1);
+            while !value(&serving.metrics()).is_some_and(is_least) {
+                assert!(start.elapsed() < LONG, "{}", serving.metrics());
+                serving.send("POST", "/v1/completions", &ask);
+            }
+        }
     }
     let (status, said) = serving.end();
     assert!(status.success(), "{status}: {said:?}");

@@ -28,6 +28,8 @@ fn streamed_completion_has_the_form_of_openai() {
     assert!(chunks.iter().all(|chunk| chunk["id"] == usage["id"] && chunk["usage"].is_null()));
     let ids = |chunk: &Value| chunk["choices"][0]["token_ids"].as_array().unwrap().len();
     assert_eq!(chunks.iter().map(ids).sum::<usize>(), count);
+    let prompt = |chunk: &Value| chunk["choices"][0]["prompt_token_ids"].is_array();
+    assert!(prompt(&chunks[0]) && !chunks[1..].iter().any(prompt));
     let reasons: Vec<_> =
         chunks.iter().map(|chunk| &chunk["choices"][0]["finish_reason"]).collect();
     let (last, before) = reasons.split_last().unwrap();
@@ -38,8 +40,12 @@ fn streamed_completion_has_the_form_of_openai() {
 fn streamed_chat_begins_with_the_role() {
     let server = Server::echo();
     let messages = json!([{ "role": "user", "content": "a 🙂" }]);
-    let body = json!({ "messages": messages, "stream": true, "logprobs": true });
+    let body = json!({ "messages": messages, "stream": true, "logprobs": true,
+        "return_token_ids": true });
     let chunks = server.post("/v1/chat/completions", &body).chunks();
+    let prompt = &server.post("/tokenize", &json!({ "messages": messages })).json()["tokens"];
+    assert_eq!(&chunks[0]["prompt_token_ids"], prompt);
+    assert!(chunks[1..].iter().all(|chunk| chunk.get("prompt_token_ids").is_none()));
     assert_eq!(chunks[0]["choices"][0]["delta"], json!({ "role": "assistant", "content": "" }));
     assert_eq!(chunks[0]["object"], "chat.completion.chunk");
     assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()));

@@ -262,6 +262,16 @@ impl Program {
         self.wait_until_idle("`Program::sync`", Location::caller())
     }
 
+    /// Has the program go on after failures in operations that were issued so far: of kernels, and
+    /// of memory. They do not end the job, whenever they become known. Call it on every process,
+    /// at the same place in the order of operations.
+    ///
+    /// What depends on a failed operation has failed, too. Give objects and arrays that had to do
+    /// with it up, and make new ones.
+    pub fn forgive_failures(&mut self) {
+        self.runtime.forgive(self.count);
+    }
+
     fn wait_until_idle(&self, what: &'static str, at: &'static Location<'static>) -> Result<()> {
         if let Some(dry_run) = &self.runtime.dry_run {
             dry_run.sync(at);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{mpsc, now, since};
-use mpmd_proto::router::{Failure, Router};
+use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
 
@@ -29,6 +29,15 @@ pub(crate) struct Trouble {
     pub(crate) first: Option<Arc<Failure>>,
     /// The first peer that was lost before it had left the job.
     pub(crate) lost: Option<Arc<Failure>>,
+    /// Failures of kernels and of memory in operations before this one are forgiven.
+    forgiven: u64,
+}
+
+impl Trouble {
+    fn forgives(&self, failure: &Failure) -> bool {
+        let is_local = matches!(failure.kind, FailureKind::Kernel | FailureKind::Memory);
+        is_local && failure.op < self.forgiven
+    }
 }
 
 impl Runtime {
@@ -60,8 +69,19 @@ impl Runtime {
     /// that wait for the job's end.
     pub(crate) fn remember(&self, failure: &Arc<Failure>) {
         let mut trouble = self.trouble.lock();
-        trouble.first.get_or_insert_with(|| failure.clone());
+        if !trouble.forgives(failure) {
+            trouble.first.get_or_insert_with(|| failure.clone());
+        }
         self.changed.notify_all();
+    }
+
+    /// Forgets failures of kernels and of memory in operations before this one, also those to come.
+    pub(crate) fn forgive(&self, before: u64) {
+        let mut trouble = self.trouble.lock();
+        trouble.forgiven = before;
+        if trouble.first.as_ref().is_some_and(|first| trouble.forgives(first)) {
+            trouble.first = None;
+        }
     }
 
     /// Returns the first failure of an operation or of the job, else the loss of a peer. `None` if
