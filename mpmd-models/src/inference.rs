@@ -107,8 +107,8 @@ impl Inference {
         self.owner
     }
 
-    /// Replaces the caches of all stages by empty ones after a pass that has failed. The job goes on.
-    /// All sequences are forgotten, and choices of earlier passes must not be given to later ones.
+    /// Replaces the caches of all stages by empty ones after a pass that has failed. The job goes
+    /// on. All sequences are forgotten, and choices of earlier passes must not be given to later ones.
     ///
     /// # Errors
     ///

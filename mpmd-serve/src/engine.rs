@@ -268,8 +268,8 @@ fn concerns_one_pass(why: &Error) -> bool {
 ///
 /// # Errors
 ///
-/// If the weights cannot be read, or another process is lost. If [`Inference::owner`] is not process
-/// 0. A pass that fails ends its own requests alone.
+/// If the weights cannot be read, or another process is lost. If [`Inference::owner`] is not
+/// process 0. A pass that fails ends its own requests alone.
 pub fn run(
     p: &mut Program,
     inference: &mut Inference,

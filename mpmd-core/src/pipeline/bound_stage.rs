@@ -479,8 +479,8 @@ impl BoundStage {
         self.stage.side().check(side.unwrap_or(&Structure::sequence([])))
     }
 
-    /// Sets the object that every pass of the stage has. It must be on the stage's mesh. A pass that
-    /// failed has lost the working form, too.
+    /// Sets the object that every pass of the stage has. It must be on the stage's mesh. A pass
+    /// that failed has lost the working form, too.
     pub(super) fn set_state(&mut self, state: &MpmdArray) -> Result<()> {
         if !state.sharding().is_some_and(|sharding| is_on(sharding, &self.mesh)) {
             return Err(not_here("its state", state, &self.mesh));

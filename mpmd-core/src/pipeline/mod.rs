@@ -220,8 +220,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// The object stays on its devices, and is not copied. A device runs the passes one at a time,
     /// in the order in which they are issued.
     ///
-    /// A pass that fails takes the state with it, so later passes of the stage fail, too. They go on
-    /// from a new state.
+    /// A pass that fails takes the state with it, so later passes of the stage fail, too. They go
+    /// on from a new state.
     ///
     /// # Errors
     ///
