@@ -108,7 +108,7 @@ impl Inference {
     }
 
     /// Replaces the caches of all stages by empty ones after a pass that has failed. The job goes
-    /// on. All sequences are forgotten, and choices of earlier passes must not be given to later ones.
+    /// on. All sequences are forgotten. Choices of earlier passes must not be given to later ones.
     ///
     /// # Errors
     ///
