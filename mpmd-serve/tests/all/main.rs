@@ -6,6 +6,7 @@ mod endpoints;
 mod engine;
 mod guide;
 mod leaving;
+mod page;
 mod program;
 mod refusals;
 mod server;

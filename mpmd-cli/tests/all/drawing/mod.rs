@@ -1,6 +1,5 @@
 //! `mpmd draw` in a browser: opens pages, points at bars and zooms.
 
-mod chromium;
 mod timelines;
 
 use std::fs;
@@ -11,7 +10,7 @@ use mpmd_schedule::timeline::{Bar, Mark, Timeline};
 use serde_json::json;
 use tempfile::TempDir;
 
-use chromium::Chromium;
+use mpmd_browser::Chromium;
 use timelines::{one_forward_one_backward, zero_bubble_v};
 
 /// A common window size in pixels: width, height.

@@ -1,4 +1,6 @@
-//! A headless browser, controlled over two pipes.
+//! A headless browser for tests of pages, controlled over two pipes.
+
+#![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::fs;
@@ -21,20 +23,22 @@ const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chro
 
 /// A browser with one page, driven through pipes. Dropping it ends all its processes and removes
 /// its files.
-pub(crate) struct Chromium {
+pub struct Chromium {
     child: Child,
     ask: Option<ChildStdin>,
     said: Receiver<Value>,
     /// Events received before or between answers, since the page was opened.
     events: VecDeque<Value>,
     session: String,
+    /// The beginning of the address of the page's server; empty for a file.
+    origin: String,
     next: u64,
     profile: TempDir,
 }
 
 impl Chromium {
     /// Starts a browser with an empty page. If none is installed, prints that and returns `None`.
-    pub(crate) fn start() -> Option<Self> {
+    pub fn start() -> Option<Self> {
         let answers = |name: &&&str| {
             let output = Command::new(name)
                 .arg("--version")
@@ -93,8 +97,8 @@ impl Chromium {
                 }
             }
         });
-        let (events, session) = (VecDeque::new(), String::new());
-        let mut this = Self { child, ask, said, events, session, next: 0, profile };
+        let (events, session, origin) = (VecDeque::new(), String::new(), String::new());
+        let mut this = Self { child, ask, said, events, session, origin, next: 0, profile };
         let target = this.call("Target.createTarget", json!({"url": "about:blank"}));
         let attach = json!({"targetId": target["targetId"], "flatten": true});
         let attached = this.call("Target.attachToTarget", attach);
@@ -107,7 +111,7 @@ impl Chromium {
 
     /// Calls a method of the DevTools protocol, and blocks until its result arrives. Panics for an
     /// error or after the time limit.
-    pub(crate) fn call(&mut self, method: &str, parameters: Value) -> Value {
+    pub fn call(&mut self, method: &str, parameters: Value) -> Value {
         self.next += 1;
         let mut message = json!({"id": self.next, "method": method, "params": parameters});
         if !self.session.is_empty() {
@@ -134,22 +138,48 @@ impl Chromium {
             .unwrap_or_else(|error| panic!("{awaited}: {error} within {LONG:?}"))
     }
 
-    /// Opens a file at this window size (width, height) in pixels and colour scheme (`light` or
-    /// `dark`). Blocks until the page is loaded and drawn.
-    pub(crate) fn open(&mut self, path: &Path, [width, height]: [u32; 2], scheme: &str) {
+    /// Opens a file as [`visit`](Self::visit) does.
+    pub fn open(&mut self, path: &Path, window: [u32; 2], scheme: &str) {
+        self.go(&format!("file://{}", path.display()), window, scheme);
+        self.origin.clear();
+    }
+
+    /// Opens the page of a server, `http://HOST:PORT/`, at this window size (width, height) in
+    /// pixels and colour scheme (`light` or `dark`). Blocks until the page is loaded and drawn.
+    pub fn visit(&mut self, address: &str, window: [u32; 2], scheme: &str) {
+        self.go(address, window, scheme);
+        self.origin = address.to_owned();
+    }
+
+    fn go(&mut self, address: &str, [width, height]: [u32; 2], scheme: &str) {
         let screen =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
         self.call("Emulation.setDeviceMetricsOverride", screen);
         let media = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", media);
         self.events.clear();
-        let answer =
-            self.call("Page.navigate", json!({"url": format!("file://{}", path.display())}));
+        let answer = self.call("Page.navigate", json!({"url": address}));
         assert!(answer.get("errorText").is_none(), "{answer}");
         self.event("Page.loadEventFired");
         self.settle();
     }
 
+    /// Writes a text where the focus is. Waits until changes are drawn.
+    pub fn write(&mut self, text: &str) {
+        self.call("Input.insertText", json!({"text": text}));
+        self.settle();
+    }
+
+    /// Blocks until an expression is true. Panics after the time limit.
+    pub fn until(&mut self, expression: &str) {
+        let until = Instant::now() + LONG;
+        while self.value(expression) != true {
+            assert!(Instant::now() < until, "{expression} is never true within {LONG:?}");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Blocks until there was such an event since the page was opened. Panics after the time limit.
     fn event(&mut self, method: &str) {
         let until = Instant::now() + LONG;
         while !self.events.iter().any(|event| event["method"] == method) {
@@ -159,7 +189,7 @@ impl Chromium {
     }
 
     /// Blocks until the page's changes are drawn: two frames.
-    pub(crate) fn settle(&mut self) {
+    pub fn settle(&mut self) {
         self.value(
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
             done(0))))",
@@ -168,7 +198,7 @@ impl Chromium {
 
     /// Evaluates an expression in the page and returns its value; waits for a promise. Panics if it
     /// throws.
-    pub(crate) fn value(&mut self, expression: &str) -> Value {
+    pub fn value(&mut self, expression: &str) -> Value {
         let ask = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let mut answer = self.call("Runtime.evaluate", ask);
         assert!(answer.get("exceptionDetails").is_none(), "{expression}: {answer}");
@@ -176,20 +206,20 @@ impl Chromium {
     }
 
     /// Evaluates an expression in the page and returns its value, which must be a number.
-    pub(crate) fn number(&mut self, expression: &str) -> f64 {
+    pub fn number(&mut self, expression: &str) -> f64 {
         let value = self.value(expression);
         value.as_f64().unwrap_or_else(|| panic!("{expression} is {value}"))
     }
 
     /// Evaluates an expression in the page and returns its value, which must be a text.
-    pub(crate) fn text(&mut self, expression: &str) -> String {
+    pub fn text(&mut self, expression: &str) -> String {
         let value = self.value(expression);
         value.as_str().unwrap_or_else(|| panic!("{expression} is {value}")).to_owned()
     }
 
     /// Sends a mouse event of the DevTools protocol (as `mousePressed`) at a position (x, y) in
     /// pixels. `more` holds further fields. Waits until changes are drawn.
-    pub(crate) fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
+    pub fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
         let mut event = json!({"type": kind, "x": x, "y": y});
         more.as_object()
             .into_iter()
@@ -200,14 +230,14 @@ impl Chromium {
     }
 
     /// Clicks with the left button at a position (x, y) in pixels. Waits until changes are drawn.
-    pub(crate) fn click(&mut self, at: [f64; 2]) {
+    pub fn click(&mut self, at: [f64; 2]) {
         let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
         self.mouse("mousePressed", at, left.clone());
         self.mouse("mouseReleased", at, left);
     }
 
     /// Presses and releases a key, as `ArrowRight` or a letter. Waits until changes are drawn.
-    pub(crate) fn key(&mut self, key: &str) {
+    pub fn key(&mut self, key: &str) {
         let text = if key.len() == 1 { json!(key) } else { Value::Null };
         let mut down = json!({"type": "keyDown", "key": key});
         if !text.is_null() {
@@ -219,12 +249,17 @@ impl Chromium {
     }
 
     /// Returns the page's errors since it was opened, console messages except those of
-    /// `console.log`, and network requests. Requests for files and data URLs do not count.
-    pub(crate) fn complaints(&mut self) -> Vec<String> {
+    /// `console.log`, and network requests. Requests for files, for data URLs and to the server of
+    /// the page do not count.
+    pub fn complaints(&mut self) -> Vec<String> {
         self.settle();
         while let Ok(message) = self.said.try_recv() {
             self.events.push_back(message);
         }
+        let is_own = |url: &str| {
+            let to_server = !self.origin.is_empty() && url.starts_with(&self.origin);
+            to_server || url.starts_with("file:") || url.starts_with("data:")
+        };
         let complaint = |event: &Value| {
             let params = &event["params"];
             let url = params["request"]["url"].as_str().unwrap_or_default();
@@ -234,11 +269,7 @@ impl Chromium {
                     Some(params["args"].to_string())
                 }
                 "Log.entryAdded" => Some(params["entry"].to_string()),
-                "Network.requestWillBeSent"
-                    if !url.starts_with("file:") && !url.starts_with("data:") =>
-                {
-                    Some(format!("asks for {url}"))
-                }
+                "Network.requestWillBeSent" if !is_own(url) => Some(format!("asks for {url}")),
                 _ => None,
             }
         };
@@ -247,7 +278,7 @@ impl Chromium {
 
     /// Writes a screenshot of the page to `name.png` in the folder in `MPMD_SCREENSHOTS`. Does
     /// nothing if the variable is not set.
-    pub(crate) fn picture(&mut self, name: &str) {
+    pub fn picture(&mut self, name: &str) {
         let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
         fs::create_dir_all(&folder).unwrap();
         let answer = self.call("Page.captureScreenshot", json!({"format": "png"}));
@@ -257,7 +288,7 @@ impl Chromium {
 
     /// Prints the page and returns the PDF. Also writes the PDF to `name.pdf` in the folder in
     /// `MPMD_SCREENSHOTS`, if that is set.
-    pub(crate) fn paper(&mut self, name: &str) -> Vec<u8> {
+    pub fn paper(&mut self, name: &str) -> Vec<u8> {
         let answer = self
             .call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
         let paper = decoded(answer["data"].as_str().unwrap());
@@ -269,7 +300,7 @@ impl Chromium {
 
     /// Closes the browser, and waits until none of its processes is left. Panics after the time
     /// limit.
-    pub(crate) fn end(mut self) {
+    pub fn end(mut self) {
         self.session.clear();
         self.call("Browser.close", json!({}));
         self.ask = None;
@@ -331,6 +362,7 @@ fn decoded(text: &str) -> Vec<u8> {
     bytes
 }
 
+#[cfg(test)]
 #[test]
 fn base_64_is_decoded() {
     assert_eq!(decoded("TWFu"), b"Man");
