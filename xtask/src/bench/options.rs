@@ -95,11 +95,11 @@ mod tests {
     fn arguments_are_parsed() {
         let options = Options::parse(&[]).unwrap();
         assert_eq!((options.against, options.pairs, options.only.len()), (None, 7, SET.len()));
-        let all = "--against HEAD~1 --pairs 3 --only plan,replay --json x --at-most 1.1 --list";
+        let all = "--against HEAD~1 --pairs 3 --only plan,dispatch --json x --at-most 1.1 --list";
         let options = Options::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
         let names: Vec<&str> = options.only.iter().map(|measurement| measurement.name).collect();
         assert_eq!((options.against.as_deref(), options.pairs), (Some("HEAD~1"), 3));
-        assert_eq!((names, options.at_most), (vec!["plan", "replay"], Some(1.1)));
+        assert_eq!((names, options.at_most), (vec!["plan", "dispatch"], Some(1.1)));
         assert_eq!((options.json, options.list), (Some("x".into()), true));
         assert!(Options::parse(&["--record"]).unwrap().record);
     }

@@ -307,8 +307,7 @@ impl Builder {
     ///
     /// If the devices cannot be spread evenly, the system gives no threads, or there is no CUDA for
     /// devices of kind `cuda` of this process.
-    #[doc(hidden)]
-    pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
+    pub(crate) fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
     }
