@@ -15,7 +15,7 @@ use crate::draw;
 /// Arguments of `mpmd trace`.
 #[derive(Args, Debug)]
 pub(crate) struct TraceArgs {
-    /// The folder of the trace: that of `mpmd run --trace`, MPMD_TRACE or `mpmd top --trace`
+    /// The folder of the trace: that of `mpmd run --trace` or MPMD_TRACE
     folder: PathBuf,
     /// Write a page that shows the timeline and can be zoomed
     #[arg(short, long, value_name = "FILE")]

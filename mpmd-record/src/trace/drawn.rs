@@ -121,10 +121,7 @@ impl Run {
             row.gaps.push(Gap {
                 start: idle,
                 end: self.end,
-                waits_for: match self.is_part {
-                    true => "the trace ends".to_owned(),
-                    false => "nothing more to do".to_owned(),
-                },
+                waits_for: "nothing more to do".to_owned(),
             });
         }
         if device == 0 {
@@ -138,11 +135,7 @@ impl Run {
     fn bar(&self, kernel: &Kernel) -> Bar {
         let operation = self.operation(kernel.process, kernel.op);
         let label = operation.and_then(|operation| operation.label);
-        let unfinished = match (kernel.ended, self.is_part) {
-            (true, _) => "",
-            (false, true) => " (ends after the trace)",
-            (false, false) => " (did not end)",
-        };
+        let unfinished = if kernel.ended { "" } else { " (did not end)" };
         Bar {
             kind: kind(label),
             name: format!("{}{unfinished}", name(operation, kernel.op)),

@@ -8,7 +8,6 @@ use super::*;
 use crate::trace::{Label, Role};
 
 mod annotations;
-mod part;
 
 const MILLI: u64 = 1_000_000;
 
@@ -535,7 +534,6 @@ fn fuzz_trace_files() {
         trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
-    traces[0].about.is_part = true;
     let samples: Vec<Vec<u8>> = traces.iter().chain(&beyond_all_bounds()).map(file_of).collect();
     assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
     let known = traces.swap_remove(1);

@@ -345,14 +345,14 @@ impl Builder {
             false => Vec::new(),
         };
         let about = about(me, &topology, transport.as_deref());
-        let trace = self.begin_trace(about.clone())?;
+        let trace = self.begin_trace(about)?;
         if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
         let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
             .map_err(no_threads)?;
         if let Some(membership) = membership {
-            membership.watch(&runtime, about);
+            membership.watch(&runtime);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
         let cuda = &runtime.config.cuda;
