@@ -203,7 +203,7 @@ fn kind(label: Option<Label>) -> Kind {
 
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
 /// their description. Of one that was issued before the trace began, only the number `op` is known.
-pub(super) fn name(operation: Option<&Operation>, op: u64) -> String {
+fn name(operation: Option<&Operation>, op: u64) -> String {
     let Some(operation) = operation else { return format!("operation {op}") };
     let description = short(&operation.description);
     let Some(Label { stage, microbatch: Some(microbatch), role }) = operation.label else {

@@ -283,7 +283,7 @@ impl Run {
         for range in &mut self.annotations {
             move_all(&mut [&mut range.start, &mut range.end]);
         }
-        // Times before 0 become 0: readers of trace events do not accept negative times.
+        // Times before 0 become 0: drawings begin there.
         for piece in &mut self.pieces {
             let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
             let times = [offered, posted, left, expected, arrived, taken];

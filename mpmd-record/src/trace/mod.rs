@@ -13,7 +13,6 @@ pub mod file;
 mod label;
 mod measure;
 mod merge;
-mod perfetto;
 mod plan;
 mod reasons;
 
