@@ -129,8 +129,7 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     let sizes = "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --stages 4 --sample 2";
     let losses = |args: &[&str]| {
         let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
-        let args: Vec<&str> =
-            sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
+        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
         let Ended { code, out, err } = run(folder.path(), &program, &args);
         assert_eq!(code, Some(0), "{program} {args:?}:\n{out}\n{err}");
         std::fs::read_to_string(&file).unwrap()
