@@ -13,7 +13,6 @@ mod job;
 mod memcpy;
 mod options;
 mod p2p;
-mod plan;
 mod reshard;
 mod schedules;
 mod serve;
@@ -37,8 +36,6 @@ enum What {
     Dispatch(dispatch::DispatchArgs),
     /// Arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
-    /// Planning between shardings of up to thousands of devices, cold and from the cache.
-    Plan(plan::PlanArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
     /// Steps with passes that only wait, under each schedule, beside the simulation.
@@ -61,7 +58,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     match &args.what {
         What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
-        What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
         What::Reshard(args) => reshard::reshard(args),
         What::Schedules(args) => schedules::schedules(args),
         What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),

@@ -128,15 +128,6 @@ pub(super) const SET: &[Measurement] = &[
         ],
     },
     Measurement {
-        name: "plan",
-        program: "mpmd",
-        arguments: &["bench", "plan", "--json", "--devices", "4096"],
-        figures: &[
-            median("plan of 4,096 devices, rows to grid", "rows to grid", "cold,", "us", Lower),
-            median("the same from the cache", "rows to grid", "cached,", "us", Lower),
-        ],
-    },
-    Measurement {
         name: "train-1",
         program: "train_gpt",
         arguments: &training("1"),
