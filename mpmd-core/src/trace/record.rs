@@ -42,8 +42,8 @@ const MOST_TEXTS: usize = 1 << 16;
 /// Limit of a text's length, in characters. Longer texts are cut.
 const LONGEST_TEXT: usize = 2048;
 
-/// The trace of this process. While it is off, each call costs one atomic load. Clones are the same trace. Times in arguments and results are
-/// nanoseconds since the process's recorder was made.
+/// The trace of this process. While it is off, each call costs one atomic load. Clones are the same
+/// trace. Times in arguments and results are nanoseconds since the process's recorder was made.
 #[derive(Clone, Default)]
 pub(crate) struct Trace(Arc<Recorder>);
 
