@@ -8,9 +8,9 @@ use anyhow::Result;
 use clap::Args;
 use mpmd_core::cuda::{Cuda, Grid, Source};
 use mpmd_core::prelude::{
-    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s, like_input,
+    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s,
 };
-use mpmd_core::{Simulation, kernel, method};
+use mpmd_core::{Simulation, kernel};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 
@@ -122,7 +122,6 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
     local(options, device, &mut cases)?;
     // The other cases do not depend on the kind of the devices.
     if device == DeviceKind::Cpu {
-        cases.extend(closure(options)?);
         let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
         // Process 0 takes no part in the calls.
         cases.extend(results.swap_remove(0)?);
@@ -166,36 +165,6 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
     p.finish()?;
     cases.push(Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0));
     Ok(())
-}
-
-/// Measures the issue of one empty kernel as a struct, as a closure, and as a method of an object.
-/// Their batches alternate, so that all meet the same noise.
-fn closure(options: Options) -> Result<[Case; 3]> {
-    let mut p = Program::builder().alone()?;
-    let mesh = p.mesh(&[("x", 1)])?;
-    let x = scalar(&mut p, &mesh)?;
-    let filled = kernel::kernel(like_input, |_: View<f32>, mut y: ViewMut<f32>| y.fill(0.0));
-    let of_struct = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
-    let of_closure = p.jit(filled).on(&mesh).outputs(mesh.replicated()).build()?;
-    let object = p.object(&mesh, |_| Ok(0u64))?;
-    let count = |count: &mut u64, _: View<f32>, mut y: ViewMut<f32>| {
-        *count += 1;
-        y.fill(0.0);
-    };
-    let of_method = p.method(method(like_input, count)).on(&mesh).build()?;
-    let (mut structs, mut closures, mut methods) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..options.repeats {
-        structs.extend(issue_times(&mut p, 1, |p| of_struct.call(p, x.clone()))?);
-        closures.extend(issue_times(&mut p, 1, |p| of_closure.call(p, x.clone()))?);
-        methods.extend(issue_times(&mut p, 1, |p| of_method.call(p, &object, x.clone()))?);
-    }
-    p.finish()?;
-    let structs = Case::micros("jit issue", "empty, as a struct", structs);
-    let closures = Case::micros("jit issue", "empty, as a closure", closures);
-    let closures = closures.over("struct", &structs);
-    let methods = Case::micros("method issue", "empty, as a closure", methods);
-    let methods = methods.over("kernel", &closures);
-    Ok([structs, closures, methods])
 }
 
 fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {

@@ -6,17 +6,13 @@
 #![forbid(unsafe_code)]
 
 mod case;
-mod check;
 mod direct;
 mod dispatch;
 mod host;
-mod issue;
 mod job;
 mod memcpy;
 mod options;
 mod p2p;
-mod pipeline;
-mod plan;
 mod reshard;
 mod schedules;
 mod serve;
@@ -40,22 +36,10 @@ enum What {
     Dispatch(dispatch::DispatchArgs),
     /// Arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
-    /// Planning between shardings of up to thousands of devices, cold and from the cache.
-    Plan(plan::PlanArgs),
-    /// Proving and simulating schedules of many ranks and microbatches.
-    Check(check::CheckArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
-    /// Training steps of a pipeline with one process for each stage, beside the time of their
-    /// kernels alone.
-    Pipeline(pipeline::PipelineArgs),
     /// Steps with passes that only wait, under each schedule, beside the simulation.
     Schedules(schedules::SchedulesArgs),
-    /// The time in which one process of a large job issues a training step, call by call and
-    /// replayed.
-    Replay(issue::ReplayArgs),
-    /// Plain copies, warm and into fresh memory, by one thread and two.
-    Memcpy(memcpy::MemcpyArgs),
     /// A server of a language model with the interface of OpenAI: tokens per second, times to the
     /// first token and between tokens.
     Serve(serve::ServeArgs),
@@ -74,13 +58,8 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     match &args.what {
         What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
-        What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
-        What::Check(args) => check::check_schedules(args).map(|()| ExitCode::SUCCESS),
         What::Reshard(args) => reshard::reshard(args),
-        What::Pipeline(args) => pipeline::pipeline(args),
         What::Schedules(args) => schedules::schedules(args),
-        What::Replay(args) => issue::replay(args),
-        What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
         What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
         What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }

@@ -1,4 +1,4 @@
-//! Arguments and printed figures of programs that train on text.
+//! The schedule and the printed figures of a program that trains on text.
 
 use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
@@ -10,70 +10,8 @@ use std::time::Instant;
 use anyhow::Context as _;
 use mpmd::pipeline::{Builtin, Schedule, Text as ScheduleText};
 use mpmd::{MpmdArray, Program};
-use mpmd_job::{at_least, not_negative};
 use mpmd_train::data::Text;
-use mpmd_train::{Outcome, Rate, StepReport, Trainer};
-
-/// Arguments of a training on text.
-#[derive(Clone, Debug, clap::Args)]
-pub struct TrainingArgs {
-    /// Files and folders to train on; default: the text of this repository
-    pub paths: Vec<PathBuf>,
-    /// Number of updates
-    #[arg(long, default_value_t = 1000, value_parser = at_least(1))]
-    pub steps: usize,
-    /// Seed of the initial weights and of the windows of each step
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// Number of stages
-    #[arg(long, default_value_t = 4, value_parser = at_least(1))]
-    pub stages: usize,
-    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1, or a
-    /// file in torch's text format
-    #[arg(long, value_name = "NAME|FILE", default_value = "1f1b")]
-    pub schedule: String,
-    /// Microbatches of a step
-    #[arg(long, default_value_t = 8, value_parser = at_least(1))]
-    pub microbatches: usize,
-    /// Windows of a microbatch
-    #[arg(long, default_value_t = 2, value_parser = at_least(1))]
-    pub rows: usize,
-    /// Learning rate at the start; it falls linearly to a tenth
-    #[arg(long, default_value_t = 3e-3, value_parser = not_negative)]
-    pub lr: f64,
-    /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
-    #[arg(long, value_name = "FILE")]
-    pub losses_out: Option<PathBuf>,
-}
-
-impl TrainingArgs {
-    /// Reads the text.
-    ///
-    /// # Errors
-    ///
-    /// As [`Text::of`].
-    pub fn text(&self) -> mpmd::Result<Text> {
-        match &self.paths[..] {
-            [] => Text::of_this_repository(),
-            paths => Text::of(paths),
-        }
-    }
-
-    /// Returns the schedule, as the function [`schedule`] does.
-    ///
-    /// # Errors
-    ///
-    /// As [`schedule`].
-    pub fn schedule(&self) -> anyhow::Result<Schedule> {
-        schedule(&self.schedule, None, Some(self.stages), Some(self.microbatches))
-    }
-
-    /// Returns the learning rate, which falls linearly to a tenth.
-    pub fn rate(&self) -> Rate {
-        let (peak, total) = (self.lr, self.steps as u64);
-        Rate::WarmupLinear { peak, floor: peak / 10.0, warmup: 0, total }
-    }
-}
+use mpmd_train::{Outcome, StepReport, Trainer};
 
 /// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
 /// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4

@@ -43,7 +43,7 @@ pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, spin};
 #[doc(hidden)]
 pub use env::{
     TRANSPORTS, UnknownVariable, check_transport, kinds_by_process, peer_timeout, process_counts,
-    unknown_variables, unknown_variables_here,
+    unknown_variables_here,
 };
 pub use error::LaunchError;
 pub use log::log_to_stderr;

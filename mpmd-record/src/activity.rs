@@ -1,9 +1,6 @@
-//! The current activity of a running process, for `mpmd top` and hang reports, and the requests of
-//! `mpmd top` for a trace.
+//! The current activity of a running process, for `mpmd top` and hang reports.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -62,39 +59,6 @@ pub struct MemoryActivity {
     pub host: u64,
     /// Memory lent to other processes and not returned yet.
     pub lent: u64,
-}
-
-/// A request of `mpmd top --trace` to a process. The answer is a `Result<TraceState, String>`, with
-/// the reason why the process refuses. Both are encoded as JSON; an empty request asks for the
-/// [`Activity`].
-#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub struct TraceRequest {
-    /// The absolute path of the folder for the trace, which also names the trace.
-    pub folder: PathBuf,
-    /// The requested action.
-    pub action: TraceAction,
-}
-
-/// An action on the trace of a process that runs.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub enum TraceAction {
-    /// Begins the trace. The process ends it itself after this time.
-    Begin(Duration),
-    /// Ends the trace now.
-    End,
-    /// Only asks for its state.
-    Look,
-}
-
-/// The state of a trace that was requested from a process.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub enum TraceState {
-    /// The process writes its file.
-    Runs,
-    /// The file is complete.
-    Ended,
-    /// The file cannot be written, for this reason.
-    Failed(String),
 }
 
 impl fmt::Display for DeviceActivity {

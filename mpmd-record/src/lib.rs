@@ -4,8 +4,8 @@
 //! - [`activity`]: the current activity of a running process.
 //! - [`dry_run`]: the operations that a dry run lists, as a flow that can be proved, and the
 //!   memory and traffic that they will need.
-//! - [`trace`]: the recorded events of a run, merged over its processes, as timelines, costs
-//!   and Perfetto's JSON.
+//! - [`trace`]: the recorded events of a run, merged over its processes, as timelines and
+//!   costs.
 //!
 //! The core writes all of them. Everything here is a function of them; only
 //! [`trace::ProcessTrace`] reads files.

@@ -40,12 +40,6 @@ pub trait Transport: Send + Sync {
         false
     }
 
-    /// True if this transport is a stand-in for measurements in one process. The hashes of its
-    /// pieces are then not compared.
-    fn is_stand_in(&self) -> bool {
-        false
-    }
-
     /// True if zero-copy transfers with `peer` also work for memory of
     /// [devices](crate::memory::DevicePlace). Both processes must have such devices; the payload is
     /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the work

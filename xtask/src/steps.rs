@@ -27,7 +27,7 @@ enum Outcome {
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
 /// The features of a full run, except for steps that choose others.
-pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda,tensorboard"];
+pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
 /// Lints against unfinished code and against ignored tests without a reason. Clippy allows these by
 /// default.

@@ -120,9 +120,6 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     if !width.is_multiple_of(2) {
         bail!("swiglu: the input is {:?}: expected rows of two halves", xs.dims());
     }
-    if are_fast(&[xs]) {
-        return xs.contiguous()?.apply_op1(Swiglu);
-    }
     let halves = xs.chunk(2, D::Minus1)?;
     silu(&halves[0])? * &halves[1]
 }
@@ -205,59 +202,6 @@ impl CustomOp1 for Curve {
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let gradient = gradient.contiguous()?;
         let d_x = self.backward(&values(x)?, &values(&gradient)?);
-        tensor_like(d_x, x).map(Some)
-    }
-}
-
-/// The operation of [`swiglu`].
-struct Swiglu;
-
-impl CustomOp1 for Swiglu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (like, x) = (x, slice(x, layout)?);
-        let x: &[f32] = &x;
-        let mut dims = layout.dims().to_vec();
-        let width = dims.last().unwrap_or(&0) / 2;
-        if let Some(last) = dims.last_mut() {
-            *last = width;
-        }
-        let mut out = vec![0.0; x.len() / 2];
-        for_rows(&mut out, width, |first, out| {
-            let rows = x[first * 2 * width..].chunks_exact(2 * width);
-            for (out, row) in out.chunks_exact_mut(width).zip(rows) {
-                let (a, b) = row.split_at(width);
-                for (out, (a, b)) in out.iter_mut().zip(a.iter().zip(b)) {
-                    *out = a.max(-BOUND) * sigmoid(*a) * *b;
-                }
-            }
-        });
-        result(out, dims, like)
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let gradient = gradient.contiguous()?;
-        let width = x.dim(D::Minus1)? / 2;
-        let mut d_x = vec![0.0; x.elem_count()];
-        {
-            let (x, gradient) = (values(x)?, values(&gradient)?);
-            for_rows(&mut d_x, 2 * width, |first, d_x| {
-                let rows = x[first * 2 * width..].chunks_exact(2 * width);
-                let rows = rows.zip(gradient[first * width..].chunks_exact(width));
-                for (d_x, (x, d)) in d_x.chunks_exact_mut(2 * width).zip(rows) {
-                    let ((a, b), (d_a, d_b)) = (x.split_at(width), d_x.split_at_mut(width));
-                    for ((d_a, a), (b, d)) in d_a.iter_mut().zip(a).zip(b.iter().zip(d)) {
-                        *d_a = *d * *b * silu_slope(*a);
-                    }
-                    for ((d_b, a), d) in d_b.iter_mut().zip(a).zip(d) {
-                        *d_b = *d * a.max(-BOUND) * sigmoid(*a);
-                    }
-                }
-            });
-        }
         tensor_like(d_x, x).map(Some)
     }
 }

@@ -14,7 +14,7 @@ use super::values::{are_fast, for_rows, result, single, slice, tensor_like, valu
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rotate(xs, cos, sin, Form { is_interleaved: false, is_time_first: false })
+    rope_thd(&xs.transpose(1, 2)?, cos, sin)?.transpose(1, 2)?.contiguous()
 }
 
 /// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. The other
@@ -24,7 +24,11 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rotate(xs, cos, sin, Form { is_interleaved: true, is_time_first: false })
+    let (batch, heads, time, dim) = xs.dims4()?;
+    let half = dim / 2;
+    let apart = xs.reshape((batch, heads, time, half, 2))?.transpose(3, 4)?.reshape(xs.shape())?;
+    let rotated = rope(&apart, cos, sin)?;
+    rotated.reshape((batch, heads, time, 2, half))?.transpose(3, 4)?.reshape(xs.shape())
 }
 
 /// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. The other
@@ -34,21 +38,7 @@ pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rotate(xs, cos, sin, Form { is_interleaved: false, is_time_first: true })
-}
-
-/// The layout of the pairs.
-#[derive(Clone, Copy)]
-struct Form {
-    /// The two elements of a pair are neighbours.
-    is_interleaved: bool,
-    /// The dimension of time precedes that of heads.
-    is_time_first: bool,
-}
-
-fn rotate(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor> {
-    let (batch, a, b, dim) = xs.dims4()?;
-    let (time, heads) = if form.is_time_first { (a, b) } else { (b, a) };
+    let (batch, time, heads, dim) = xs.dims4()?;
     let fits = |angles: &Tensor| match *angles.dims() {
         [positions, half] => positions >= time && 2 * half == dim,
         [sequences, positions, half] => sequences == batch && positions >= time && 2 * half == dim,
@@ -72,35 +62,22 @@ fn rotate(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor>
     };
     let (cos, sin) = (angles(cos)?, angles(sin)?);
     if !are_fast(&[xs, &cos, &sin]) || cos.track_op() || sin.track_op() {
-        return compose(xs, &cos, &sin, form);
+        return compose(xs, &cos, &sin);
     }
     let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    xs.contiguous()?.apply_op1(Rotation { cos, sin, form, time, heads })
+    xs.contiguous()?.apply_op1(Rotation { cos, sin, time, heads })
 }
 
 /// Computes the rotation with operations of candle. `cos` and `sin` are `[batch or 1, time, dim /
 /// 2]`.
-fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor, form: Form) -> Result<Tensor> {
-    let heads = if form.is_time_first { 2 } else { 1 };
+fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let dtype = xs.dtype();
-    let (xs, cos, sin) =
-        (single(xs)?, single(cos)?.unsqueeze(heads)?, single(sin)?.unsqueeze(heads)?);
+    let (xs, cos, sin) = (single(xs)?, single(cos)?.unsqueeze(2)?, single(sin)?.unsqueeze(2)?);
     let half = xs.dim(D::Minus1)? / 2;
-    let (a, b) = if form.is_interleaved {
-        let (batch, heads, time, _) = xs.dims4()?;
-        let pairs = xs.reshape((batch, heads, time, half, 2))?;
-        (pairs.narrow(4, 0, 1)?.squeeze(4)?, pairs.narrow(4, 1, 1)?.squeeze(4)?)
-    } else {
-        (xs.narrow(3, 0, half)?, xs.narrow(3, half, half)?)
-    };
+    let (a, b) = (xs.narrow(3, 0, half)?, xs.narrow(3, half, half)?);
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
-    let rotated = if form.is_interleaved {
-        Tensor::stack(&[first, second], 4)?.reshape(xs.shape())
-    } else {
-        Tensor::cat(&[first, second], 3)
-    };
-    rotated?.to_dtype(dtype)
+    Tensor::cat(&[first, second], 3)?.to_dtype(dtype)
 }
 
 /// The operation of a rotation.
@@ -108,7 +85,6 @@ struct Rotation {
     /// `[batch or 1, time, dim / 2]`, as `sin`.
     cos: Tensor,
     sin: Tensor,
-    form: Form,
     time: usize,
     heads: usize,
 }
@@ -129,25 +105,14 @@ impl Rotation {
             for (at, (out, x)) in out.chunks_exact_mut(2 * half).zip(rows).enumerate() {
                 let row = first + at;
                 let sequence = row / (self.time * self.heads) % sequences;
-                let time = match self.form.is_time_first {
-                    true => row / self.heads % self.time,
-                    false => row % self.time,
-                };
+                let time = row / self.heads % self.time;
                 let place = (sequence * self.time + time) * half;
                 let angles = cos[place..][..half].iter().zip(&sin[place..][..half]);
-                if self.form.is_interleaved {
-                    let pairs = out.chunks_exact_mut(2).zip(x.chunks_exact(2));
-                    for ((out, x), (cos, sin)) in pairs.zip(angles) {
-                        let sin = direction * sin;
-                        (out[0], out[1]) = (x[0] * cos - x[1] * sin, x[0] * sin + x[1] * cos);
-                    }
-                } else {
-                    let ((out_a, out_b), (a, b)) = (out.split_at_mut(half), x.split_at(half));
-                    let pairs = out_a.iter_mut().zip(out_b).zip(a.iter().zip(b));
-                    for (((out_a, out_b), (a, b)), (cos, sin)) in pairs.zip(angles) {
-                        let sin = direction * sin;
-                        (*out_a, *out_b) = (a * cos - b * sin, a * sin + b * cos);
-                    }
+                let ((out_a, out_b), (a, b)) = (out.split_at_mut(half), x.split_at(half));
+                let pairs = out_a.iter_mut().zip(out_b).zip(a.iter().zip(b));
+                for (((out_a, out_b), (a, b)), (cos, sin)) in pairs.zip(angles) {
+                    let sin = direction * sin;
+                    (*out_a, *out_b) = (a * cos - b * sin, a * sin + b * cos);
                 }
             }
         });

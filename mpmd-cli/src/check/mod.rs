@@ -1,6 +1,5 @@
 //! `mpmd check`: proves that a schedule or program ends, and adds up its costs, before it runs.
 
-mod others;
 mod program;
 mod report;
 mod schedule;

@@ -1,15 +1,13 @@
 //! Gathers the facts about this machine. `findings` judges them.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::path::Path;
 use std::time::Duration;
 use std::{fs, io};
 
 use mpmd_core::transports;
-use mpmd_launch::{device_kinds, variables};
-use mpmd_layout::topology::DeviceKind;
+use mpmd_launch::{cuda_collectives, device_kinds, variables};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind};
 use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
@@ -27,8 +25,10 @@ const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Facts {
     /// The requested transport. The name may be unknown.
     pub(super) transport: String,
-    /// The requested devices. The text may be invalid.
+    /// The requested devices.
     pub(super) device: Option<String>,
+    /// True if NCCL is requested for the collectives of CUDA devices.
+    pub(super) wants_nccl: bool,
     pub(super) cuda: Cuda,
     pub(super) ucx: Ucx,
     /// The error of a TCP connection from this host to itself; `None` if it works.
@@ -40,21 +40,20 @@ pub(super) struct Facts {
     pub(super) may_lock: bool,
     /// Names of the RDMA devices.
     pub(super) rdma: Vec<String>,
-    /// CPU cores that this process may use.
-    pub(super) cores: usize,
     /// The size of `/dev/shm`; `None` if it does not exist.
     pub(super) shared_memory: Option<SharedMemory>,
-    /// All network interfaces, including those that UCX cannot use.
-    pub(super) interfaces: Vec<Interface>,
-    /// The environment variables `MPMD_*`, `UCX_*` and `CUDA_*`. The job's token is replaced by a
-    /// text.
-    pub(super) variables: BTreeMap<String, String>,
 }
 
 /// True if the text of a request for devices names the kind `cuda`.
 pub(super) fn wants_cuda(device: Option<&str>) -> bool {
     let kinds = device.and_then(|text| device_kinds(text).ok()).unwrap_or_default();
     kinds.contains(&DeviceKind::Cuda)
+}
+
+/// True if the text of a request for collectives of CUDA devices names NCCL.
+fn wants_nccl(collectives: Option<&str>) -> bool {
+    let way = collectives.map(|text| cuda_collectives(text.trim()));
+    way == Some(Ok(CudaCollectives::Nccl))
 }
 
 /// The UCX library, as this program can use it.
@@ -91,16 +90,6 @@ pub(super) struct SharedMemory {
     pub(super) free: u64,
 }
 
-/// A network interface.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Interface {
-    pub(super) name: String,
-    /// True if the interface is up, connected, and either loopback or routed in IPv4. UCX would use
-    /// it for TCP.
-    pub(super) usable: bool,
-    pub(super) loopback: bool,
-}
-
 impl Facts {
     /// Gathers all facts. Blocks for several seconds at times: it opens UCX.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
@@ -110,18 +99,14 @@ impl Facts {
             transport,
             cuda: Cuda::look(wants_cuda(device.as_deref())),
             device,
+            wants_nccl: wants_nccl(std::env::var(variables::CUDA_COLLECTIVES).ok().as_deref()),
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
             sharing: Sharing::look(),
             lockable_bytes: limit.current,
             may_lock: may_lock(&read("/proc/self/status"), &read("/proc/self/uid_map")),
             rdma: names_in("/sys/class/infiniband"),
-            cores: std::thread::available_parallelism().map_or(1, usize::from),
             shared_memory: SharedMemory::look(),
-            interfaces: interfaces(),
-            variables: relevant(std::env::vars_os().filter_map(|(name, value)| {
-                Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
-            })),
         }
     }
 }
@@ -203,30 +188,6 @@ fn loopback() -> io::Result<()> {
     here.read_exact(&mut [0])
 }
 
-fn interfaces() -> Vec<Interface> {
-    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
-    let with_address = routed(&routes);
-    let look = |name: String| {
-        let folder = Path::new("/sys/class/net").join(&name);
-        let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap_or_default();
-        let flags =
-            u32::from_str_radix(read("flags").trim().trim_start_matches("0x"), 16).unwrap_or(0);
-        // IFF_UP and IFF_LOOPBACK, see netdevice(7).
-        let (up, loopback) = (flags & 0x1 != 0, flags & 0x8 != 0);
-        let connected = read("carrier").trim() == "1";
-        let usable = up && connected && (loopback || with_address.contains(&name));
-        Interface { name, usable, loopback }
-    };
-    names_in("/sys/class/net").into_iter().map(look).collect()
-}
-
-/// Returns the names of the interfaces in `routes`, the text of `/proc/net/route`. An interface
-/// with an IPv4 address has a route to its own network.
-fn routed(routes: &str) -> BTreeSet<String> {
-    let names = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next());
-    names.map(str::to_owned).collect()
-}
-
 /// Returns the names of the entries of a folder, sorted. Empty if the folder cannot be read.
 fn names_in(folder: &str) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
@@ -234,18 +195,6 @@ fn names_in(folder: &str) -> Vec<String> {
         entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
     names.sort();
     names
-}
-
-/// Returns the variables `MPMD_*`, `UCX_*` and `CUDA_*`, with the job's token replaced by `(a
-/// secret)`.
-fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
-    let ours = all
-        .filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));
-    let shown = ours.map(|(name, value)| {
-        let value = if name == variables::JOB_TOKEN { "(a secret)".to_owned() } else { value };
-        (name, value)
-    });
-    shown.collect()
 }
 
 #[cfg(test)]
@@ -272,34 +221,9 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_with_routes_are_found() {
-        let routes =
-            "Iface\tDestination\tGateway\neth0\t00000000\t010200C0\neth0\t000200C0\t0\nib0\t0\t0\n";
-        assert_eq!(routed(routes).into_iter().collect::<Vec<_>>(), ["eth0", "ib0"]);
-        assert!(routed("").is_empty());
-    }
-
-    #[test]
-    fn other_variables_and_the_secret_stay_out() {
-        let all = [
-            ("HOME", "/"),
-            ("MPMD_JOB_TOKEN", "5ec2e7"),
-            ("UCX_TLS", "tcp"),
-            ("MPMD_SPIN", "never"),
-        ];
-        let found =
-            relevant(all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
-        let names: Vec<&str> = found.keys().map(String::as_str).collect();
-        assert_eq!(names, ["MPMD_JOB_TOKEN", "MPMD_SPIN", "UCX_TLS"]);
-        assert!(!format!("{found:?}").contains("5ec2e7"));
-    }
-
-    #[test]
     fn this_machine_can_be_examined() {
         loopback().expect("a host reaches itself");
         let shared = SharedMemory::look();
         assert!(shared.is_none_or(|shared| shared.free <= shared.bytes), "{shared:?}");
-        let looked = interfaces();
-        assert!(looked.is_sorted_by_key(|interface| &interface.name), "{looked:?}");
     }
 }

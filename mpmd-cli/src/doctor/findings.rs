@@ -3,13 +3,9 @@
 use std::collections::BTreeMap;
 
 use mpmd_base::bytes_text;
-use mpmd_core::transports::{self, Spin};
-use mpmd_launch::{
-    cuda_collectives, device_kinds, peer_timeout, spin, unknown_variables, variables,
-};
-use mpmd_layout::topology::CudaCollectives;
+use mpmd_core::transports;
 
-use super::facts::{Facts, Interface, Sharing, Ucx, wants_cuda};
+use super::facts::{Facts, Sharing, Ucx, wants_cuda};
 use super::verdict::{Finding, Verdict, finding};
 
 /// Bytes of locked memory that a first registration with an RDMA device may need: queues, and
@@ -27,24 +23,14 @@ const SHM_LITTLE: u64 = 256 << 20;
 /// With fewer free bytes in `/dev/shm`, UCX's queues of one process may not fit.
 const SHM_NOTHING: u64 = 8 << 20;
 
-/// Prefixes of interface names that lead only to containers or virtual machines of this host.
-const INSIDE_ONLY: [&str; 16] = [
-    "br-", "cali", "cbr", "cni", "docker", "dummy", "flannel", "ifb", "kube", "lxc", "lxdbr",
-    "podman", "vboxnet", "veth", "virbr", "weave",
-];
-
 /// Judges all facts. The findings are in the order of the report.
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
     findings.extend(ucx(facts));
-    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda(), facts.wants_nccl()));
+    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda(), facts.wants_nccl));
     findings.push(locked_memory(facts));
-    findings.push(cores(facts));
     findings.push(shared_memory(facts));
-    findings.push(interfaces(facts));
-    findings.extend(set_wrong(facts));
-    findings.push(all_variables(facts));
     findings
 }
 
@@ -58,15 +44,6 @@ impl Facts {
     /// True if devices of kind `cuda` are requested.
     pub(super) fn wants_cuda(&self) -> bool {
         wants_cuda(self.device.as_deref())
-    }
-
-    /// True if NCCL is requested for the collectives of CUDA devices.
-    pub(super) fn wants_nccl(&self) -> bool {
-        let way = self
-            .variables
-            .get(variables::CUDA_COLLECTIVES)
-            .map(|text| cuda_collectives(text.trim()));
-        way == Some(Ok(CudaCollectives::Nccl))
     }
 }
 
@@ -250,42 +227,6 @@ fn locked_memory(facts: &Facts) -> Finding {
     }
 }
 
-fn cores(facts: &Facts) -> Finding {
-    let cores = facts.cores;
-    let value = if cores == 1 { "1 core".to_owned() } else { format!("{cores} cores") };
-    let spins = facts.variables.get(variables::SPIN).and_then(|text| spin(text.trim()).ok());
-    match spins {
-        Some(Spin::For(_)) => {
-            let advice = format!(
-                "MPMD_SPIN keeps every process looking for work for a set time before it sleeps: \
-                 with more than \
-                 {cores} on this host they take time from each other"
-            );
-            finding("cores", value, Verdict::Note, advice)
-        }
-        Some(Spin::Never) => finding(
-            "cores",
-            value,
-            Verdict::Ok,
-            "MPMD_SPIN=never: small messages wait for a thread to wake",
-        ),
-        Some(Spin::Auto) | None if cores == 1 => finding(
-            "cores",
-            value,
-            Verdict::Ok,
-            "nothing spins where processes are more than cores",
-        ),
-        Some(Spin::Auto) | None => {
-            let advice = format!(
-                "jobs with up to {cores} processes on this host spin for a moment before they \
-                 sleep, larger ones \
-                 do not; MPMD_SPIN says otherwise"
-            );
-            finding("cores", value, Verdict::Ok, advice)
-        }
-    }
-}
-
 fn shared_memory(facts: &Facts) -> Finding {
     let name = "shared memory";
     let larger = "make /dev/shm larger: `--shm-size` for containers, an emptyDir of medium Memory \
@@ -312,92 +253,6 @@ fn shared_memory(facts: &Facts) -> Finding {
     finding(name, value, Verdict::Ok, "")
 }
 
-fn interfaces(facts: &Facts) -> Finding {
-    let name = "network";
-    let usable: Vec<&Interface> =
-        facts.interfaces.iter().filter(|interface| interface.usable).collect();
-    let names = |which: &[&Interface]| {
-        which.iter().map(|interface| interface.name.as_str()).collect::<Vec<_>>().join(",")
-    };
-    let value =
-        if usable.is_empty() { "no interface that is up".to_owned() } else { names(&usable) };
-    let value = value.replace(',', ", ");
-    if let Some(chosen) = facts.variables.get("UCX_NET_DEVICES") {
-        return finding(
-            name,
-            value,
-            Verdict::Ok,
-            format!("UCX takes those of UCX_NET_DEVICES={chosen}"),
-        );
-    }
-    let inside =
-        |interface: &&Interface| INSIDE_ONLY.iter().any(|start| interface.name.starts_with(start));
-    let (traps, others): (Vec<&Interface>, Vec<&Interface>) = usable.into_iter().partition(inside);
-    let outside: Vec<&Interface> =
-        others.into_iter().filter(|interface| !interface.loopback).collect();
-    if outside.is_empty() {
-        let advice = "no other host can be reached: jobs of this host alone work";
-        return finding(name, value, Verdict::Note, advice);
-    }
-    if traps.is_empty() {
-        return finding(name, value, Verdict::Ok, "");
-    }
-    let (trap, outside) = (names(&traps).replace(',', ", "), names(&outside));
-    let advice = format!(
-        "UCX may take {trap} for TCP, where no other host listens, and jobs over several hosts \
-         then hang or fail: \
-         set UCX_NET_DEVICES={outside}"
-    );
-    finding(name, value, Verdict::Note, advice)
-}
-
-/// Returns findings for variables with invalid or harmful values; none if all are good.
-fn set_wrong(facts: &Facts) -> Vec<Finding> {
-    let set = |name| facts.variables.get(name).map(|text| text.trim()).filter(|it| !it.is_empty());
-    let device = facts.device.as_ref();
-    let checked = [
-        (variables::SPIN, set(variables::SPIN).map(|text| spin(text).err())),
-        (variables::DEVICE, device.map(|text| device_kinds(text).err())),
-        (
-            variables::CUDA_COLLECTIVES,
-            set(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text).err()),
-        ),
-        (
-            variables::PEER_TIMEOUT,
-            set(variables::PEER_TIMEOUT).map(|text| peer_timeout(text).err()),
-        ),
-    ];
-    let wrong = checked.into_iter().filter_map(|(name, error)| Some((name, error??)));
-    let wrong = wrong.map(|(name, error)| {
-        finding(name, error.to_string(), Verdict::Problem, "unset it or correct it")
-    });
-    let mut findings: Vec<Finding> = wrong.collect();
-    if let Some(only) = facts.variables.get("UCX_TLS") {
-        let advice = "UCX uses only these transports and no others that it finds";
-        findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
-    }
-    findings
-}
-
-fn all_variables(facts: &Facts) -> Finding {
-    let lines: Vec<String> =
-        facts.variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    let value = if lines.is_empty() {
-        "none of MPMD_*, UCX_* and CUDA_*".to_owned()
-    } else {
-        lines.join("\n")
-    };
-    let unknown = unknown_variables(facts.variables.clone());
-    let misspelt = unknown.iter().any(|variable| variable.meant.is_some());
-    let verdict = match (misspelt, unknown.is_empty()) {
-        (true, _) => Verdict::Problem,
-        (false, false) => Verdict::Note,
-        (false, true) => Verdict::Ok,
-    };
-    let advice: Vec<String> = unknown.iter().map(ToString::to_string).collect();
-    finding("variables", value, verdict, advice.join("; "))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::cuda::Cuda;
@@ -406,12 +261,11 @@ mod tests {
 
     /// Returns the facts of a machine without faults.
     fn well() -> Facts {
-        let interface =
-            |name: &str| Interface { name: name.into(), usable: true, loopback: name == "lo" };
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         Facts {
             transport: "ucx".into(),
             device: Some("cpu,cuda".into()),
+            wants_nccl: false,
             cuda: Cuda::well(),
             ucx: Ucx::Usable {
                 version: "1.12.1".into(),
@@ -428,10 +282,7 @@ mod tests {
             lockable_bytes: None,
             may_lock: false,
             rdma: vec!["mlx5_0".into()],
-            cores: 4,
             shared_memory: Some(SharedMemory { bytes: 1 << 34, free: 1 << 33 }),
-            interfaces: vec![interface("eth0"), interface("lo")],
-            variables: BTreeMap::new(),
         }
     }
 
@@ -467,7 +318,6 @@ mod tests {
         check(&well(), "ucx", Verdict::Ok, &["1.12.1 from /lib/libucp.so.0"]);
         check(&well(), "ucx devices", Verdict::Ok, &["posix: memory\ntcp: eth0, lo"]);
         check(&well(), "ucx on this host", Verdict::Ok, &["lane[0]: posix"]);
-        check(&well(), "cores", Verdict::Ok, &["4 cores", "up to 4 processes", "MPMD_SPIN"]);
     }
 
     #[test]
@@ -568,42 +418,13 @@ mod tests {
     }
 
     #[test]
-    fn invalid_devices_are_a_problem() {
+    fn cuda_is_wanted_by_the_kinds_of_devices() {
         let with = |device: Option<&str>| Facts { device: device.map(str::to_owned), ..well() };
-        let mut wrong = with(None);
-        wrong.variables.insert(variables::CUDA_COLLECTIVES.to_owned(), "gloo".to_owned());
-        check(&wrong, "MPMD_CUDA_COLLECTIVES", Verdict::Problem, &["host or nccl"]);
-        wrong.variables.insert(variables::PEER_TIMEOUT.to_owned(), "0".to_owned());
-        check(&wrong, "MPMD_PEER_TIMEOUT", Verdict::Problem, &["seconds above 0"]);
-        check(
-            &with(Some("gpu")),
-            "MPMD_DEVICE",
-            Verdict::Problem,
-            &["MPMD_DEVICE=gpu", "cpu or cuda"],
-        );
         for (device, wanted) in
             [(None, false), (Some("cpu"), false), (Some("cpu,cuda"), true), (Some("gpu"), false)]
         {
             assert_eq!(with(device).wants_cuda(), wanted, "{device:?}");
         }
-    }
-
-    #[test]
-    fn spinning_is_set_against_cores() {
-        let with = |cores, spin: Option<&str>| {
-            let variables =
-                spin.map(|spin| ("MPMD_SPIN".to_owned(), spin.to_owned())).into_iter().collect();
-            Facts { cores, variables, ..well() }
-        };
-        check(&with(2, Some("always")), "cores", Verdict::Note, &["more than 2", "MPMD_SPIN"]);
-        check(&with(2, Some("never")), "cores", Verdict::Ok, &["2 cores", "never"]);
-        check(&with(1, None), "cores", Verdict::Ok, &["1 core;"]);
-        check(
-            &with(2, Some("often")),
-            "MPMD_SPIN",
-            Verdict::Problem,
-            &["MPMD_SPIN=often", "microseconds"],
-        );
     }
 
     #[test]
@@ -615,49 +436,5 @@ mod tests {
         stops_ucx(with(4096), name, &["4.0 KiB free", "--shm-size"]);
         let none = Facts { shared_memory: None, ..well() };
         check(&none, name, Verdict::Note, &["no /dev/shm"]);
-    }
-
-    #[test]
-    fn interfaces_inside_the_host_are_named() {
-        let with = |names: &[&str], devices: Option<&str>| {
-            let interface = |name: &&str| Interface {
-                name: (*name).to_owned(),
-                usable: !name.starts_with("down"),
-                loopback: *name == "lo",
-            };
-            let variables =
-                devices.map(|devices| ("UCX_NET_DEVICES".to_owned(), devices.to_owned()));
-            Facts {
-                interfaces: names.iter().map(interface).collect(),
-                variables: variables.into_iter().collect(),
-                ..well()
-            }
-        };
-        let bridged = ["docker0", "down0", "eth0", "ib0", "lo", "virbr0"];
-        let texts = [
-            "UCX may take docker0, virbr0",
-            "UCX_NET_DEVICES=eth0,ib0",
-            "docker0, eth0, ib0, lo, virbr0;",
-        ];
-        check(&with(&bridged, None), "network", Verdict::Note, &texts);
-        check(&with(&bridged, Some("eth0")), "network", Verdict::Ok, &["UCX_NET_DEVICES=eth0"]);
-        check(&with(&["lo", "docker0"], None), "network", Verdict::Note, &["no other host"]);
-        check(&with(&["down0"], None), "network", Verdict::Note, &["no interface that is up"]);
-    }
-
-    #[test]
-    fn variables_are_shown_and_limits_on_ucx_noted() {
-        let set = [("MPMD_RANK", "0"), ("UCX_TLS", "tcp,self")];
-        let set = set.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let facts = Facts { variables: set.into_iter().collect(), ..well() };
-        check(&facts, "variables", Verdict::Ok, &["MPMD_RANK=0\nUCX_TLS=tcp,self"]);
-        check(&facts, "UCX_TLS", Verdict::Note, &["tcp,self", "no others"]);
-        check(&well(), "variables", Verdict::Ok, &["none"]);
-        let with =
-            |name: &str| Facts { variables: [(name.to_owned(), "1".to_owned())].into(), ..well() };
-        let texts = ["MPMD_TRANSPRT=1", "set MPMD_TRANSPORT, if that is meant"];
-        check(&with("MPMD_TRANSPRT"), "variables", Verdict::Problem, &texts);
-        let texts = ["there is no variable MPMD_X_SERVICE_HOST; it has no effect"];
-        check(&with("MPMD_X_SERVICE_HOST"), "variables", Verdict::Note, &texts);
     }
 }

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Args;
 use mpmd_core::transports;
-use mpmd_launch::variables;
+use mpmd_launch::{device_kinds, variables};
 
 use crate::{files, run};
 use facts::Facts;
@@ -44,7 +44,9 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     };
     let transport = asked(&args.transport, variables::TRANSPORT);
     let transport = transport.unwrap_or_else(|| transports::DEFAULT.to_owned());
-    let facts = Facts::gather(transport, asked(&args.device, variables::DEVICE));
+    let device = asked(&args.device, variables::DEVICE);
+    device.as_deref().map(device_kinds).transpose()?;
+    let facts = Facts::gather(transport, device);
     let findings = findings::judge(&facts);
     let text =
         if args.json { show::json(&facts, &findings)? } else { show::text(&facts, &findings) };

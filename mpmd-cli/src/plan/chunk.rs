@@ -3,12 +3,11 @@
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{ChunkRanks, chunk_by_rank};
 
-use super::draw;
 use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::placement::read_placements;
 use super::refusal::Refusal;
-use super::{Answer, json_text};
+use super::{Answer, json_text, tables};
 
 /// The case `{shape, dim, placements, names?, world?}`, read and not yet checked. Placements are
 /// ranks.
@@ -67,7 +66,7 @@ impl ChunkAnswer {
                 .map(|(offset, size)| (*offset, offset + size))
                 .collect::<Region>()
         };
-        Holding::new(title, "rank", shape, each.map(region).enumerate())
+        Holding::new(title, "rank", each.map(region).enumerate())
     }
 }
 
@@ -77,6 +76,6 @@ impl Answer for ChunkAnswer {
     }
 
     fn pretty(&self) -> String {
-        draw::holding(&self.holding())
+        tables::holding(&self.holding())
     }
 }

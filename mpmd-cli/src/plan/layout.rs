@@ -9,11 +9,10 @@ use mpmd_layout::sharding::{Layout, Sharding};
 use serde::Serialize;
 
 use super::case::CaseSharding;
-use super::draw;
 use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::refusal::Refusal;
-use super::{Answer, json_text};
+use super::{Answer, json_text, tables};
 
 /// The case `{sharding, shape}`, read and not yet checked.
 #[derive(Debug)]
@@ -67,6 +66,6 @@ impl Answer for LayoutAnswer {
     }
 
     fn pretty(&self) -> String {
-        draw::holding(&self.holding())
+        tables::holding(&self.holding())
     }
 }

@@ -1,4 +1,4 @@
-//! `mpmd plan`: runs the planners on a case. The answer is JSON for programs or a drawing for
+//! `mpmd plan`: runs the planners on a case. The answer is JSON for programs or tables for
 //! people.
 //!
 //! The fields of cases and answers are those of the golden files in the tests. They stay the same
@@ -6,7 +6,6 @@
 
 mod case;
 mod chunk;
-mod draw;
 mod field;
 mod holding;
 mod intermediate;
@@ -16,6 +15,7 @@ mod placement;
 mod refusal;
 mod reshard;
 mod rules;
+mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -62,7 +62,7 @@ enum What {
 struct Input {
     /// A file with the case or a list of cases as JSON; by default, or for `-`, standard input
     file: Option<PathBuf>,
-    /// Print a drawing or a table for people instead of JSON
+    /// Print tables for people instead of JSON
     #[arg(long)]
     pretty: bool,
 }

@@ -15,7 +15,7 @@ use super::field::{Field, Malformed};
 use super::holding::Holding;
 use super::job::{CaseJob, Job};
 use super::refusal::Refusal;
-use super::{Answer, draw, json_text};
+use super::{Answer, json_text, tables};
 
 /// The case `{shape, dtype, src, dst, process_of?, host_of?}`, read and not yet checked.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub(super) struct Case {
     job: CaseJob,
 }
 
-/// A plan with everything that its drawing needs.
+/// A plan with everything that its tables need.
 #[derive(Debug)]
 struct ReshardAnswer {
     aval: ShapedArray,
@@ -176,7 +176,7 @@ impl ReshardAnswer {
         rows.extend(processes.iter().enumerate().map(|(place, (process, host))| {
             vec![process.to_string(), host.to_string(), self.devices_text(place)]
         }));
-        draw::long_table(rows, &[0, 1])
+        tables::long_table(rows, &[0, 1])
     }
 
     /// Returns the devices of the process at `place`, an index in `Job::processes`, as `0-3, 8`.
@@ -189,7 +189,7 @@ impl ReshardAnswer {
         let mut rows = vec![["link", "pieces", "bytes"].map(str::to_owned).to_vec()];
         let row = |(class, traffic): &(LinkClass, Traffic)| traffic.row([class.to_string()]);
         rows.extend(self.by_class().iter().map(row));
-        draw::table(&rows, &[1, 2])
+        tables::table(&rows, &[1, 2])
     }
 
     fn processes(&self) -> Vec<String> {
@@ -200,7 +200,7 @@ impl ReshardAnswer {
                 traffic.row([number(from), number(to), self.class_of(from, to).to_string()])
             },
         ));
-        if rows.len() == 1 { Vec::new() } else { draw::long_table(rows, &[3, 4]) }
+        if rows.len() == 1 { Vec::new() } else { tables::long_table(rows, &[3, 4]) }
     }
 
     fn steps(&self) -> Vec<String> {
@@ -210,7 +210,7 @@ impl ReshardAnswer {
         }
         let mut rows = vec![["step", "pieces", "bytes"].map(str::to_owned).to_vec()];
         rows.extend(steps.into_iter().map(|(step, traffic)| traffic.row([step.to_string()])));
-        draw::long_table(rows, &[0, 1, 2])
+        tables::long_table(rows, &[0, 1, 2])
     }
 
     /// Returns the lines of a table of the bytes that each device sends to and receives from
@@ -235,7 +235,7 @@ impl ReshardAnswer {
             let amounts = [&sent, &received].map(|by| bytes_text(bytes(by, device)));
             vec![device.to_string(), amounts[0].clone(), amounts[1].clone()]
         }));
-        draw::long_table(rows, &[0, 1, 2])
+        tables::long_table(rows, &[0, 1, 2])
     }
 }
 
@@ -271,7 +271,8 @@ impl Answer for ReshardAnswer {
     fn pretty(&self) -> String {
         let parts = [
             vec![self.headline()],
-            vec![draw::beside(&self.src, &self.dst)],
+            vec![tables::holding(&self.src)],
+            vec![tables::holding(&self.dst)],
             self.owners(),
             self.links(),
             self.processes(),

@@ -1,11 +1,9 @@
-//! `mpmd top`: the activity of the processes of a running job, or a trace of them.
+//! `mpmd top`: the activity of the processes of a running job.
 
 mod find;
-mod record;
 mod show;
 
 use std::io::IsTerminal as _;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -15,10 +13,9 @@ use mpmd_base::ProcessId;
 use mpmd_record::activity::Activity;
 use mpmd_transport::rendezvous::{Observer, RendezvousError};
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 use crate::files::{say, say_to_reader};
-use crate::run::{above_zero, seconds};
+use crate::run::seconds;
 
 /// Time limit for the connection to the job and for its answers.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -46,15 +43,6 @@ pub(crate) struct TopArgs {
     /// Print one line of JSON for each look instead of a table
     #[arg(long)]
     json: bool,
-    /// Trace the job from now on for this time, then say where the trace is. For a job that runs
-    /// without `mpmd run --trace`
-    #[arg(long, value_name = "SECONDS", value_parser = above_zero)]
-    #[arg(conflicts_with_all = ["once", "json", "interval"])]
-    trace: Option<Duration>,
-    /// The folder for the trace, on the host of each process. By default a new one in the current
-    /// directory
-    #[arg(long, value_name = "DIR", requires = "trace")]
-    trace_folder: Option<PathBuf>,
 }
 
 /// One look at a job.
@@ -80,14 +68,11 @@ struct Seen {
     received_per_second: Option<f64>,
 }
 
-/// Shows a job until it ends, or traces it.
+/// Shows a job until it ends.
 pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
     let (address, token) = find::job(args.job.as_deref())?;
     let observer = Observer::connect(&address, token, TIMEOUT)
         .with_context(|| format!("attaching to the job at {address}"))?;
-    if let Some(time) = args.trace {
-        return record::record(&observer, time, args.trace_folder.as_deref());
-    }
     let clears = std::io::stdout().is_terminal() && !args.json && !args.once;
     let mut before = (Instant::now(), look(&observer, &address)?);
     loop {
@@ -121,30 +106,20 @@ fn has_ended(error: &anyhow::Error) -> bool {
 
 /// Asks all processes of a job for their activity.
 fn look(observer: &Observer, address: &str) -> Result<Look> {
-    let known = |(process, activity): (ProcessId, Result<Activity, String>)| {
-        let (activity, unknown) = match activity {
+    let read = |status: Vec<u8>| {
+        serde_json::from_slice::<Activity>(&status).map_err(|error| {
+            format!("it runs another version of mpmd: its status cannot be read ({error})")
+        })
+    };
+    let known = |(process, status): (ProcessId, Result<Vec<u8>, String>)| {
+        let (activity, unknown) = match status.and_then(read) {
             Ok(activity) => (Some(activity), None),
             Err(why) => (None, Some(why)),
         };
         Seen { process: process.0, unknown, activity, ..Seen::default() }
     };
-    let processes = answers(observer, &[])?.map(known).collect();
+    let processes = observer.look(&[], TIMEOUT)?.into_iter().map(known).collect();
     Ok(Look { job: address.to_owned(), processes, ..Look::default() })
-}
-
-/// Passes `words` on to all processes of a job, and returns what each answers, or the reason why
-/// there is no answer.
-fn answers<T: DeserializeOwned>(
-    observer: &Observer,
-    words: &[u8],
-) -> Result<impl Iterator<Item = (ProcessId, Result<T, String>)>> {
-    let read = |status: Vec<u8>| {
-        serde_json::from_slice(&status).map_err(|error| {
-            format!("it runs another version of mpmd: its status cannot be read ({error})")
-        })
-    };
-    let statuses = observer.look(words, TIMEOUT)?.into_iter();
-    Ok(statuses.map(move |(process, status)| (process, status.and_then(read))))
 }
 
 impl Look {

@@ -15,14 +15,11 @@ use crate::draw;
 /// Arguments of `mpmd trace`.
 #[derive(Args, Debug)]
 pub(crate) struct TraceArgs {
-    /// The folder of the trace: that of `mpmd run --trace`, MPMD_TRACE or `mpmd top --trace`
+    /// The folder of the trace: that of `mpmd run --trace` or MPMD_TRACE
     folder: PathBuf,
     /// Write a page that shows the timeline and can be zoomed
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Write Trace Event JSON, which ui.perfetto.dev and chrome://tracing open
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
     /// Write the measured times of each stage of a pipeline, in seconds, as TOML: costs for
     /// simulations of schedules
     #[arg(long, value_name = "FILE")]
@@ -42,13 +39,10 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     if let Some(steps) = &args.steps {
         run = run.of_steps(steps.clone()).map_err(anyhow::Error::msg)?;
     }
-    if let Some(path) = &args.json {
-        write_json(path, &run.to_trace_events())?;
-    }
     if args.output.is_some() || args.timeline.is_some() {
         let timeline = run.timeline_with_plan();
         if let Some(path) = &args.timeline {
-            write_json(path, &timeline)?;
+            write(path, |out| Ok(serde_json::to_writer(out, &timeline)?))?;
         }
         if let Some(path) = &args.output {
             write(path, |out| Ok(out.write_all(draw::html(&timeline).as_bytes())?))?;
@@ -66,10 +60,6 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     }
     crate::files::say(&said)?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<()> {
-    write(path, |out| Ok(serde_json::to_writer(out, value)?))
 }
 
 fn write(path: &Path, content: impl FnOnce(&mut BufWriter<fs::File>) -> Result<()>) -> Result<()> {

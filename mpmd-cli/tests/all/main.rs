@@ -11,5 +11,4 @@ mod plan_reshard;
 mod run;
 mod schedule;
 mod top;
-mod top_trace;
 mod trace;

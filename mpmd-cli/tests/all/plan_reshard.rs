@@ -1,5 +1,5 @@
 //! `mpmd plan reshard`: executes its plans element by element, checks its sums, and checks its
-//! drawings.
+//! tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -297,10 +297,10 @@ fn all_partial_sums_go_to_the_destination() {
 }
 
 #[test]
-fn drawings_for_people() {
+fn tables_for_people() {
     let answer = ask(&["reshard", "--pretty"], &example().to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
-    assert_eq!(answer.stdout, DRAWING);
+    assert_eq!(answer.stdout, TABLES);
     let two = json!([
         {"shape": [5], "dim": 0, "placements": [1, 0]},
         {"shape": [5], "dim": 1, "placements": [0]},
@@ -317,18 +317,22 @@ fn drawings_for_people() {
     assert_eq!(ask(&["intermediate", "--pretty"], &between.to_string()).stdout, INTERMEDIATE);
 }
 
-const DRAWING: &str = "\
+const TABLES: &str = "\
 f32[8,6], 192 B: 8 pieces in 2 steps
 
 from P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
+
+region        shape   device
+[0..4, 0..3]  [4, 3]  0
+[0..4, 3..6]  [4, 3]  1
+[4..8, 0..3]  [4, 3]  2
+[4..8, 3..6]  [4, 3]  3
+
 to   P(None, z) on {z:2, r:2} devices [4, 5, 6, 7]
 
-    0     3     6          0      3      6
-  0 ┌─────┬─────┐        0 ┌──────┬──────┐
-    │  0  │  1  │          │ 4, 5 │ 6, 7 │
-  4 ├─────┼─────┤        8 └──────┴──────┘
-    │  2  │  3  │
-  8 └─────┴─────┘
+region        shape   device
+[0..8, 0..3]  [8, 3]  4, 5
+[0..8, 3..6]  [8, 3]  6, 7
 
 process  host  devices
       0     0  0, 1
@@ -368,10 +372,9 @@ case 0
 
 [5]: chunks of dimension 0 on ranks [1, 0]
 
-  0     3     5
-  ┌─────┬─────┐
-  │  1  │  0  │
-  └─────┴─────┘
+region  shape  rank
+[0..3]  [3]    1
+[3..5]  [2]    0
 
 case 1
 

@@ -15,19 +15,19 @@ use serde_json::Value;
 use crate::common::{Told, call};
 
 /// Time limit for a state of the job to be seen.
-pub(super) const LONG: Duration = Duration::from_secs(40);
+const LONG: Duration = Duration::from_secs(40);
 
 /// The variable with the file that process 0 waits for before it issues its part or ends its steps.
-pub(super) const GO: &str = "MPMD_TEST_GO";
+const GO: &str = "MPMD_TEST_GO";
 
 /// A job whose processes wait for each other. It is ended when this is dropped.
-pub(super) struct Job {
-    pub(super) launcher: Child,
+struct Job {
+    launcher: Child,
     /// Kept open: a job ends with the reader of its output.
     _output: BufReader<ChildStdout>,
-    pub(super) go: PathBuf,
+    go: PathBuf,
     /// The process ids of the two processes.
-    pub(super) pids: [u32; 2],
+    pids: [u32; 2],
 }
 
 impl Job {
@@ -36,7 +36,7 @@ impl Job {
     }
 
     /// Starts a job of a test program of this file, with options of `mpmd run`.
-    pub(super) fn of(program: &str, name: &str, options: &[&str]) -> Self {
+    fn of(program: &str, name: &str, options: &[&str]) -> Self {
         let go = Path::new(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("{}-{name}.go", std::process::id()));
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));

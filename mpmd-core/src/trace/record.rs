@@ -42,9 +42,8 @@ const MOST_TEXTS: usize = 1 << 16;
 /// Limit of a text's length, in characters. Longer texts are cut.
 const LONGEST_TEXT: usize = 2048;
 
-/// The trace of this process. It may begin and end while the process runs. While it is off, each
-/// call costs one atomic load. Clones are the same trace. Times in arguments and results are
-/// nanoseconds since the process's recorder was made.
+/// The trace of this process. While it is off, each call costs one atomic load. Clones are the same
+/// trace. Times in arguments and results are nanoseconds since the process's recorder was made.
 #[derive(Clone, Default)]
 pub(crate) struct Trace(Arc<Recorder>);
 
@@ -65,15 +64,8 @@ struct Recorder {
     dropped: AtomicU64,
     wanted: Mutex<Wanted>,
     changed: Condvar,
-    writer: Mutex<Writer>,
-}
-
-/// The thread that writes the file. Locked while a trace begins or ends.
-#[derive(Default)]
-struct Writer {
-    thread: Option<thread::JoinHandle<io::Result<()>>>,
-    /// True if no trace may begin any more.
-    is_closed: bool,
+    /// The thread that writes the file.
+    writer: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
 /// Aligned to its own cache lines, since each list is mostly used by one thread.
@@ -113,22 +105,9 @@ thread_local! {
 
 impl Trace {
     /// Begins the trace: creates its file in a folder, and starts the thread that writes it.
-    /// Creates the folder if necessary, and replaces an older file. Fails if the trace has begun,
-    /// or was closed.
+    /// Creates the folder if necessary, and replaces an older file. To be called once.
     pub(crate) fn begin(&self, folder: &Path, about: About) -> io::Result<()> {
         let recorder = &self.0;
-        if !self.is_on() {
-            // One whose file could not be written has ended, and left its thread. It has logged
-            // that.
-            let _ = self.end();
-        }
-        let mut writer = recorder.writer.lock();
-        if writer.is_closed {
-            return Err(io::Error::other("the program has ended"));
-        }
-        if writer.thread.is_some() {
-            return Err(io::Error::other("another trace has begun"));
-        }
         std::fs::create_dir_all(folder)?;
         let path = folder.join(file::name(about.process));
         // A process that still writes an old trace keeps its file, which no longer has a name.
@@ -140,10 +119,9 @@ impl Trace {
         let (start, about) = about.begin();
         out.write_all(&file::beginning(&about)?)?;
         let began = start.saturating_duration_since(recorder.origin).as_nanos() as u64;
-        *recorder.wanted.lock() = Wanted::default();
         let (writing, thread) = (recorder.clone(), thread::Builder::new());
         let thread = thread.name("mpmd-trace".to_owned());
-        writer.thread = Some(thread.spawn(move || writing.write_until_closed(out))?);
+        *recorder.writer.lock() = Some(thread.spawn(move || writing.write_until_closed(out))?);
         recorder.began.store(began.max(1), Ordering::Relaxed);
         Ok(())
     }
@@ -270,29 +248,17 @@ impl Trace {
         }
     }
 
-    /// Writes the remaining events and ends the file. Later events are discarded, until a trace
-    /// begins again. Blocks until the file is written, also if another thread ends it. Fails if it
-    /// cannot be written. Does nothing if tracing is off.
-    pub(crate) fn end(&self) -> io::Result<()> {
+    /// Writes the remaining events and ends the file. Later events are discarded. Blocks until the
+    /// file is written; the writer logs an error. Does nothing if tracing is off.
+    pub(crate) fn close(&self) {
         let recorder = &self.0;
         let mut writer = recorder.writer.lock();
         recorder.began.store(0, Ordering::Relaxed);
-        let Some(thread) = writer.thread.take() else { return Ok(()) };
+        let Some(thread) = writer.take() else { return };
         recorder.wanted.lock().end = true;
         recorder.changed.notify_all();
-        let written = thread.join();
-        // Lists keep the memory of their events.
-        recorder.lists.iter().for_each(|list| *list.0.lock() = Vec::new());
-        (*recorder.texts.lock(), *recorder.extra.lock()) = Default::default();
-        recorder.dropped.store(0, Ordering::Relaxed);
-        written.unwrap_or_else(|_| Err(io::Error::other("the thread that writes it panicked")))
-    }
-
-    /// Ends the trace for good: none begins after it. See [`end`](Self::end); the writer has logged
-    /// an error.
-    pub(crate) fn close(&self) {
-        self.0.writer.lock().is_closed = true;
-        let _ = self.end();
+        // A panic of the thread has already printed its message.
+        let _ = thread.join();
     }
 }
 
@@ -382,7 +348,7 @@ impl Recorder {
         }
     }
 
-    fn write_until_closed(&self, mut out: File) -> io::Result<()> {
+    fn write_until_closed(&self, mut out: File) {
         let (mut told, mut spare) = (0, Vec::new());
         loop {
             let end = {
@@ -409,7 +375,7 @@ impl Recorder {
                         cannot be written");
                     self.began.store(0, Ordering::Relaxed);
                 }
-                return written;
+                return;
             }
         }
     }

@@ -79,7 +79,7 @@ const BASIC: &str = env!("CARGO_BIN_EXE_basic");
 const OVERLAP: &str = env!("CARGO_BIN_EXE_overlap");
 const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
 const QUICKSTART: &str = env!("CARGO_BIN_EXE_quickstart");
-const TRAIN_MLP: &str = env!("CARGO_BIN_EXE_train_mlp");
+const TRAIN_GPT: &str = env!("CARGO_BIN_EXE_train_gpt");
 
 #[test]
 fn check_passes_as_processes_and_as_threads() {
@@ -301,9 +301,9 @@ fn training_losses_do_not_depend_on_threads_or_schedule() {
     let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
     fs::write(&text, (0..4000).map(line).collect::<String>()).unwrap();
     let losses = |threads: &str, args: &str| {
-        let sizes = "--steps 4 --layers 6 --width 8 --hidden 32 --rows 2";
+        let sizes = "--steps 4 --layers 6 --width 8 --heads 2 --time 16 --sample 0";
         let args = format!("{sizes} {args} --losses-out {file} {text}");
-        let Run { code, out, err } = run_with_threads(TRAIN_MLP, &args, Some(threads));
+        let Run { code, out, err } = run_with_threads(TRAIN_GPT, &args, Some(threads));
         assert_eq!(code, Some(0), "{args}: {err}");
         assert_eq!((count(&out, "held-out loss"), count(&out, " -")), (2, 0), "{out}");
         fs::read_to_string(&file).unwrap()
@@ -324,10 +324,8 @@ fn training_losses_do_not_depend_on_threads_or_schedule() {
 }
 
 #[test]
-fn training_with_too_few_layers_is_refused_once() {
-    let Run { code, err, .. } = run(TRAIN_MLP, "--layers 2 --stages 3");
-    assert_eq!((code, count(&err, "--layers 2 are too few for --stages 3")), (Some(1), 1), "{err}");
-    let Run { code, err, .. } = run(TRAIN_MLP, "--layers 5 --stages 5 --schedule interleaved");
+fn stages_that_do_not_divide_are_refused_once() {
+    let Run { code, err, .. } = run(TRAIN_GPT, "--stages 5 --schedule interleaved");
     let message = "schedule interleaved has 2 stages on each rank: give a multiple of 2, not 5";
     assert_eq!((code, count(&err, message)), (Some(1), 1), "{err}");
 }

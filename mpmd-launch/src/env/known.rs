@@ -71,7 +71,7 @@ impl fmt::Display for UnknownVariable {
 }
 
 /// Returns the variables of `environment` that begin with `MPMD_` and are not known, by name.
-pub fn unknown_variables(
+fn unknown_variables(
     environment: impl IntoIterator<Item = (String, String)>,
 ) -> Vec<UnknownVariable> {
     let unknown = environment.into_iter().filter(|(name, _)| {

@@ -96,9 +96,6 @@ pub struct Config {
     /// True, by process, if pieces go to and from that process by zero-copy transfer
     /// (`Transport::zero_copy`). Missing entries count as false.
     pub zero_copy: Vec<bool>,
-    /// True if the peers are simulated by a stand-in. Its pieces have no hashes to compare
-    /// (`Transport::is_stand_in`).
-    pub is_stand_in: bool,
 }
 
 /// A task for the driver.
@@ -363,7 +360,7 @@ impl<C: Cargo> Router<C> {
         self.peers[from.index()].expected.insert(key, expected);
         match self.take_early(from, key) {
             Some(Early::Cargo(Header { hash: theirs, .. }, _) | Early::Offered(theirs))
-                if theirs != hash && !self.config.is_stand_in =>
+                if theirs != hash =>
             {
                 self.dispute(from, op, now);
             }
@@ -619,7 +616,7 @@ impl<C: Cargo> Router<C> {
     ) {
         let key = (header.op, header.piece);
         let differs = self.hash_of(from, key).is_some_and(|mine| mine != header.hash);
-        if differs && !self.config.is_stand_in {
+        if differs {
             self.dispute(from, header.op, now);
             return;
         }

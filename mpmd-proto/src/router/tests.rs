@@ -104,7 +104,6 @@ impl Job {
                 zero_copy: (0..processes)
                     .map(|peer| peer != process && pairs(process, peer))
                     .collect(),
-                is_stand_in: false,
             })
         };
         Self {

@@ -121,10 +121,7 @@ impl Run {
             row.gaps.push(Gap {
                 start: idle,
                 end: self.end,
-                waits_for: match self.is_part {
-                    true => "the trace ends".to_owned(),
-                    false => "nothing more to do".to_owned(),
-                },
+                waits_for: "nothing more to do".to_owned(),
             });
         }
         if device == 0 {
@@ -138,11 +135,7 @@ impl Run {
     fn bar(&self, kernel: &Kernel) -> Bar {
         let operation = self.operation(kernel.process, kernel.op);
         let label = operation.and_then(|operation| operation.label);
-        let unfinished = match (kernel.ended, self.is_part) {
-            (true, _) => "",
-            (false, true) => " (ends after the trace)",
-            (false, false) => " (did not end)",
-        };
+        let unfinished = if kernel.ended { "" } else { " (did not end)" };
         Bar {
             kind: kind(label),
             name: format!("{}{unfinished}", name(operation, kernel.op)),
@@ -210,7 +203,7 @@ fn kind(label: Option<Label>) -> Kind {
 
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
 /// their description. Of one that was issued before the trace began, only the number `op` is known.
-pub(super) fn name(operation: Option<&Operation>, op: u64) -> String {
+fn name(operation: Option<&Operation>, op: u64) -> String {
     let Some(operation) = operation else { return format!("operation {op}") };
     let description = short(&operation.description);
     let Some(Label { stage, microbatch: Some(microbatch), role }) = operation.label else {

@@ -47,9 +47,6 @@ pub struct About {
     pub monotonic_bound: u64,
     /// Time of the process's wall clock when the trace began, in nanoseconds since 1970.
     pub unix: i64,
-    /// True if the trace began while the program ran, and may have ended before it.
-    #[serde(default)]
-    pub is_part: bool,
 }
 
 /// The trace of one process.

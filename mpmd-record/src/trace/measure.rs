@@ -21,12 +21,6 @@ pub enum CostsError {
     /// No operation of the run is labelled as a pass.
     #[error("the run has no passes of a pipeline's stages")]
     NoPasses,
-    /// The run was traced in part, and has no whole step.
-    #[error(
-        "no step lies within the trace as a whole: trace for longer, or, if the program ends no \
-         steps, from its start on"
-    )]
-    NoWholeStep,
     /// A pass of one stage is missing.
     #[error("the run has no {} of stage {stage}", .role.name())]
     Missing {
@@ -49,12 +43,8 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// If the run has no passes, or a stage has no forward pass or no gradient. If a part of a run
-    /// has no whole step.
+    /// If the run has no passes, or a stage has no forward pass or no gradient.
     pub fn costs(&self) -> Result<Costs, CostsError> {
-        if self.is_part && self.steps.is_empty() {
-            return Err(CostsError::NoWholeStep);
-        }
         let after = match self.steps.as_slice() {
             [first, _, ..] => first.ops.1,
             _ => 0,
@@ -154,9 +144,6 @@ impl Run {
             bytes(sent),
             seconds(self.end)
         );
-        if self.is_part {
-            let _ = writeln!(text, "of a part of the run: its first and last operations are cut");
-        }
         let _ = writeln!(text, "times of different processes agree within {}", seconds(self.bound));
         for problem in &self.problems {
             let _ = writeln!(text, "note: {problem}");
@@ -186,7 +173,6 @@ impl Run {
         let ends: Vec<f64> = self.steps.iter().map(|step| step.end).collect();
         let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let _ = match (self.steps.as_slice(), took.is_empty()) {
-            ([], _) if self.is_part => writeln!(text, "no step lies within the trace as a whole"),
             ([], _) => writeln!(text, "the program ended no step"),
             ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
             ([first, .., last], _) => {

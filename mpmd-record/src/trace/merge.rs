@@ -1,14 +1,13 @@
 //! The merged run: operations, kernels, pieces, waits and annotations from the traces of all
 //! processes.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::align::Aligned;
 use super::event::{Event, PieceStep, What};
 use super::file::ProcessTrace;
-use super::part::Whole;
 use crate::trace::Label;
 
 /// The merged traces of a job. Times are in seconds since the first event.
@@ -20,9 +19,6 @@ pub struct Run {
     pub bound: f64,
     /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
-    /// True if the traces are of a part of the run: operations that were issued before are not
-    /// known, and the first kernels and the last ones are cut.
-    pub is_part: bool,
     /// The processes that have a trace, by number.
     pub processes: Vec<Process>,
     /// The parts of processes in operations, by (process, number of the operation).
@@ -36,7 +32,7 @@ pub struct Run {
     /// Ranges that the programs named, sorted by process and start; an outer one comes before those
     /// in it.
     pub annotations: Vec<Annotation>,
-    /// Steps, in order. Of a part of a run, those that lie within it as a whole.
+    /// Steps, in order.
     pub steps: Vec<RunStep>,
     /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
@@ -197,15 +193,13 @@ impl Run {
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
-            let events = traces[place].events.iter().map(begin_of);
-            // In a part of a run, something was going on before the first event.
-            let first = if traces[place].about.is_part { Some(0) } else { events.min() };
+            let first = traces[place].events.iter().map(begin_of).min();
             first.map(|at| (place, at))
         };
         let begin =
             (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
         let run = Self { problems, ..Self::default() };
-        let mut merging = Merging { run, pieces: BTreeMap::new(), whole: Whole::default() };
+        let mut merging = Merging { run, pieces: BTreeMap::new() };
         merging.run.bound = aligned.bound as f64 * 1e-9;
         merging.run.problems.extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
@@ -235,7 +229,6 @@ impl Run {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
             return Err(match all {
                 (Some(first), Some(last)) => format!("the run has steps {first} to {last} only"),
-                _ if self.is_part => "no step lies within the trace as a whole".to_owned(),
                 _ => "the program ended no step, so there are none to choose from".to_owned(),
             });
         };
@@ -290,7 +283,7 @@ impl Run {
         for range in &mut self.annotations {
             move_all(&mut [&mut range.start, &mut range.end]);
         }
-        // Times before 0 become 0: readers of trace events do not accept negative times.
+        // Times before 0 become 0: drawings begin there.
         for piece in &mut self.pieces {
             let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
             let times = [offered, posted, left, expected, arrived, taken];
@@ -332,7 +325,6 @@ struct Merging {
     run: Run,
     /// By operation, piece, sender and receiver.
     pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
-    whole: Whole,
 }
 
 impl Merging {
@@ -357,8 +349,6 @@ impl Merging {
             |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
         // By device, the index of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
-        // The devices whose running kernel is known, if there is one.
-        let mut known: HashSet<u32> = HashSet::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
             let at = time(event.at);
@@ -376,7 +366,6 @@ impl Merging {
                     run.operations.insert((process, op), operation);
                 }
                 What::Started { op, device, since, input, memory } => {
-                    known.insert(device);
                     running.insert(device, run.kernels.len());
                     run.kernels.push(Kernel {
                         process,
@@ -392,21 +381,6 @@ impl Merging {
                     start(run, (process, op), at);
                 }
                 What::Ended { op, device, memory } => {
-                    if known.insert(device) && trace.about.is_part {
-                        // It began before the trace.
-                        running.insert(device, run.kernels.len());
-                        run.kernels.push(Kernel {
-                            process,
-                            device,
-                            op,
-                            since: time(0),
-                            start: time(0),
-                            end: at,
-                            ended: true,
-                            waited_for: None,
-                            memory: (memory, memory),
-                        });
-                    }
                     let kernel =
                         running.remove(&device).and_then(|place| run.kernels.get_mut(place));
                     if let Some(kernel) = kernel
@@ -465,12 +439,6 @@ impl Merging {
                 What::StepEnd { .. } => {}
             }
         }
-        if trace.about.is_part {
-            run.is_part = true;
-            let mut operations = run.operations.range((process, 0)..=(process, u64::MAX));
-            let open = operations.find(|(_, operation)| operation.ended.is_none());
-            self.whole.meet(trace, open.map(|((_, op), _)| *op));
-        }
     }
 
     fn say_what_is_missing(&mut self, trace: &ProcessTrace) {
@@ -492,7 +460,7 @@ impl Merging {
     }
 
     fn finish(self, step_ends: &BTreeMap<u64, u64>) -> Run {
-        let Self { mut run, pieces, whole } = self;
+        let Self { mut run, pieces } = self;
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
         run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
@@ -526,7 +494,7 @@ impl Merging {
             }
         }
         // A step without kernels took no time and is left out.
-        let counts = |step: &RunStep| step.start.is_finite() && whole.has(step);
+        let counts = |step: &RunStep| step.start.is_finite();
         run.steps = by_last.into_values().filter(counts).collect();
         run.end = run.last_of_all();
         run

@@ -13,8 +13,6 @@ pub mod file;
 mod label;
 mod measure;
 mod merge;
-mod part;
-mod perfetto;
 mod plan;
 mod reasons;
 

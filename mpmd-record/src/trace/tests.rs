@@ -1,14 +1,9 @@
 //! Tests of the views of a run, which is written by hand here.
 
-use std::collections::{BTreeMap, BTreeSet};
-
-use serde_json::Value;
-
 use super::*;
 use crate::trace::{Label, Role};
 
 mod annotations;
-mod part;
 
 const MILLI: u64 = 1_000_000;
 
@@ -372,7 +367,7 @@ fn incomplete_trace_is_reported_and_used() {
         assert!(summary.contains(text), "{text} is not in {summary}");
     }
     let alone = Run::merge(&traces[..1], Vec::new());
-    check_trace_events(&alone.to_trace_events());
+    assert!(!alone.kernels.is_empty());
     assert!(Run::merge(&[], Vec::new()).timeline().rows.is_empty());
 }
 
@@ -386,95 +381,6 @@ fn summary_has_step_times_shares_and_waits() {
         "21.00 ms  process 0: stage 1, microbatch 0, input gradient on process 1",
     ] {
         assert!(summary.contains(text), "{text:?} is not in\n{summary}");
-    }
-}
-
-#[test]
-fn trace_events_are_valid() {
-    let json = Run::merge(&two_stages(), Vec::new()).to_trace_events();
-    check_trace_events(&json);
-    let events = json["traceEvents"].as_array().unwrap();
-    let count = |ph: &str| events.iter().filter(|event| event["ph"] == ph).count();
-    assert_eq!((count("s"), count("f"), count("C"), count("i")), (4, 4, 24, 2));
-    // Kernels, waits, and both ends of pieces.
-    assert_eq!(count("X"), 12 + 1 + 8);
-    let first = events.iter().find(|event| event["name"] == "1F0").unwrap();
-    assert_eq!(first["args"]["for"], "stage 1, microbatch 0, forward");
-    assert_eq!((first["ts"].as_f64(), first["dur"].as_f64()), (Some(21_000.0), Some(10_000.0)));
-}
-
-/// (process, thread), as numbers in a Trace Event file.
-type Thread = (u64, u64);
-
-/// Checks that every slice has a time and a length, in a named thread of a named process. Slices of
-/// a thread are nested or disjoint. Every arrow begins and ends once, within slices, and does not
-/// go back in time. Counters are numbers.
-fn check_trace_events(json: &Value) {
-    let mut named = BTreeSet::new();
-    let mut slices: BTreeMap<Thread, Vec<(f64, f64)>> = BTreeMap::new();
-    let mut arrows: BTreeMap<u64, Vec<(String, f64, Thread)>> = BTreeMap::new();
-    let events = json["traceEvents"].as_array().unwrap();
-    let number = |event: &Value, field: &str| {
-        event[field].as_u64().unwrap_or_else(|| panic!("{field} of {event}"))
-    };
-    for event in events {
-        let pid = number(event, "pid");
-        assert!(event["name"].is_string(), "{event}");
-        match event["ph"].as_str().unwrap() {
-            "M" => {
-                assert!(event["args"].as_object().is_some_and(|args| args.len() == 1), "{event}");
-                match event["name"].as_str().unwrap() {
-                    "thread_name" => named.insert((pid, Some(number(event, "tid")))),
-                    "process_name" => named.insert((pid, None)),
-                    _ => false,
-                };
-            }
-            "X" => {
-                let (ts, dur) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
-                assert!(ts >= 0.0 && dur >= 0.0, "{event}");
-                slices.entry((pid, number(event, "tid"))).or_default().push((ts, ts + dur));
-            }
-            ph @ ("s" | "f") => {
-                if ph == "f" {
-                    assert_eq!(event["bp"], "e");
-                }
-                let at = event["ts"].as_f64().unwrap();
-                let thread = (pid, number(event, "tid"));
-                arrows.entry(number(event, "id")).or_default().push((ph.to_owned(), at, thread));
-            }
-            "C" => assert!(
-                event["args"].as_object().unwrap().values().all(Value::is_number),
-                "{event}"
-            ),
-            "i" => assert!(event["s"] == "g" && event["ts"].is_number(), "{event}"),
-            other => panic!("{other} is not written"),
-        }
-    }
-    for ((pid, tid), slices) in &mut slices {
-        assert!(
-            named.contains(&(*pid, Some(*tid))) && named.contains(&(*pid, None)),
-            "{pid}, {tid}"
-        );
-        slices.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
-        let mut open: Vec<f64> = Vec::new();
-        for (start, end) in slices {
-            open.retain(|until| *until > *start + 1e-3);
-            assert!(
-                open.iter().all(|until| *end <= *until + 1e-3),
-                "slices of {pid}, {tid} overlap"
-            );
-            open.push(*end);
-        }
-    }
-    for (id, ends) in arrows {
-        let [(first, begin, from), (second, end, to)] = ends.as_slice() else {
-            panic!("arrow {id}: {ends:?}")
-        };
-        assert_eq!((&**first, &**second), ("s", "f"), "arrow {id}");
-        assert!(begin <= end && from != to, "arrow {id}: {ends:?}");
-        let within =
-            |thread, at: f64| slices[thread].iter().any(|(start, end)| *start <= at && at <= *end);
-        assert!(within(from, *begin) && within(to, *end), "arrow {id}: {ends:?}");
     }
 }
 
@@ -500,11 +406,14 @@ fn beyond_all_bounds() -> Vec<ProcessTrace> {
 
 #[test]
 fn extreme_times_and_sizes_do_not_overflow() {
-    let run = Run::merge(&beyond_all_bounds(), Vec::new());
+    let mut traces = beyond_all_bounds();
+    let run = Run::merge(&traces, Vec::new());
     assert!(run.summary().contains("pieces sent"));
-    assert_eq!(run.costs().unwrap().stage[0].output_bytes, u64::MAX);
-    let kernel = |event: &Value| event["tid"] == 10 + u64::from(u32::MAX);
-    assert!(run.to_trace_events()["traceEvents"].as_array().unwrap().iter().any(kernel));
+    assert_eq!(run.costs(), Err(CostsError::NoPasses), "no operation lies in a step");
+    let is_end = |event: &Event| matches!(event.what, What::StepEnd { .. });
+    traces.iter_mut().for_each(|trace| trace.events.retain(|event| !is_end(event)));
+    assert_eq!(Run::merge(&traces, Vec::new()).costs().unwrap().stage[0].output_bytes, u64::MAX);
+    assert!(run.kernels.iter().any(|kernel| kernel.device == u32::MAX));
     let _ = run.of_steps(0..=u64::MAX);
 }
 
@@ -535,17 +444,15 @@ fn fuzz_trace_files() {
         trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
-    traces[0].about.is_part = true;
     let samples: Vec<Vec<u8>> = traces.iter().chain(&beyond_all_bounds()).map(file_of).collect();
     assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
     let known = traces.swap_remove(1);
     mpmd_fuzz::bytes("trace-files", &samples, |bytes| {
         let Ok(trace) = ProcessTrace::of_bytes(bytes) else { return };
         let run = Run::merge(&[trace, known.clone()], Vec::new());
-        match bytes.len() % 4 {
-            0 => drop(run.to_trace_events()),
-            1 => drop(run.timeline_with_plan()),
-            2 => drop((run.summary(), run.costs().map(|costs| costs.to_toml()))),
+        match bytes.len() % 3 {
+            0 => drop(run.timeline_with_plan()),
+            1 => drop((run.summary(), run.costs().map(|costs| costs.to_toml()))),
             _ => drop(run.of_steps(1..=u64::MAX).map(|run| run.timeline())),
         }
     });

@@ -8,8 +8,6 @@ mod recovery;
 mod report;
 mod run;
 mod saves;
-#[cfg(feature = "tensorboard")]
-mod tensorboard;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;

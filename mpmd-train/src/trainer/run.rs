@@ -15,8 +15,6 @@ use super::not_finite::{NotFinite, UNKNOWN};
 use super::progress::{Progress, say};
 use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, Sums};
 use super::saves::Saves;
-#[cfg(feature = "tensorboard")]
-use super::tensorboard::Events;
 use crate::checkpoint::{Best, BestEntry, Checkpoints, Goal};
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
@@ -60,8 +58,6 @@ pub struct Run<'a> {
     checkpoints: Option<Checkpoints>,
     keep_best: Option<Best>,
     save_every: Option<u64>,
-    #[cfg(feature = "tensorboard")]
-    tensorboard: Option<PathBuf>,
 }
 
 impl<'a> Run<'a> {
@@ -79,8 +75,6 @@ impl<'a> Run<'a> {
             checkpoints: None,
             keep_best: None,
             save_every: None,
-            #[cfg(feature = "tensorboard")]
-            tensorboard: None,
         }
     }
 
@@ -111,18 +105,6 @@ impl<'a> Run<'a> {
     /// [`Recovery`](mpmd_core::Recovery).
     pub fn metrics(mut self, file: impl Into<PathBuf>) -> Self {
         self.metrics = Some(file.into());
-        self
-    }
-
-    /// Makes process 0 write scalars for TensorBoard to a new file in this folder. Needs the
-    /// feature `tensorboard`.
-    ///
-    /// The scalars of a step are `loss/training`, `norm`, `rate`, and from the run's second step on
-    /// `tokens_per_second`. That of an evaluation is `loss/evaluation`. Those of a metric are
-    /// `NAME/training` and `NAME/evaluation`.
-    #[cfg(feature = "tensorboard")]
-    pub fn tensorboard(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.tensorboard = Some(folder.into());
         self
     }
 
@@ -286,12 +268,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             saves,
             start,
             metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
-            #[cfg(feature = "tensorboard")]
-            events: run
-                .tensorboard
-                .filter(|_| first)
-                .map(|path| Events::create(&path))
-                .transpose()?,
             progress: (first && progress)
                 .then(|| Progress::new((self.steps(), steps), seconds, start)),
             limit: seconds.map(|seconds| (began, seconds)),
@@ -516,8 +492,6 @@ struct Observer<'a> {
     /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
     limit: Option<(f64, f64)>,
     metrics: Option<Metrics>,
-    #[cfg(feature = "tensorboard")]
-    events: Option<Events>,
     progress: Option<Progress>,
     on_step: OnReport<'a, StepReport>,
     on_evaluation: OnReport<'a, EvaluationReport>,
@@ -559,10 +533,6 @@ impl Observer<'_> {
         if let Some(metrics) = &mut self.metrics {
             metrics.step(&report, self.start.elapsed().as_secs_f64())?;
         }
-        #[cfg(feature = "tensorboard")]
-        if let Some(events) = &mut self.events {
-            events.step(&report)?;
-        }
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
         }
@@ -580,10 +550,6 @@ impl Observer<'_> {
     fn evaluated(&mut self, report: EvaluationReport) -> Result<()> {
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(&report, self.start.elapsed().as_secs_f64())?;
-        }
-        #[cfg(feature = "tensorboard")]
-        if let Some(events) = &mut self.events {
-            events.evaluation(&report)?;
         }
         self.progress.iter().for_each(|progress| progress.evaluated(&report));
         if (self.on_evaluation)(&report) == Next::Stop {

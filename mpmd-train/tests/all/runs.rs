@@ -292,20 +292,3 @@ fn run_continues_after_earlier_updates() {
     // Two evaluations follow the steps.
     assert_eq!(std::fs::read_to_string(&file).unwrap().lines().count(), 5 + 2);
 }
-
-#[cfg(feature = "tensorboard")]
-#[test]
-fn tensorboard_gets_a_file_of_each_run() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("scalars");
-    for _ in 0..2 {
-        run(2, false, || Run::steps(3).evaluate_every(2).tensorboard(&path));
-    }
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(&path).unwrap() {
-        let bytes = std::fs::read(entry.unwrap().path()).unwrap();
-        let count = |tag: &str| bytes.windows(tag.len()).filter(|w| *w == tag.as_bytes()).count();
-        files.push(["loss/training", "tokens_per_second", "loss/evaluation"].map(count));
-    }
-    assert_eq!(files, [[3, 2, 2]; 2]);
-}

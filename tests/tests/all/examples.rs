@@ -7,7 +7,6 @@ use mpmd_tests::{Carrier, ProcessEnd, Sandbox, over_each_carrier, package_progra
 over_each_carrier! {
     pipeline_check_passes_at_any_number_of_processes
     pipeline_check_passes_under_the_launcher
-    losses_are_bit_identical_over_every_carrier
 }
 
 /// No run takes this long, on any machine.
@@ -90,51 +89,6 @@ fn wrong_number_fails_the_job() {
     }
     let end = run(None, "pipeline", &[&off[..], &["--transport", "inproc"]].concat());
     assert_eq!(end.code(), 1, "{}\n{}", end.stdout, end.stderr);
-}
-
-/// Returns the losses of a short training over tcp, with all their bits.
-fn losses(launched: Option<usize>, args: &[&str]) -> String {
-    losses_over(Carrier::TCP, launched, args)
-}
-
-fn losses_over(carrier: Carrier, launched: Option<usize>, args: &[&str]) -> String {
-    let site = Sandbox::new().unwrap();
-    let file = site.path().join("losses");
-    let text = site.path().join("text");
-    // A text of the test's own: the losses must not depend on files of the repository.
-    let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
-    std::fs::write(&text, (0..4000).map(line).collect::<String>()).expect("the test's own folder");
-    let (file_name, text_name) = (file.display().to_string(), text.display().to_string());
-    let fixed = ["--steps", "6", "--width", "8", "--hidden", "32", "--rows", "2", "--losses-out"];
-    let args = [&fixed[..], &[&file_name, &text_name], args].concat();
-    let end = run_over(carrier, &site, launched, "train_mlp", &args);
-    assert_eq!(end.code(), 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
-    let losses = std::fs::read_to_string(&file).expect("the program writes them");
-    assert_eq!(losses.lines().count(), 6, "{losses}");
-    losses
-}
-
-#[test]
-fn losses_are_bit_identical_as_threads() {
-    let alone = losses(None, &["--processes", "1"]);
-    for processes in ["2", "4"] {
-        let found = losses(None, &["--processes", processes, "--transport", "inproc"]);
-        assert_eq!(found, alone, "{processes} processes as threads");
-    }
-    assert_ne!(
-        losses(None, &["--processes", "1", "--seed", "77"]),
-        alone,
-        "they depend on the seed"
-    );
-}
-
-fn losses_are_bit_identical_over_every_carrier(carrier: Carrier) {
-    let alone = losses(None, &["--processes", "1"]);
-    for processes in ["2", "4"] {
-        let args = ["--processes", processes, "--transport", carrier.transport];
-        assert_eq!(losses_over(carrier, None, &args), alone, "{processes} processes");
-    }
-    assert_eq!(losses_over(carrier, Some(4), &[]), alone, "under the launcher");
 }
 
 #[test]

@@ -152,15 +152,15 @@ mod tests {
     use super::super::set::SET;
     use super::*;
 
-    /// Prints the figures of the measurement `plan`.
-    const PLAN: &str = r#"echo '{"name":"rows to grid","parameters":"cold, x","median":20}'
-        echo '{"name":"rows to grid","parameters":"cached, x","median":4}'"#;
+    /// Prints the figures of the measurement `handover`.
+    const HANDOVER: &str = r#"echo '{"name":"handover","parameters":"64Mi, x","median":20}'
+        echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 
-    /// Measures `plan` in three pairs with these scripts in place of the programs.
-    fn plan(name: &str, tree: &str, against: Option<&str>) -> Vec<Row> {
+    /// Measures `handover` in three pairs with these scripts in place of the programs.
+    fn handover(name: &str, tree: &str, against: Option<&str>) -> Vec<Row> {
         let there = Repository::new(name, tree);
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
-        let measurement = SET.iter().find(|measurement| measurement.name == "plan").unwrap();
+        let measurement = SET.iter().find(|measurement| measurement.name == "handover").unwrap();
         there.script("other", against.unwrap_or_default());
         let (tree, other) = (of("mpmd"), of("other"));
         let sides = Sides { tree: &tree, against: against.map(|_| &other) };
@@ -170,11 +170,11 @@ mod tests {
 
     #[test]
     fn both_sides_are_measured_in_turns() {
-        let count = |name| format!("echo {name} >> order; {PLAN}");
+        let count = |name| format!("echo {name} >> order; {HANDOVER}");
         let there = Repository::new("turns", &count("tree"));
         there.script("other", &count("other"));
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
-        let measurement = SET.iter().find(|measurement| measurement.name == "plan").unwrap();
+        let measurement = SET.iter().find(|measurement| measurement.name == "handover").unwrap();
         let (tree, other) = (of("mpmd"), of("other"));
         let sides = Sides { tree: &tree, against: Some(&other) };
         let place = Place { root: &there.root, scratch: &there.root, stop: &there.stop };
@@ -189,40 +189,40 @@ mod tests {
 
     #[test]
     fn working_tree_is_measured_alone() {
-        let rows = plan("alone", PLAN, None);
+        let rows = handover("alone", HANDOVER, None);
         assert_eq!((&rows[0].tree[..], rows[0].against.len()), (&[Some(20.0); 3][..], 0));
         assert_eq!(rows[0].ratios(), (Vec::new(), None));
     }
 
     #[test]
     fn figure_that_the_other_commit_lacks_is_no_failure() {
-        let (first, _) = PLAN.split_once('\n').unwrap();
-        let rows = plan("lacks", PLAN, Some(first));
+        let (first, _) = HANDOVER.split_once('\n').unwrap();
+        let rows = handover("lacks", HANDOVER, Some(first));
         assert!(!rows[0].failed && rows[0].why.is_none() && !rows[1].failed);
         assert_eq!(rows[1].why.as_deref(), Some("the other commit gives no such figure"));
         assert_eq!(rows[1].ratios(), (Vec::new(), None));
         // The other way round it is one.
-        let rows = plan("lacked", first, Some(PLAN));
+        let rows = handover("lacked", first, Some(HANDOVER));
         assert!(!rows[0].failed && rows[1].failed);
     }
 
     #[test]
     fn measurement_that_the_other_commit_lacks_is_no_failure() {
         let unknown = "echo 'error: unrecognized subcommand' >&2; exit 2";
-        let rows = plan("unknown", PLAN, Some(unknown));
+        let rows = handover("unknown", HANDOVER, Some(unknown));
         let why = "the other commit does not have it: error: unrecognized subcommand";
         assert_eq!((rows[0].why.as_deref(), rows[0].failed), (Some(why), false));
         assert_eq!(rows[0].tree, [Some(20.0); 3]);
-        assert!(plan("unknown-here", unknown, None)[0].failed);
+        assert!(handover("unknown-here", unknown, None)[0].failed);
     }
 
     #[test]
     fn failed_program_says_why_and_runs_no_more() {
-        let rows = plan("fails", PLAN, Some("echo x >> failures; echo oh >&2; exit 7"));
+        let rows = handover("fails", HANDOVER, Some("echo x >> failures; echo oh >&2; exit 7"));
         let why = "the other commit: ended with status 7: oh";
         assert_eq!((rows[0].why.as_deref(), rows[0].failed), (Some(why), true));
         assert_eq!((rows[0].tree.len(), rows[0].against.len()), (3, 1));
-        let rows = plan("damaged", "echo '{\"name\":'", None);
+        let rows = handover("damaged", "echo '{\"name\":'", None);
         let why = "the working tree: no JSON: {\"name\":";
         assert_eq!((rows[1].why.as_deref(), rows[1].failed), (Some(why), true));
     }

@@ -170,9 +170,9 @@ mod tests {
     use super::programs::tests::Repository;
     use super::*;
 
-    /// Prints figures of the measurement `plan`; `COLD` becomes the first of them.
-    const PLAN: &str = r#"echo '{"name":"rows to grid","parameters":"cold, x","median":COLD}'
-        echo '{"name":"rows to grid","parameters":"cached, x","median":4}'"#;
+    /// Prints figures of the measurement `handover`; `FIRST` becomes the first of them.
+    const HANDOVER: &str = r#"echo '{"name":"handover","parameters":"64Mi, x","median":FIRST}'
+        echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 
     fn options(text: &str) -> Options {
         Options::parse(&text.split(' ').collect::<Vec<_>>()).unwrap()
@@ -180,11 +180,11 @@ mod tests {
 
     #[test]
     fn slower_tree_fails_only_above_the_limit() {
-        let there = Repository::new("limit", &PLAN.replace("COLD", "20"));
-        there.script("mpmd", &PLAN.replace("COLD", "23"));
+        let there = Repository::new("limit", &HANDOVER.replace("FIRST", "20"));
+        there.script("mpmd", &HANDOVER.replace("FIRST", "23"));
         let file = there.root.join("out/values.json");
         let run = |more: &str| {
-            let all = format!("--against HEAD --only plan --pairs 3{more}");
+            let all = format!("--against HEAD --only handover --pairs 3{more}");
             measured(&there.builder(), &options(&all)).unwrap()
         };
         assert!(run(&format!(" --json {}", file.display())));
@@ -201,12 +201,12 @@ mod tests {
     #[test]
     fn failed_program_fails_the_run_at_its_end() {
         let there = Repository::new("end", "exit 3");
-        assert!(!measured(&there.builder(), &options("--only plan --pairs 1")).unwrap());
+        assert!(!measured(&there.builder(), &options("--only handover --pairs 1")).unwrap());
     }
 
     #[test]
     fn missing_commit_stops_before_a_build() {
-        let there = Repository::new("missing", &PLAN.replace("COLD", "20"));
+        let there = Repository::new("missing", &HANDOVER.replace("FIRST", "20"));
         let error = measured(&there.builder(), &options("--against nowhere")).unwrap_err();
         assert!(error.to_string().contains("there is no commit nowhere"), "{error:#}");
         assert!(!there.root.join("calls").exists());
@@ -214,8 +214,8 @@ mod tests {
 
     #[test]
     fn record_needs_a_commit_without_changes() {
-        let there = Repository::new("record", &PLAN.replace("COLD", "20"));
-        let mut options = options("--only plan --pairs 1");
+        let there = Repository::new("record", &HANDOVER.replace("FIRST", "20"));
+        let mut options = options("--only handover --pairs 1");
         options.record = true;
         assert!(measured(&there.builder(), &options).unwrap());
         let page = fs::read_to_string(there.root.join("docs/performance.md")).unwrap();

@@ -95,11 +95,12 @@ mod tests {
     fn arguments_are_parsed() {
         let options = Options::parse(&[]).unwrap();
         assert_eq!((options.against, options.pairs, options.only.len()), (None, 7, SET.len()));
-        let all = "--against HEAD~1 --pairs 3 --only plan,replay --json x --at-most 1.1 --list";
+        let all =
+            "--against HEAD~1 --pairs 3 --only reshard,dispatch --json x --at-most 1.1 --list";
         let options = Options::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
         let names: Vec<&str> = options.only.iter().map(|measurement| measurement.name).collect();
         assert_eq!((options.against.as_deref(), options.pairs), (Some("HEAD~1"), 3));
-        assert_eq!((names, options.at_most), (vec!["plan", "replay"], Some(1.1)));
+        assert_eq!((names, options.at_most), (vec!["reshard", "dispatch"], Some(1.1)));
         assert_eq!((options.json, options.list), (Some("x".into()), true));
         assert!(Options::parse(&["--record"]).unwrap().record);
     }
@@ -111,10 +112,10 @@ mod tests {
             ("--against", "--against takes a value"),
             ("--pairs 0", "--pairs 0 is no number"),
             ("--pairs 2 --against HEAD", "takes 3 pairs"),
-            ("--only plan,planes", "no measurement \"planes\"; there are dispatch, "),
+            ("--only reshard,planes", "no measurement \"planes\"; there are dispatch, "),
             ("--at-most 1.1", "need --against"),
             ("--against HEAD --at-most -1", "--at-most -1 is no ratio"),
-            ("--record --only plan", "leave --only out"),
+            ("--record --only reshard", "leave --only out"),
         ] {
             let parsed = Options::parse(&arguments.split(' ').collect::<Vec<_>>());
             let why = parsed.err().unwrap_or_default();

@@ -128,33 +128,6 @@ pub(super) const SET: &[Measurement] = &[
         ],
     },
     Measurement {
-        name: "replay",
-        program: "mpmd",
-        arguments: &["bench", "replay", "--json"],
-        figures: &[
-            median("issue a step of 64 x 64", "step issued", "64 ranks x 64,", "us", Lower),
-            median("replay a step of 64 x 64", "step replayed", "64 ranks x 64,", "us", Lower),
-        ],
-    },
-    Measurement {
-        name: "plan",
-        program: "mpmd",
-        arguments: &["bench", "plan", "--json", "--devices", "4096"],
-        figures: &[
-            median("plan of 4,096 devices, rows to grid", "rows to grid", "cold,", "us", Lower),
-            median("the same from the cache", "rows to grid", "cached,", "us", Lower),
-        ],
-    },
-    Measurement {
-        name: "pipeline",
-        program: "mpmd",
-        arguments: &["bench", "pipeline", "--json"],
-        figures: &[
-            median("efficiency of 1F1B, 2 stages", "efficiency", "1F1B,", "", Higher),
-            median("efficiency of GPipe, 2 stages", "efficiency", "GPipe,", "", Higher),
-        ],
-    },
-    Measurement {
         name: "train-1",
         program: "train_gpt",
         arguments: &training("1"),

@@ -23,7 +23,7 @@ use crate::commands::cargo;
 const RUNNER: &str = "xtask";
 
 /// All programs: that one, and those that the stages and their tests start.
-const PROGRAMS: [&str; 10] = [
+const PROGRAMS: [&str; 9] = [
     "mpmd",
     "basic",
     "cuda_kernel",
@@ -32,7 +32,6 @@ const PROGRAMS: [&str; 10] = [
     "reshard",
     "named",
     "train_gpt",
-    "train_mlp",
     RUNNER,
 ];
 

@@ -27,10 +27,9 @@ pub(crate) const PRODUCTION_RULES: &[Rule] =
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
 
-/// The modules that may use a transport: execution, the program that connects it, and benchmarks of
-/// transports.
+/// The modules that may use a transport: execution, and the program that connects it.
 const TRANSPORT_USERS: &[&str] =
-    &["mpmd-transport", "mpmd-core/src/exec", "mpmd-core/src/api/program", "mpmd-bench/src/issue"];
+    &["mpmd-transport", "mpmd-core/src/exec", "mpmd-core/src/api/program"];
 
 /// The names through which a transport is used.
 const TRANSPORTS: &[&str] = &[
@@ -191,8 +190,7 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds uses of a transport outside core's execution and the program that sets it up (invariant
-/// *one-way-in*). Two benchmarks are exempt: one measures a transport by itself, and the other, of
-/// issuing, has a transport of its own.
+/// *one-way-in*).
 fn one_way_in(source: &Source) -> Vec<Finding> {
     if is_in(source, TRANSPORT_USERS) || !source.path.starts_with("mpmd") {
         return Vec::new();

@@ -307,8 +307,7 @@ impl Builder {
     ///
     /// If the devices cannot be spread evenly, the system gives no threads, or there is no CUDA for
     /// devices of kind `cuda` of this process.
-    #[doc(hidden)]
-    pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
+    pub(crate) fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
     }
@@ -346,14 +345,14 @@ impl Builder {
             false => Vec::new(),
         };
         let about = about(me, &topology, transport.as_deref());
-        let trace = self.begin_trace(about.clone())?;
+        let trace = self.begin_trace(about)?;
         if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
         let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
             .map_err(no_threads)?;
         if let Some(membership) = membership {
-            membership.watch(&runtime, about);
+            membership.watch(&runtime);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
         let cuda = &runtime.config.cuda;

@@ -6,12 +6,10 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_record::trace::About;
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{Down, Identity, Rendezvous, RendezvousError, Report, Server};
 
 use super::neighbours::Neighbours;
-use super::profile::Profile;
 use crate::error::Error;
 use crate::exec::Runtime;
 use crate::trace::{Trace, unix_now};
@@ -40,16 +38,11 @@ pub(crate) struct Returning {
 
 impl Membership {
     /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
-    /// process, or is lost itself. The other tells observers the activity of this process, or
-    /// traces it for them. `about` describes the process.
-    pub(super) fn watch(&self, runtime: &Arc<Runtime>, about: About) {
-        let profile = Profile::new(runtime.trace.clone(), about, &self.rendezvous);
+    /// process, or is lost itself. The other tells observers the activity of this process.
+    pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         let observed = runtime.clone();
-        self.rendezvous.on_look(move |request| {
-            if !request.is_empty() {
-                return profile.answer(request);
-            }
+        self.rendezvous.on_look(move |_| {
             let activity = observed.upgrade().map(|runtime| runtime.activity());
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
         });
@@ -65,9 +58,30 @@ impl Membership {
         }));
     }
 
-    /// See [`compare_clocks`].
+    /// If a trace is written, compares this process's clock with the rendezvous service's and notes
+    /// the offset. Blocks for the service's answers. An error is only logged.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
-        compare_clocks(&self.rendezvous, trace);
+        if !trace.is_on() {
+            return;
+        }
+        match self.rendezvous.compare_clocks() {
+            Ok(found) => {
+                // Uses the quickest of 8 reads of both local clocks: the thread may have slept in a
+                // slower one.
+                let look = |_| {
+                    let before = trace.now();
+                    let unix = unix_now();
+                    // The writer may end the trace, and then its clock is 0.
+                    let trip = trace.now().saturating_sub(before);
+                    (trip, before + trip / 2, unix)
+                };
+                let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
+                let (trip, at, unix) = best.unwrap_or_else(|| look(0));
+                trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
+            }
+            // Other calls report the service's real problems.
+            Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
+        }
     }
 
     /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns
@@ -124,32 +138,6 @@ impl Membership {
         if let Some(Err(error)) = report.map(|report| self.rendezvous.report(report)) {
             tracing::debug!(%error, "telling the launcher of a failure");
         }
-    }
-}
-
-/// If a trace is written, compares this process's clock with the rendezvous service's and notes the
-/// offset. Blocks for the service's answers. An error is only logged.
-pub(super) fn compare_clocks(rendezvous: &Rendezvous, trace: &Trace) {
-    if !trace.is_on() {
-        return;
-    }
-    match rendezvous.compare_clocks() {
-        Ok(found) => {
-            // Uses the quickest of 8 reads of both local clocks: the thread may have slept in a
-            // slower one.
-            let look = |_| {
-                let before = trace.now();
-                let unix = unix_now();
-                // Another thread may end the trace, and then its clock is 0.
-                let trip = trace.now().saturating_sub(before);
-                (trip, before + trip / 2, unix)
-            };
-            let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
-            let (trip, at, unix) = best.unwrap_or_else(|| look(0));
-            trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
-        }
-        // Other calls report the service's real problems.
-        Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
     }
 }
 

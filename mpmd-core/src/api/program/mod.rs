@@ -18,7 +18,6 @@ mod locality;
 mod membership;
 mod metrics;
 mod neighbours;
-mod profile;
 mod put_plan_cache;
 mod simulate;
 pub mod transports;

@@ -75,7 +75,6 @@ impl Runtime {
             peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
             zero_copy: zero_copy.clone(),
-            is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
         });
         for process in (0..topology.processes() as u32).map(ProcessId) {
             if topology.has_kind(process, DeviceKind::Cuda) {

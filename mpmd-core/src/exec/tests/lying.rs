@@ -238,7 +238,6 @@ impl Scene {
             peer_timeout: config.peer_timeout,
             heartbeat: config.heartbeat,
             zero_copy: zero_copy.clone(),
-            is_stand_in: false,
         };
         let before = std::mem::replace(&mut *router.lock(), Router::new(config));
         let ended = std::mem::take(&mut *under_way.lock());
