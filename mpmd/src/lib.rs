@@ -313,8 +313,8 @@ pub mod dry_run {
 
     pub use mpmd_record::dry_run::{
         Array, Computed, DeviceMemory, Dropped, DryRun, DryRunError, DryRunFlow, DryRunMemory, End,
-        Kind, Link, Memory, MemoryPeak, Message, OpDescriptor, Operation, Read, Sent, Shard,
-        StepEnd, Taken,
+        Kind, Link, Memory, MemoryPeak, Message, OpDescriptor, Operation, Parting, Read, Sent,
+        Shard, StepEnd, Taken,
     };
     pub use mpmd_schedule::flow::{Flow, FlowError, Leaves, Node, Post, Transfer};
 }

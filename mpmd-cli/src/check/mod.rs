@@ -1,5 +1,6 @@
 //! `mpmd check`: proves that a schedule or program ends, and adds up its costs, before it runs.
 
+mod others;
 mod program;
 mod report;
 mod schedule;

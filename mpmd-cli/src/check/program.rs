@@ -15,6 +15,7 @@ use mpmd_schedule::check::Channel;
 use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::others::Others;
 use super::report::Report;
 use crate::run::{above_zero, find};
 
@@ -35,17 +36,19 @@ pub(crate) struct ProgramArgs {
     #[arg(long, value_name = "K", requires = "processes")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// The time limit for the dry run of the program
+    /// The time limit for one dry run of the program; after this time no dry run is started for a
+    /// further process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = above_zero)]
     peer_timeout: Duration,
-    /// Keep the dry run in this file
+    /// Keep the dry run of process 0 in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
     out: Option<PathBuf>,
 }
 
 impl ProgramArgs {
-    /// Runs the program once as process 0 of the job, as a dry run. Blocks until it has ended, and
-    /// prints a report on the dry run that it writes. Returns failure if the report has faults.
+    /// Runs the program once as each process of the job, as dry runs. Blocks until all have ended,
+    /// and prints a report on the dry runs that they write. Returns failure if the report has
+    /// faults.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -53,7 +56,7 @@ impl ProgramArgs {
         budget: Option<u64>,
         channels: &[Channel],
     ) -> anyhow::Result<ExitCode> {
-        let folder = tempfile::tempdir().context("making a folder for the dry run")?;
+        let folder = tempfile::tempdir().context("making a folder for the dry runs")?;
         let (name, args) = program.split_first().context("no program is given")?;
         let program = find(name).map_err(|(_, why)| anyhow::anyhow!(why))?;
         let file = match &self.out {
@@ -61,49 +64,66 @@ impl ProgramArgs {
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("dry-run.json"),
         };
-        let mut command = Command::new(program);
-        command.args(args).env(variables::DRY_RUN_PROCESSES, processes.to_string());
-        let dry_run = self.dry_run(command, name, &file, &folder.path().join("stderr"))?;
-        let report = Report::new(&dry_run, budget, channels);
+        let dry_runs =
+            DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
+        let dry_run = dry_runs.run(0, &file)?;
+        let others = Others::compare(&dry_run, self.peer_timeout, |process| {
+            let file = folder.path().join(format!("dry-run-{process}.json"));
+            let dry_run = dry_runs.run(process, &file)?;
+            // Removed at once: the dry runs of all processes may take much space.
+            std::fs::remove_file(&file).context("removing the file of a dry run")?;
+            Ok(dry_run)
+        })?;
+        let report = Report::new(&dry_run, &others, budget, channels);
         crate::files::say(&report.to_string())?;
         Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
+}
 
-    /// Runs the program, and blocks until it ends or `--peer-timeout` is over. Then it is killed.
-    /// Returns the dry run that it has written to `file`. Its error output goes to the file `said`.
+/// The settings for dry runs of a program, as each of the processes of its job.
+struct DryRuns<'a> {
+    settings: &'a ProgramArgs,
+    processes: u32,
+    name: &'a OsStr,
+    program: PathBuf,
+    args: &'a [OsString],
+    folder: &'a Path,
+}
+
+impl DryRuns<'_> {
+    /// Runs the program as process `process`, and blocks until it ends or `--peer-timeout` is over.
+    /// Then it is killed. Returns the dry run that it has written to `file`.
     ///
     /// # Errors
     ///
     /// If the program fails, is killed, or writes no dry run. The error contains its error output.
-    fn dry_run(
-        &self,
-        mut command: Command,
-        name: &OsStr,
-        file: &Path,
-        said: &Path,
-    ) -> anyhow::Result<DryRun> {
+    fn run(&self, process: u32, file: &Path) -> anyhow::Result<DryRun> {
         // An old file must not pass for the program's dry run.
         if file.exists() {
             std::fs::remove_file(file).with_context(|| format!("replacing {}", file.display()))?;
         }
+        let said = self.folder.join(format!("stderr-{process}"));
+        let mut command = Command::new(&self.program);
         command
+            .args(self.args)
             .env(variables::DRY_RUN, file)
-            .env(variables::DRY_RUN_PROCESS, "0")
+            .env(variables::DRY_RUN_PROCESSES, self.processes.to_string())
+            .env(variables::DRY_RUN_PROCESS, process.to_string())
             // The program and its child processes end with this process.
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(File::create(said).context("creating a file for the program's error output")?);
-        if let Some(devices) = self.devices_per_process {
+            .stderr(File::create(&said).context("creating a file for the program's error output")?);
+        if let Some(devices) = self.settings.devices_per_process {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
         }
-        if let Some(steps) = self.steps {
+        if let Some(steps) = self.settings.steps {
             command.env(variables::DRY_RUN_STEPS, steps.to_string());
         }
-        let name = name.display();
+        let name = self.name.display();
         let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
-        let peer_timeout = self.peer_timeout;
+        let peer_timeout = self.settings.peer_timeout;
         let deadline = after(Instant::now(), peer_timeout);
         let status = loop {
             match child.try_wait()? {
@@ -125,9 +145,17 @@ impl ProgramArgs {
             Some(status) => format!("failed in its dry run ({status})"),
             None => format!("has not ended its dry run after {peer_timeout:?}"),
         };
-        let said = std::fs::read(said).unwrap_or_default();
+        let said = std::fs::read(&said).unwrap_or_default();
         let said = String::from_utf8_lossy(&said);
-        anyhow::bail!("{name} {how}\n{}", said.trim_end())
+        let said = said.trim_end();
+        match process {
+            0 => anyhow::bail!("{name} {how}\n{said}"),
+            _ => anyhow::bail!(
+                "{name} {how} as process {process}; as process 0 its dry run ended. The work of a \
+                 single process, such as reading values or writing files, must be skipped if \
+                 Program::is_dry_run returns true\n{said}"
+            ),
+        }
     }
 }
 

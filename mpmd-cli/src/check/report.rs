@@ -8,6 +8,8 @@ use mpmd_base::bytes_text;
 use mpmd_record::dry_run::{DryRun, DryRunFlow, DryRunMemory, End, Kind, Link, MemoryPeak};
 use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
+use super::others::Others;
+
 /// The maximum number of listed links, those with most bytes first.
 const MOST_LINKS: usize = 16;
 
@@ -17,6 +19,7 @@ const MOST_READS: usize = 8;
 /// The proofs and sums of the dry run of a program, to be printed.
 pub(crate) struct Report<'a> {
     dry_run: &'a DryRun,
+    others: &'a Others,
     dry_run_flow: DryRunFlow,
     verdicts: Vec<Result<Proof, Deadlock>>,
     memory: DryRunMemory,
@@ -24,19 +27,27 @@ pub(crate) struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// Proves that the operations end over each channel, and adds up memory. `budget` is the limit
-    /// in bytes per device.
-    pub(crate) fn new(dry_run: &'a DryRun, budget: Option<u64>, channels: &[Channel]) -> Self {
+    /// Proves that the operations of process 0 end over each channel, and adds up memory. `budget`
+    /// is the limit in bytes per device.
+    pub(crate) fn new(
+        dry_run: &'a DryRun,
+        others: &'a Others,
+        budget: Option<u64>,
+        channels: &[Channel],
+    ) -> Self {
         let dry_run_flow = dry_run.flow();
         let verdicts =
             channels.iter().map(|channel| check::check(&dry_run_flow.flow, *channel)).collect();
         let memory = dry_run.memory(&dry_run_flow);
-        Self { dry_run, dry_run_flow, verdicts, memory, budget }
+        Self { dry_run, others, dry_run_flow, verdicts, memory, budget }
     }
 
-    /// True if the operations end over every channel within the budget.
+    /// True if no process is known to issue other operations than process 0, and these end over
+    /// every channel within the budget.
     pub(crate) fn is_good(&self) -> bool {
-        self.verdicts.iter().all(Result::is_ok) && self.over_budget().next().is_none()
+        self.others.issue_the_same()
+            && self.verdicts.iter().all(Result::is_ok)
+            && self.over_budget().next().is_none()
     }
 
     /// Returns (device, peak memory) of the devices that exceed the budget; none if there is no
@@ -206,6 +217,7 @@ impl<'a> Report<'a> {
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.size_lines(f)?;
+        write!(f, "{}", self.others)?;
         self.proof_lines(f)?;
         self.memory_lines(f)?;
         self.link_lines(f)?;

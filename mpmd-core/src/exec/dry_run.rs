@@ -66,12 +66,12 @@ impl DryRunBuilder {
         self.process
     }
 
-    /// Notes the next operation. The tuple is (label, line).
+    /// Notes the next operation. The tuple is (label, line, rolling hash up to the operation).
     /// `takes` gives each input, and true if it is donated. `known` caches the index of the
     /// descriptor, so that `descriptor` runs once.
     pub(crate) fn operation<'a>(
         &self,
-        (label, at): (Option<Label>, &'static Location<'static>),
+        (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
         takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
         known: Option<&KnownDescriptor>,
         descriptor: impl FnOnce() -> OpDescriptor,
@@ -103,6 +103,7 @@ impl DryRunBuilder {
         }
         let line = state.line(at);
         state.dry_run.operations.push(Operation { descriptor, line, label, takes });
+        state.dry_run.hashes.push(hash);
     }
 
     /// Notes that the last handle was dropped of the array that is result `result` of

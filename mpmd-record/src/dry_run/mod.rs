@@ -11,6 +11,7 @@
 mod descriptor;
 mod flow;
 mod memory;
+mod parting;
 mod steady;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -23,6 +24,7 @@ use std::path::Path;
 pub use descriptor::{Kind, Memory, Message, OpDescriptor, Shard};
 pub use flow::{Computed, DryRunFlow, Sent};
 pub use memory::{DeviceMemory, DryRunMemory, MemoryPeak};
+pub use parting::Parting;
 use serde::{Deserialize, Serialize};
 
 #[doc(hidden)]
@@ -53,6 +55,11 @@ pub struct DryRun {
     pub descriptors: Vec<OpDescriptor>,
     /// Operations in order; the first is operation 1.
     pub operations: Vec<Operation>,
+    /// The rolling hash of the program at each operation, as the processes of a job compare it. It
+    /// covers everything that must be equal on all processes, host values included. For operations
+    /// of a replay, it is the hash before the replay's first operation.
+    #[serde(default)]
+    pub hashes: Vec<u64>,
     /// Points at which the last handle of an array was dropped, in order.
     pub drops: Vec<Dropped>,
     /// Points at which the program waited for arrays, in order.
@@ -269,6 +276,9 @@ impl DryRun {
         for read in &self.reads {
             made(read.array, read.after.min(count))?;
             self.line(read.line)?;
+        }
+        if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
+            return Err(format!("it has {} hashes for {count} operations", self.hashes.len()));
         }
         let most = StepEnd {
             operation: count,

@@ -55,7 +55,7 @@ impl IssuedStep<'_> {
 impl Operation {
     /// True if `later`, which comes `shift` operations later in the same dry run, repeats this
     /// operation.
-    fn is_again(&self, later: &Self, shift: u64) -> bool {
+    pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
         let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
             (Some(a), Some(b)) => same_array(a, b, shift),
             (a, b) => a.is_none() && b.is_none(),

@@ -73,6 +73,7 @@ fn invalid_dry_runs_are_refused_with_the_reason() {
     assert_eq!(late, "result 0 of operation 4 is not made before it is used");
     assert_eq!(wrong(|dry_run| dry_run.lines.clear()), "there is no line 0");
     assert_eq!(wrong(|dry_run| dry_run.steps[2].operation = 9), "its steps are not in order");
+    assert_eq!(wrong(|dry_run| dry_run.hashes = vec![1]), "it has 1 hashes for 5 operations");
     assert!(DryRun::from_json(b"{}").is_err());
 }
 

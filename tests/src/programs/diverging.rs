@@ -48,6 +48,10 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
                     aside[stage].call(p, x.clone())?.block_until_ready()?;
                 }
                 x = run[stage].call(p, x)?;
+                if now && *how == "unguarded-read" && stage == 3 {
+                    x.to_host()?
+                        .ok_or_else(|| Error::kernel("the last stage's values are not here"))?;
+                }
                 if now && *how == "extra-jit" && stage == 2 {
                     aside[stage].call(p, x.clone())?.block_until_ready()?;
                 }
@@ -60,6 +64,10 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
                 }
             }
             results.push((microbatch, x));
+        }
+        if how.ends_with("-value") {
+            let value = if astray && *how == "other-value" { 2.0f32 } else { 1.0 };
+            p.device_put(&MpmdArray::scalar(value), &whole[0])?.block_until_ready()?;
         }
         p.step_end()?;
         for (microbatch, x) in results {

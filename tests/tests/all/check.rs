@@ -28,6 +28,7 @@ fn endless_program_is_proved_by_two_equal_steps() {
     let (said, errors) = (text(&done.stdout), text(&done.stderr));
     assert_eq!(done.status.code(), Some(0), "{said}{errors}");
     assert!(said.contains(" are equal, 24 operations each"), "{said}");
+    assert!(said.contains("issue    all 4 processes issue the same operations\n"), "{said}");
     assert!(said.contains("ends over tags, direction, pair, single"), "{said}");
     // Three microbatches on their way around the ring.
     let bytes = 2 * 128 * 256 * 4 + 4 * 8 * 4;
@@ -53,6 +54,60 @@ fn memory_above_budget_and_unequal_steps_are_reported() {
     assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
 }
 
+/// Runs `mpmd check` on a program in which one process diverges in the way `how`. Returns (exit
+/// code, standard output, standard error).
+fn diverging(how: &str, culprit: &str) -> (Option<i32>, String, String) {
+    let done = check(&[&["-n", "4"][..], &named("diverging"), &[how, culprit, "8"]].concat());
+    (done.status.code(), text(&done.stdout), text(&done.stderr))
+}
+
+#[test]
+fn diverging_process_fails_the_check() {
+    for (how, what) in [
+        ("extra-jit", "jit Aside"),
+        ("extra-put", "device_put"),
+        ("skip-aside", "jit Forward"),
+        ("skip-microbatch", "array_from_fn"),
+        ("other-value", "device_put"),
+    ] {
+        let (code, said, errors) = diverging(how, "1");
+        assert_eq!(code, Some(1), "{how}: {said}{errors}");
+        assert!(
+            said.contains("issue    processes 0, 2 to 3 issue the same operations\n"),
+            "{how}: {said}"
+        );
+        let (_, shown) =
+            said.split_once("issue    process 1 parts from process 0 at operation ").expect(how);
+        let shown: Vec<&str> = shown.lines().take(3).collect();
+        for (line, process) in shown[1..].iter().zip(["process 0: ", "process 1: "]) {
+            assert!(line.trim_start().starts_with(process), "{how}: {said}");
+            assert!(line.contains(&format!("operation {} (", shown[0])), "{how}: {said}");
+            assert!(line.contains("tests/src/programs/diverging.rs:"), "{how}: {said}");
+        }
+        assert!(shown[2].contains(what), "{how}: {said}");
+    }
+    // If two processes differ, neither is known to be right: process 0 may be the wrong one.
+    let (code, said, _) = diverging("extra-jit", "0");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("issue    processes 1 to 3 part from process 0 at operation "), "{said}");
+}
+
+#[test]
+fn same_operations_by_other_code_pass() {
+    let (code, said, errors) = diverging("same-value", "1");
+    assert_eq!(code, Some(0), "{said}{errors}");
+    assert!(said.contains("issue    all 4 processes issue the same operations\n"), "{said}");
+}
+
+#[test]
+fn a_process_that_fails_its_dry_run_is_named() {
+    let (code, said, errors) = diverging("unguarded-read", "3");
+    assert_eq!(code, Some(2), "{said}{errors}");
+    assert!(errors.contains("failed in its dry run (exit status: "), "{errors}");
+    assert!(errors.contains(" as process 3; as process 0 its dry run ended"), "{errors}");
+    assert!(errors.contains("the last stage's values are not here"), "{errors}");
+}
+
 #[test]
 fn a_checked_training_writes_no_file() {
     let folder = tempfile::tempdir().expect("a folder for the test");
@@ -62,6 +117,7 @@ fn a_checked_training_writes_no_file() {
     let done = check(&[&words[..], &[losses.to_str().expect("its name is plain")]].concat());
     let said = text(&done.stdout);
     assert_eq!(done.status.code(), Some(0), "{said}{}", text(&done.stderr));
+    assert!(said.contains("issue    all 2 processes issue the same operations\n"), "{said}");
     assert!(!losses.exists(), "a dry run as process 0 has written the losses");
 }
 

@@ -135,7 +135,8 @@ impl Program {
         }
         if let Some(dry_run) = &self.runtime.dry_run {
             let takes = takes.iter().enumerate().map(|(i, array)| (*array, donates(i)));
-            dry_run.operation((self.label, at), takes, new.known, new.descriptor);
+            let about = (self.label, at, self.hash.word());
+            dry_run.operation(about, takes, new.known, new.descriptor);
         }
         let guard = match new.part {
             Part::Work(bytes) => Some(self.runtime.in_flight.begin(op, self.hash_at_last, bytes)),
