@@ -41,6 +41,7 @@ mod forward;
 pub mod generate;
 mod generator;
 mod inference;
+mod initial;
 mod load;
 mod lora;
 mod matrix;
