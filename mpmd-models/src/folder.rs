@@ -133,7 +133,7 @@ impl Folder {
             split: None,
             read: Arc::default(),
         };
-        let settings = Settings::of(&folder)?;
+        let settings = Settings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
         let shapes = needed(folder.sources.values());
         for (param, (source, _)) in &folder.sources {
             for name in source.names() {

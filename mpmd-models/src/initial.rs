@@ -1,5 +1,7 @@
 //! The first values of a new model, as `transformers` chooses their distributions.
 
+use std::path::Path;
+
 use mpmd::Result;
 use mpmd::aval::DType;
 use mpmd::random::{Key, normal_f32};
@@ -7,7 +9,6 @@ use mpmd::region::Region;
 use serde_json::Value;
 
 use crate::config::{Config, Norm};
-use crate::folder::{CONFIG, Folder};
 use crate::unexpected;
 
 /// The settings of a config that a new model has first values by.
@@ -29,16 +30,14 @@ pub(crate) struct Initial {
 }
 
 impl Settings {
-    /// Reads `initializer_range` and `dtype` (or `torch_dtype`) of a config. The defaults are 0.02
-    /// and f32.
+    /// Reads `initializer_range` and `dtype` (or `torch_dtype`) of the values of a config. The
+    /// defaults are 0.02 and f32.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, or a value is invalid.
-    pub(crate) fn of(folder: &Folder) -> Result<Self> {
-        let map = folder.config_values()?;
-        let file = folder.path().join(CONFIG);
-        let wrong = |key, expected| unexpected(&file, key, expected, &map[key]);
+    /// If a value is invalid. The message names `file`.
+    pub(crate) fn of(file: &Path, map: &Value) -> Result<Self> {
+        let wrong = |key, expected| unexpected(file, key, expected, &map[key]);
         let deviation = match &map["initializer_range"] {
             Value::Null => 0.02,
             given => given
