@@ -173,7 +173,7 @@ fn without_a_model_the_demonstration_model_chats() {
     let bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
     assert!(bytes <= 2 << 20, "the demonstration model has {bytes} bytes");
     let ask = json!({
-        "messages": [{ "role": "user", "content": "Who are you?" }], "temperature": 0,
+        "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0,
         "max_tokens": 100,
     });
     for args in [&[][..], &["--stages", "2", "--processes", "2"]] {
