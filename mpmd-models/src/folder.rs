@@ -21,8 +21,9 @@ use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::family::{Family, Source, read};
 pub(crate) use crate::files::{CONFIG, GENERATION, TOKENIZER};
 use crate::files::{Found, LARGEST_FILE, checked, companions, find};
+use crate::initial::{Initial, Settings};
 use crate::rope::Rope;
-use crate::stored::{DTYPES, Reader, Stored, are_equal};
+use crate::stored::{DTYPES, Origin, Reader, Stored, are_equal};
 use crate::unexpected;
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
@@ -59,18 +60,14 @@ impl Folder {
     /// found.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let file = path.join(CONFIG);
-        checked(&path, CONFIG, config::LARGEST_FILE)
-            .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
-        let (family, mut config) = read(&file)?;
+        let (family, mut config) = config_of(&path)?;
         let companions = companions(&path)?;
         let Found { list, files, split } = find(&path)?;
         let [table, output] =
             [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, &[0]).name);
         let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
         config.tie_word_embeddings &= !may_be_tied;
-        let sources = sources(family, &config)
-            .map_err(|why| unexpected(&file, "", "sizes of a model", why.to_string()))?;
+        let sources = sources(&path, family, &config)?;
         let needed = needed(sources.values());
         let prefix = table.split_inclusive('.').next().unwrap_or_default();
         let mut tensors = BTreeMap::new();
@@ -88,7 +85,11 @@ impl Folder {
             let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
             if !is_float || stored.aval.shape() != shape {
                 let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
-                return Err(unexpected(stored.file.path(), name, expected, found));
+                let file = match &stored.origin {
+                    Origin::File(file) => file.path(),
+                    Origin::New(_) => &list,
+                };
+                return Err(unexpected(file, name, expected, found));
             }
         }
         let mut folder = Self {
@@ -106,6 +107,41 @@ impl Folder {
             folder.config.tie_word_embeddings = true;
             folder.tensors.remove(&output);
             folder.sources.remove(OUTPUT);
+        }
+        Ok(folder)
+    }
+
+    /// Opens a folder with a config for a new model. Weights in the folder are not read: the first
+    /// values are drawn by the seed, where and when they are needed.
+    ///
+    /// # Errors
+    ///
+    /// If the config is missing or invalid, also in `initializer_range` or `dtype`. If a file
+    /// beside it is none that [`Folder::open`] reads.
+    pub fn untrained(path: impl Into<PathBuf>, seed: u64) -> Result<Self> {
+        let path = path.into();
+        let (family, config) = config_of(&path)?;
+        let (companions, sources) = (companions(&path)?, sources(&path, family, &config)?);
+        let mut folder = Self {
+            path,
+            family,
+            config,
+            companions,
+            sources,
+            tensors: BTreeMap::new(),
+            unused: Vec::new(),
+            split: None,
+            read: Arc::default(),
+        };
+        let settings = Settings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
+        let shapes = needed(folder.sources.values());
+        for (param, (source, _)) in &folder.sources {
+            for name in source.names() {
+                let initial = Initial::of(&folder.config, settings, (param, &name), seed);
+                let aval = ShapedArray::new(&shapes[&name], settings.dtype);
+                let stored = Stored { origin: Origin::New(initial), name: name.clone(), aval };
+                folder.tensors.insert(name, stored);
+            }
         }
         Ok(folder)
     }
@@ -144,9 +180,20 @@ impl Folder {
             Value::Array(several) => several.iter().map(number).collect(),
             one => Some(vec![number(one)?]),
         };
-        let config = || serde_json::from_slice(&self.small(CONFIG).ok()?).ok();
         let own = self.generation().ok().and_then(of);
-        own.or_else(|| config().and_then(of)).unwrap_or_default()
+        own.or_else(|| self.config_values().ok().and_then(of)).unwrap_or_default()
+    }
+
+    /// Returns all values of the config.
+    ///
+    /// # Errors
+    ///
+    /// If the file has changed since the folder was opened.
+    pub(crate) fn config_values(&self) -> Result<Value> {
+        let failed =
+            |why: &dyn Display| unexpected(&self.path.join(CONFIG), "", config::EXPECTED, why);
+        let bytes = self.small(CONFIG).map_err(|why| failed(&why))?;
+        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
     }
 
     /// Returns the path of the folder.
@@ -259,7 +306,14 @@ impl Folder {
     /// If a file cannot be read.
     fn fingerprint(&self) -> Result<u64> {
         let (mut key, mut bytes) = (self.form(), Vec::new());
-        for Stored { file, name, aval } in self.tensors.values() {
+        for Stored { origin, name, aval } in self.tensors.values() {
+            let file = match origin {
+                Origin::File(file) => file,
+                Origin::New(initial) => {
+                    key = key.fold_in(initial.key.0);
+                    continue;
+                }
+            };
             let rows = aval.shape().first().copied().unwrap_or(1);
             for row in [0, rows.saturating_sub(1)] {
                 let all = aval.shape().iter().map(|size| 0..*size);
@@ -313,12 +367,27 @@ fn fold(key: Key, bytes: &[u8]) -> Key {
     bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
 }
 
+/// Reads the config of a folder.
+fn config_of(path: &Path) -> Result<(&'static Family, Config)> {
+    let file = path.join(CONFIG);
+    checked(path, CONFIG, config::LARGEST_FILE)
+        .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
+    read(&file)
+}
+
 /// Returns the place and shape of each parameter of a model.
-fn sources(family: &Family, config: &Config) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
+fn sources(
+    path: &Path,
+    family: &Family,
+    config: &Config,
+) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
     let place = |(name, aval): (String, ShapedArray)| {
         (name.clone(), (family.source(config, &name, aval.shape()), aval))
     };
-    Ok(shapes_of(config)?.into_iter().map(place).collect())
+    let shapes = shapes_of(config);
+    let shapes = shapes
+        .map_err(|why| unexpected(&path.join(CONFIG), "", "sizes of a model", why.to_string()))?;
+    Ok(shapes.into_iter().map(place).collect())
 }
 
 /// Returns the shapes of the tensors that have these parameters, by name.
@@ -362,6 +431,6 @@ fn add(
     // The file lacks the tensor, or its dtype is unknown. The message names both.
     let aval =
         aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
-    tensors.insert(known.clone(), Stored { file: file.clone(), name, aval });
+    tensors.insert(known.clone(), Stored { origin: Origin::File(file.clone()), name, aval });
     Ok(None)
 }

@@ -42,6 +42,7 @@ mod forward;
 pub mod generate;
 mod generator;
 mod inference;
+mod initial;
 mod load;
 mod lora;
 mod matrix;

@@ -13,19 +13,28 @@ use mpmd::region::Region;
 use mpmd::train::tensors::TensorFile;
 
 use crate::family::{Rows, Source};
+use crate::initial::Initial;
 
 /// The dtypes of weights that are read, for messages.
 pub(crate) const DTYPES: &str = "f32, bf16 or f16";
 /// Number of elements that are read at once, if they are converted.
 const BLOCK: usize = 1 << 18;
 
-/// The place of a tensor.
+/// A tensor of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Stored {
-    pub(crate) file: TensorFile,
+    pub(crate) origin: Origin,
     /// Its name in the file.
     pub(crate) name: String,
     pub(crate) aval: ShapedArray,
+}
+
+/// The origin of a tensor's values.
+#[derive(Clone, Debug)]
+pub(crate) enum Origin {
+    File(TensorFile),
+    /// The model is new. `aval` has the dtype in which it is saved.
+    New(Initial),
 }
 
 /// The tensors of a parameter.
@@ -57,8 +66,12 @@ impl Reader {
         let aval = &self.tensors[0].aval;
         let all = Rows::block(0, aval.shape().first().copied().unwrap_or(1));
         // Without a copy, if the parameter is the tensor.
-        if stacked.is_none() && !is_transposed && *rows == all && aval.dtype() == DType::F32 {
-            let Stored { file, name, .. } = self.counted(0, region);
+        if stacked.is_none()
+            && !is_transposed
+            && *rows == all
+            && aval.dtype() == DType::F32
+            && let Stored { origin: Origin::File(file), name, .. } = self.counted(0, region)
+        {
             return file.read(name, region, view.as_bytes_mut());
         }
         self.read(region, view.as_mut_slice()?)
@@ -67,8 +80,10 @@ impl Reader {
     /// Returns a tensor, and counts the bytes of a region of it.
     fn counted(&self, tensor: usize, region: &Region) -> &Stored {
         let stored = &self.tensors[tensor];
-        let bytes = region.elements() * stored.aval.dtype().size();
-        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        if let Origin::File(_) = stored.origin {
+            let bytes = region.elements() * stored.aval.dtype().size();
+            self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
         stored
     }
 }
@@ -104,9 +119,17 @@ impl Stored {
         let step = (BLOCK / width).max(1);
         let (dtype, mut bytes) = (self.aval.dtype(), Vec::new());
         for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * width)) {
-            bytes.resize(values.len() * dtype.size(), 0);
             let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
-            self.file.read(&self.name, &Region::new(block.collect()), &mut bytes)?;
+            let block = Region::new(block.collect());
+            let file = match &self.origin {
+                Origin::File(file) => file,
+                Origin::New(initial) => {
+                    initial.fill(self.aval.shape(), &block, values);
+                    continue;
+                }
+            };
+            bytes.resize(values.len() * dtype.size(), 0);
+            file.read(&self.name, &block, &mut bytes)?;
             let halves = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
             let singles = bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four));
             let values = values.iter_mut();
@@ -148,6 +171,9 @@ impl Stored {
 
 /// True if two matrices have the same elements. Reads both, up to the first block that differs.
 pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
+    let (Origin::File(file), Origin::File(other)) = (&a.origin, &b.origin) else {
+        return Ok(false);
+    };
     if a.aval != b.aval {
         return Ok(false);
     }
@@ -161,8 +187,8 @@ pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
             let bytes = block.elements() * a.aval.dtype().size();
             left.resize(bytes, 0);
             right.resize(bytes, 0);
-            a.file.read(&a.name, &block, &mut left)?;
-            b.file.read(&b.name, &block, &mut right)?;
+            file.read(&a.name, &block, &mut left)?;
+            other.read(&b.name, &block, &mut right)?;
             if left != right {
                 return Ok(false);
             }
@@ -192,7 +218,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(file.path(), bytes).unwrap();
         let file = TensorFile::open(file.path()).unwrap();
-        let stored = Stored { file, name: "a".to_owned(), aval };
+        let stored = Stored { origin: Origin::File(file), name: "a".to_owned(), aval };
         for is_transposed in [false, true] {
             // The parameter is the tensor without its first rows or columns.
             let (rows, columns) = if is_transposed { (480, 1300) } else { (1280, 500) };

@@ -61,7 +61,7 @@ pub struct TrainArgs {
     /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1
     #[arg(long, value_name = "NAME", default_value = "1f1b")]
     pub schedule: String,
-    /// Seed of the windows of each step, and of the first values of LoRA's matrices
+    /// Seed of the windows of each step, and of the first values of a new model or LoRA's matrices
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Largest norm of the mean gradient; larger gradients are scaled down to it
@@ -169,7 +169,10 @@ pub fn run(
         std::fs::create_dir_all(to)
             .map_err(|why| unexpected(to, "", "a folder for the trained model", why))?;
         let to = to.canonicalize().ok();
-        ensure!(!folders.contains(&to), "{name}: another save or --model has the same folder");
+        ensure!(
+            !folders.contains(&to),
+            "{name}: another save, --model or --new has the same folder"
+        );
         folders.push(to);
     }
     // Set if this process is one of the job's. A launcher learns of the signal from their exit

@@ -177,6 +177,10 @@ fn started(folder: &Folder, http: &HttpArgs, sizes: Sizes) -> Result<(Front, Eng
     let model = Model::of(folder, http.model_name.clone(), sizes.positions);
     let front = model.and_then(|model| Front::start(http, model, queue));
     let front = front.map_err(|why| Error::Environment(format!("{why:#}")))?;
-    say(&format!("listening on http://{}", front.address()));
+    let address = front.address();
+    say(&match http.description {
+        Some(description) => format!("{description} Its chat page: http://{address}/"),
+        None => format!("listening on http://{address}"),
+    });
     Ok((front, Engine::new(sizes, arrivals)))
 }

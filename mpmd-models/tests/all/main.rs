@@ -8,6 +8,7 @@ mod folders;
 mod generation;
 mod guide;
 mod inputs;
+mod new;
 mod programs;
 mod saving;
 mod scores;

@@ -66,6 +66,10 @@ pub struct HttpArgs {
     /// Name of the model for clients; default: that of its folder
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
+    /// A sentence about the model that everyone is to see: at the start, in `/v1/models` and on the
+    /// page. Set by the program alone.
+    #[arg(skip)]
+    pub description: Option<&'static str>,
     /// Seconds for open requests to end after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub drain: u32,
@@ -155,8 +159,10 @@ impl Front {
         let address = listener.local_addr()?;
         let body = usize::try_from(args.max_body).unwrap_or(usize::MAX);
         let (most, model) = (args.max_tokens, Arc::new(model));
-        let bodies = bodies();
-        let routes = routes(Shared { model, queue: queue.clone(), access, body, bodies, most });
+        let (bodies, description) = (bodies(), args.description);
+        let queued = queue.clone();
+        let shared = Shared { model, description, queue: queued, access, body, bodies, most };
+        let routes = routes(shared);
         let (connections, drain) = (args.max_connections, Duration::from_secs(args.drain.into()));
         let signals = watch::Sender::new(0);
         let asked = signals.subscribe();

@@ -37,6 +37,8 @@ const BODIES: usize = 64 << 20;
 /// The state that all endpoints share.
 pub(super) struct Shared {
     pub(super) model: Arc<Model>,
+    /// A sentence about the model.
+    pub(super) description: Option<&'static str>,
     pub(super) queue: Queue,
     pub(super) access: Access,
     /// Largest body of a request, in bytes.
@@ -98,8 +100,12 @@ async fn metrics(State(shared): Shares) -> impl IntoResponse {
 
 async fn models(State(shared): Shares) -> Json<Value> {
     let Model { name, created, positions, .. } = &*shared.model;
-    Json(json!({ "object": "list", "data": [{ "id": name, "object": "model", "created": created,
-        "owned_by": "mpmd", "max_model_len": positions }] }))
+    let mut model = json!({ "id": name, "object": "model", "created": created,
+        "owned_by": "mpmd", "max_model_len": positions });
+    if let Some(description) = shared.description {
+        model["description"] = description.into();
+    }
+    Json(json!({ "object": "list", "data": [model] }))
 }
 
 async fn completions(shared: Shares, body: Body) -> Answer {

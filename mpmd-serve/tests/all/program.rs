@@ -2,6 +2,7 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, mpsc};
 use std::thread;
@@ -18,6 +19,8 @@ const LONG: Duration = Duration::from_secs(60);
 /// A running program.
 struct Serving {
     child: Child,
+    /// The line with the address.
+    said: String,
     address: SocketAddr,
     lines: Mutex<mpsc::Receiver<String>>,
 }
@@ -25,8 +28,13 @@ struct Serving {
 impl Serving {
     /// Starts the program on any free port, and waits until it takes requests.
     fn start(model: &str, args: &[&str]) -> Self {
+        let model = path(model);
+        Self::start_with(&[&["--model", model.to_str().unwrap()], args].concat())
+    }
+
+    fn start_with(args: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
-        command.arg("--model").arg(path(model)).args(["--port", "0"]).args(args);
+        command.args(["--port", "0"]).args(args);
         let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
         let (to, lines) = mpsc::channel();
         let from = BufReader::new(child.stderr.take().unwrap());
@@ -34,12 +42,13 @@ impl Serving {
             from.lines().map_while(Result::ok).try_for_each(|line| to.send(line))
         });
         let found = lines.recv_timeout(LONG).unwrap_or_default();
-        let Some(address) = found.split("listening on http://").nth(1) else {
+        let address = found.split("http://").nth(1);
+        let Some(address) = address.and_then(|it| it.trim_end_matches('/').parse().ok()) else {
             child.kill().unwrap();
             panic!("{found}");
         };
         let lines = Mutex::new(lines);
-        let serving = Self { address: address.parse().unwrap(), child, lines };
+        let serving = Self { said: found, address, child, lines };
         let start = Instant::now();
         while serving.send("GET", "/ready", &Value::Null).status != 200 {
             assert!(start.elapsed() < LONG, "it never takes requests");
@@ -156,6 +165,37 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && said.contains(expected), "{args}: {said}");
         assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn without_a_model_the_demonstration_model_chats() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("mpmd-demo");
+    let files = std::fs::read_dir(&demo).unwrap();
+    let bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert!(bytes <= 2 << 20, "the demonstration model has {bytes} bytes");
+    let ask = json!({
+        "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0,
+        "max_tokens": 100,
+    });
+    for args in [&[][..], &["--stages", "2", "--processes", "2"]] {
+        let serving = Serving::start_with(args);
+        let address = serving.address;
+        let expected = format!("Its chat page: http://{address}/");
+        let said = &serving.said;
+        assert!(said.starts_with("mpmd-demo is a tiny") && said.ends_with(&expected), "{said}");
+        let models = serving.send("GET", "/v1/models", &Value::Null).json();
+        assert_eq!(models["data"][0]["id"], "mpmd-demo");
+        let description = models["data"][0]["description"].as_str().unwrap();
+        assert!(said.starts_with(description), "{said}");
+        assert!(serving.send("GET", "/", &Value::Null).body.contains("id=\"about\""));
+        let answer = serving.send("POST", "/v1/chat/completions", &ask).json();
+        let reply = &answer["choices"][0];
+        let text = reply["message"]["content"].as_str().unwrap();
+        assert!(text.starts_with("I am mpmd-demo, a tiny model"), "{answer}");
+        assert_eq!(reply["finish_reason"], "stop", "{answer}");
+        let (status, said) = serving.end();
+        assert!(status.success() && said.is_empty(), "{status}: {said:?}");
     }
 }
 

@@ -1,0 +1,150 @@
+//! New models: their first values, and the program `finetune --new`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use half::{bf16, f16};
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::testing::{ProcessEnd, Processes};
+use mpmd_models::{Folder, Stages, merged, save};
+use tempfile::TempDir;
+
+use crate::folders::{ALL, change_config, copy, path, read_all, simulate, text};
+
+/// Tensors by name.
+type Tensors = BTreeMap<String, (ShapedArray, Vec<u8>)>;
+
+/// Returns the tensors of a new model that is saved from so many stages, each a process.
+fn drawn(name: &str, seed: u64, stages: usize) -> Tensors {
+    let (folder, to) = (Folder::untrained(path(name), seed).unwrap(), tempfile::tempdir().unwrap());
+    simulate(stages, stages, |p, meshes| {
+        let pipeline = Stages::new(&folder, stages, 1)?.training(p, meshes)?;
+        let params = merged(p, &pipeline, None)?;
+        save(p, &folder, &params, to.path()).map(Some)
+    });
+    assert_eq!(folder.bytes_read(), 0, "{name}: the weights of the folder are not read");
+    read_all(to.path())
+}
+
+/// Returns the values of a tensor.
+fn values((aval, bytes): &(ShapedArray, Vec<u8>)) -> Vec<f32> {
+    let pairs = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
+    match aval.dtype() {
+        DType::Bf16 => pairs.map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+        DType::F16 => pairs.map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        _ => bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect(),
+    }
+}
+
+#[test]
+fn new_models_have_equal_bits_at_any_number_of_stages() {
+    for name in ALL {
+        let one = drawn(name, 7, 1);
+        assert!(one == drawn(name, 7, 3), "{name}: other values over three stages");
+        let shapes = |of: &Tensors| {
+            let shape = |(name, (aval, _)): (&String, &(ShapedArray, _))| {
+                (name.replace("transformer.", ""), aval.clone())
+            };
+            of.iter().map(shape).filter(|(name, _)| name != "h.0.attn.bias").collect::<Vec<_>>()
+        };
+        assert_eq!(shapes(&one), shapes(&read_all(&path(name))), "{name}: not as transformers");
+    }
+    assert!(drawn("plain", 7, 1) != drawn("plain", 8, 1), "the seed counts");
+}
+
+#[test]
+fn first_values_have_the_distributions_of_transformers() {
+    for (name, norm) in [("plain", 1.0), ("gemma2", 0.0), ("gpt2", 1.0), ("mixtral", 1.0)] {
+        for (tensor, found) in &drawn(name, 3, 1) {
+            let all = values(found);
+            let is = |value: f32| all.iter().all(|found| *found == value);
+            let is_norm = ["norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"];
+            if tensor.ends_with(".bias") {
+                assert!(is(0.0), "{name}: {tensor}");
+            } else if is_norm.iter().any(|end| tensor.ends_with(end)) {
+                assert!(is(norm), "{name}: {tensor}");
+            } else {
+                // The GPT-2 of the folder has four layers.
+                let narrows = tensor.ends_with("c_proj.weight");
+                let expected = if narrows { 0.02 / 8f64.sqrt() } else { 0.02 };
+                let (count, all) = (all.len() as f64, all.iter().map(|value| f64::from(*value)));
+                let mean = all.clone().sum::<f64>() / count;
+                let deviation = (all.map(|value| value * value).sum::<f64>() / count).sqrt();
+                let near = 6.0 * expected / count.sqrt();
+                assert!(mean.abs() < near, "{name}: {tensor}: mean {mean}");
+                assert!((deviation - expected).abs() < near, "{name}: {tensor}: {deviation}");
+            }
+        }
+    }
+}
+
+/// Runs a program of this crate as so many processes until all have ended.
+fn run(program: &str, processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
+    let job = Processes::new(processes, program).args(args).deadline(Duration::from_secs(120));
+    let ends = job.start().unwrap().wait().unwrap();
+    assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+    ends
+}
+
+/// Trains a new model over so many stages, each a process. Returns its folder.
+fn trained(config: &Path, stages: usize, more: &str) -> TempDir {
+    let (to, text) = (tempfile::tempdir().unwrap(), text());
+    let mut args = vec!["--new", config.to_str().unwrap(), text.to_str().unwrap()];
+    let stages_arg = stages.to_string();
+    args.extend(["--stages", &stages_arg, "--save", to.path().to_str().unwrap()]);
+    args.extend("--time 32 --microbatches 2 --seed 5".split(' '));
+    args.extend(more.split(' '));
+    run(env!("CARGO_BIN_EXE_finetune"), stages, &args);
+    to
+}
+
+#[test]
+fn new_model_is_trained_saved_and_generates() {
+    // A config and a tokenizer alone.
+    let config = copy("bf16");
+    fs::remove_file(config.path().join("model.safetensors")).unwrap();
+    let still = "--steps 1 --lr 0";
+    let [one, two] = [1, 2].map(|stages| read_all(trained(config.path(), stages, still).path()));
+    assert!(one == two, "the first values depend on the number of stages");
+    let model = trained(config.path(), 2, "--steps 3 --lr 1e-2");
+    let tensors = read_all(model.path());
+    assert!(tensors.keys().eq(one.keys()) && tensors != one, "it has learned");
+    assert!(tensors.values().all(|(aval, _)| aval.dtype() == DType::Bf16));
+    let model = model.path().to_str().unwrap();
+    let args = ["--model", model, "--prompt", "A kernel", "--tokens", "5", "--ignore-eos"];
+    let ends = run(env!("CARGO_BIN_EXE_generate"), 1, &args);
+    assert!(!ends[0].stdout.is_empty(), "{ends:?}");
+}
+
+#[test]
+fn folders_that_make_no_new_model_are_refused() {
+    let refused = |folder: &Path, args: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let output = command.arg("--new").arg(folder).args(args).arg(text()).output().unwrap();
+        assert!(!output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let empty = tempfile::tempdir().unwrap();
+    let without = copy("plain");
+    fs::remove_file(without.path().join("tokenizer.json")).unwrap();
+    let [dtype, deviation, small] = [(); 3].map(|()| copy("plain"));
+    change_config(dtype.path(), |config| config["dtype"] = "int8".into());
+    change_config(deviation.path(), |config| config["initializer_range"] = (-1).into());
+    change_config(small.path(), |config| config["vocab_size"] = 30.into());
+    for (folder, expected) in [
+        (empty, "config.json: expected the config of a model, found No such file"),
+        (without, "tokenizer.json: expected a tokenizer, found No such file"),
+        (dtype, r#"dtype: expected "float32", "bfloat16" or "float16", found "int8""#),
+        (deviation, "initializer_range: expected a standard deviation from 0 to 1, found -1"),
+        (small, "expected tokens below 30, the vocab_size of config.json"),
+    ] {
+        let said = refused(folder.path(), &[]);
+        assert!(said.contains(expected), "{said}");
+    }
+    for more in ["--model x", "--lora 2"] {
+        let said = refused(&path("plain"), &more.split(' ').collect::<Vec<_>>());
+        assert!(said.contains("cannot be used with"), "{said}");
+    }
+}
