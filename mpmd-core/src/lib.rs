@@ -46,7 +46,7 @@ pub use api::program::{
     Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport,
     simulate, transports,
 };
-pub use api::put::{MoveOptions, PutVjp};
+pub use api::put::MoveOptions;
 pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
 pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};

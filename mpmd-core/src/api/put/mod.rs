@@ -7,7 +7,6 @@ mod array_from_fn;
 mod join;
 mod options;
 mod plan;
-mod vjp;
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -20,7 +19,6 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 pub use options::MoveOptions;
 pub(crate) use plan::PutSteps;
-pub use vjp::PutVjp;
 
 impl Program {
     /// Moves every array of a tree to a sharding.
