@@ -180,12 +180,9 @@ pub mod sharding {
     //!
     //! A [`Sharding`] gives these regions for every shape, a [`Layout`] for one shape. A [`Spec`],
     //! written with [`spec!`](crate::spec), divides dimensions over mesh axes; [`MemoryKind`]
-    //! chooses device or host memory. [`ShardingKind`] tells the kinds of shardings apart. A
-    //! [`ShardingError`] says why a sharding does not fit.
+    //! chooses device or host memory. A [`ShardingError`] says why a sharding does not fit.
 
-    pub use mpmd_layout::sharding::{
-        Layout, MemoryKind, Sharding, ShardingError, ShardingKind, Spec, SpecEntry,
-    };
+    pub use mpmd_layout::sharding::{Layout, MemoryKind, Sharding, ShardingError, Spec, SpecEntry};
 
     pub mod rules {
         //! Rules that choose the sharding of each leaf by its name.

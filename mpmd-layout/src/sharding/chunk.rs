@@ -100,24 +100,6 @@ pub(super) fn layout(
     Ok(Layout::new(shape, placements.to_vec(), regions, chunks == 1))
 }
 
-/// Returns (dimension, devices in chunk order) if the shards are exactly the chunks of a dimension,
-/// otherwise `None`. Empty chunks, which all have the same offset, keep the order of the shards.
-pub(super) fn infer(
-    shape: &[usize],
-    shards: &[(DeviceId, Region)],
-) -> Option<(usize, Vec<DeviceId>)> {
-    let mut ordered: Vec<&(DeviceId, Region)> = shards.iter().collect();
-    // Chunks differ in one dimension only, so sorting regions orders them by their offset in it.
-    ordered.sort_by_key(|(_, region)| region);
-    let chunks = shards.len();
-    let cut = |dim: usize| {
-        let mut each = ordered.iter().enumerate();
-        each.all(|(chunk, (_, region))| *region == chunk_region(shape, dim, chunks, chunk))
-    };
-    let dim = (0..shape.len()).find(|dim| cut(*dim))?;
-    Some((dim, ordered.into_iter().map(|(device, _)| *device).collect()))
-}
-
 /// Returns the index of dimension `dim`, which counts from the end if negative. Fails if the shape
 /// has no such dimension.
 fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
@@ -294,10 +276,6 @@ mod tests {
                 next = region.range(at).end;
             }
             prop_assert_eq!(next, shape[at]);
-            let shards: Vec<_> =
-                layout.iter().map(|(device, region)| (device, region.clone())).collect();
-            let inferred = Sharding::of_shards(&shape, &shards).unwrap();
-            prop_assert_eq!(inferred.layout(&shape), Ok(layout));
         }
     }
 }

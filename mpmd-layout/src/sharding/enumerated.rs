@@ -144,7 +144,7 @@ fn elements(region: &Region) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sharding::{Sharding, ShardingKind};
+    use crate::sharding::Sharding;
     use proptest::prelude::*;
 
     /// Returns shards on devices 0, 1, …, from offsets and sizes.
@@ -243,44 +243,13 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_recognised_and_other_shards_listed() {
-        let of = |shape: &[usize], shards: &[(DeviceId, Region)]| {
-            let sharding = Sharding::of_shards(shape, shards).unwrap();
-            match sharding.kind() {
-                ShardingKind::Chunk { dim, placements, .. } => {
-                    format!(
-                        "{dim}: {:?}",
-                        placements.iter().map(|device| device.0).collect::<Vec<_>>()
-                    )
-                }
-                ShardingKind::Enumerated { shards, .. } => format!("{} shards", shards.len()),
-                other => panic!("{other:?}"),
-            }
-        };
-        assert_eq!(of(&[15, 3], &shards(&[([0, 0], [5, 3]), ([5, 0], [10, 3])])), "2 shards");
-        assert_eq!(of(&[25], &shards(&[([0], [16]), ([16], [9])])), "2 shards");
-        let grid =
-            shards(&[([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2]), ([2, 2], [2, 2])]);
-        assert_eq!(of(&[4, 4], &grid), "4 shards");
-        let rows = shards(&[([7, 0], [6, 2]), ([0, 0], [7, 2])]);
-        assert_eq!(of(&[13, 2], &rows), "0: [1, 0]");
-        let columns =
-            shards(&[([0, 0], [2, 3]), ([0, 9], [2, 1]), ([0, 3], [2, 3]), ([0, 6], [2, 3])]);
-        assert_eq!(of(&[2, 10], &columns), "1: [0, 2, 3, 1]");
-        // With empty chunks; PyTorch treats these as a list.
-        let short =
-            shards(&[([5, 0], [0, 2]), ([4, 0], [1, 2]), ([0, 0], [2, 2]), ([2, 0], [2, 2])]);
-        assert_eq!(of(&[5, 2], &short), "0: [2, 3, 1, 0]");
-        let none = shards(&[([2], [0]), ([0], [1]), ([2], [0]), ([1], [1])]);
-        assert_eq!(of(&[2], &none), "0: [1, 3, 0, 2]", "empty chunks keep their order");
-        assert_eq!(of(&[0, 3], &shards(&[([0, 0], [0, 3]), ([0, 0], [0, 3])])), "0: [0, 1]");
-        assert_eq!(of(&[], &shards(&[([], [])])), "1 shards", "a scalar has no dimension");
-        let gap = Sharding::of_shards(&[13, 2], &rows[1..]).unwrap_err();
+    fn gaps_and_overlaps_are_named() {
+        let gap = Sharding::enumerated(shards(&[([0, 0], [7, 2])])).unwrap();
         assert_eq!(
-            gap.to_string(),
+            gap.layout(&[13, 2]).unwrap_err().to_string(),
             "no device has [7..13, 0..2] of shape [13, 2]; there are 1 shards"
         );
-        let overlap = Sharding::of_shards(&[4], &shards(&[([0], [4]), ([0], [4])])).unwrap_err();
+        let overlap = Sharding::enumerated(shards(&[([0], [4]), ([0], [4])])).unwrap_err();
         assert!(matches!(overlap, ShardingError::Overlap { .. }), "{overlap}");
     }
 
@@ -373,10 +342,6 @@ mod tests {
             let layout = accepted(&shards).unwrap();
             prop_assert!(layout.iter().eq(shards.iter().map(|(device, region)| (*device, region))));
             prop_assert!(tiles_by_counting(&shape, &shards));
-            let inferred = Sharding::of_shards(&shape, &shards).unwrap().layout(&shape).unwrap();
-            for (device, region) in &shards {
-                prop_assert_eq!(inferred.region_of(*device), Some(region));
-            }
 
             let which = which.index(shards.len());
             let dim = dim.index(shape.len());

@@ -15,8 +15,7 @@ const SHARDS_SHOWN: usize = 8;
 
 /// The kinds of [`Sharding`](super::Sharding), with their data.
 #[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum ShardingKind {
+pub(super) enum ShardingKind {
     /// Dimensions divided over the axes of a mesh.
     Named {
         /// The mesh.

@@ -20,7 +20,8 @@ use std::sync::Arc;
 
 pub use chunk::{ChunkRanks, chunk_by_rank};
 pub use error::ShardingError;
-pub use kind::{MemoryKind, ShardingKind};
+pub use kind::MemoryKind;
+use kind::ShardingKind;
 pub use layout::Layout;
 pub use spec::{Spec, SpecEntry};
 
@@ -101,28 +102,6 @@ impl Sharding {
         Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
     }
 
-    /// Returns the sharding of an array of `shape` that has these (device, region) shards.
-    ///
-    /// If the shards are exactly the chunks of a dimension, it is a chunk sharding of the first
-    /// such dimension. Its chunks are in the order of their offsets, empty ones in the order of the
-    /// list. Otherwise it is an enumerated sharding.
-    ///
-    /// # Errors
-    ///
-    /// As [`Sharding::enumerated`], and if the shards do not fill the array: one ends past the
-    /// array's end, or no shard holds a part of it.
-    pub fn of_shards(
-        shape: &[usize],
-        shards: &[(DeviceId, Region)],
-    ) -> Result<Self, ShardingError> {
-        let listed = Self::enumerated(shards.to_vec())?;
-        listed.layout(shape)?;
-        match chunk::infer(shape, shards) {
-            Some((dim, placements)) => Self::chunk(dim as isize, placements),
-            None => Ok(listed),
-        }
-    }
-
     /// Returns the sharding of an array of `shape` that has each region on one device only: the
     /// first that holds it here, in the order of [`devices`](Self::devices).
     ///
@@ -178,11 +157,6 @@ impl Sharding {
             }
             _ => self.clone(),
         }
-    }
-
-    /// Returns the kind of the sharding with its data.
-    pub fn kind(&self) -> &ShardingKind {
-        &self.inner.kind
     }
 
     /// Returns a number that is the same for equal shardings, on every process and in every run.
