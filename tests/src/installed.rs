@@ -31,10 +31,8 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
             package,
             "--bins",
         ]);
-        for (is_on, feature) in [(cfg!(feature = "ucx"), "ucx"), (cfg!(feature = "cuda"), "cuda")] {
-            if is_on {
-                build.args(["--features", feature]);
-            }
+        if cfg!(feature = "ucx") {
+            build.args(["--features", "ucx"]);
         }
         if folder.ends_with("release") {
             build.arg("--release");

@@ -27,7 +27,7 @@ enum Outcome {
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
 /// The features of a full run, except for steps that choose others.
-pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
+pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx"];
 
 /// Lints against unfinished code and against ignored tests without a reason. Clippy allows these by
 /// default.
@@ -54,7 +54,7 @@ const STEPS: &[Step] = &[
     ("clippy", Extent::All, |root| clippy(root, &[&["--all-targets"], WITH_ALL].concat())),
     // As users build it. The features of others' crates are those of the other steps, so that
     // none of these is built once more.
-    ("clippy without UCX and CUDA", Extent::All, |root| clippy(root, &[])),
+    ("clippy without UCX", Extent::All, |root| clippy(root, &[])),
     ("documentation", Extent::All, documentation),
     ("tests and the programs they start", Extent::All, programs),
     ("tests", Extent::All, tests),

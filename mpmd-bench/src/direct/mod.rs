@@ -1,13 +1,8 @@
 //! CUDA without the framework: the reference for the framework's figures, and a probe of the
 //! driver.
 
-#[cfg(not(feature = "cuda"))]
-mod absent;
-#[cfg(feature = "cuda")]
 mod driver;
-#[cfg(feature = "cuda")]
 mod facts;
-#[cfg(feature = "cuda")]
 mod peer;
 mod probe;
 
@@ -15,9 +10,6 @@ use std::time::Duration;
 
 use mpmd_core::Result;
 
-#[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Copies, Exchange, Launches};
-#[cfg(feature = "cuda")]
 pub(crate) use driver::{Copies, Exchange, Launches};
 pub(crate) use probe::{ProbeArgs, probe};
 

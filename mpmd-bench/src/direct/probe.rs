@@ -25,15 +25,5 @@ pub(crate) struct ProbeArgs {
 /// instead.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<()> {
     ensure!(args.on.device == DeviceKind::Cuda, "the probe is of a CUDA driver: add --device cuda");
-    #[cfg(feature = "cuda")]
-    return if args.peer {
-        super::peer::serve()
-    } else {
-        super::facts::print(args.json, args.events)
-    };
-    #[cfg(not(feature = "cuda"))]
-    {
-        let ProbeArgs { json: _, events: _, peer: _, .. } = args;
-        Err(mpmd_device::cuda::NoCuda::NotBuilt.into())
-    }
+    if args.peer { super::peer::serve() } else { super::facts::print(args.json, args.events) }
 }

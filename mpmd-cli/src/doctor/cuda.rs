@@ -20,8 +20,6 @@ const HOSTS_OWN: &str = "pid:[4026531836]";
 pub(super) enum Cuda {
     Missing {
         why: String,
-        /// True if this program was built with the CUDA back end.
-        built: bool,
     },
     Found {
         driver: Driver,
@@ -44,7 +42,7 @@ impl Cuda {
     pub(super) fn look(wanted: bool) -> Self {
         let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
-            Err(why) => Self::Missing { built: why != NoCuda::NotBuilt, why: why.to_string() },
+            Err(why) => Self::Missing { why: why.to_string() },
             Ok(driver) => Self::Found {
                 driver: driver.clone(),
                 nvrtc: words(cuda::nvrtc()),
@@ -64,19 +62,10 @@ impl Cuda {
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
     let (driver, nvrtc, cublas, nccl, own_pids, first_uses) = match cuda {
-        Cuda::Missing { why, built } => {
-            let advice = match built {
-                true => {
-                    "devices of kind cpu work; for graphics processors the loader must find the \
-                     library of NVIDIA's \
-                         driver, libcuda.so.1, which containers get from the host (`--gpus all`)"
-                }
-                false => {
-                    "devices of kind cpu work; for graphics processors build this and your \
-                     programs with \
-                          `--features cuda`, which needs nothing of CUDA"
-                }
-            };
+        Cuda::Missing { why } => {
+            let advice = "devices of kind cpu work; for graphics processors the loader must find \
+                          the library of NVIDIA's driver, libcuda.so.1, which containers get from \
+                          the host (`--gpus all`)";
             return vec![finding("cuda", why, stops, advice)];
         }
         Cuda::Found { driver, nvrtc, cublas, nccl, own_pids, first_uses } => {
@@ -382,11 +371,9 @@ mod tests {
 
     #[test]
     fn missing_driver_is_a_problem_if_cuda_is_requested() {
-        let missing =
-            |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
-        stops(&missing(true), "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
-        stops(&missing(false), "cuda", &["devices of kind cpu work", "--features cuda"]);
-        assert_eq!(judge(&missing(true), true, true).len(), 1);
+        let missing = Cuda::Missing { why: "no CUDA driver found: looked for it".into() };
+        stops(&missing, "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
+        assert_eq!(judge(&missing, true, true).len(), 1);
     }
 
     #[test]

@@ -150,7 +150,7 @@ fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
 
 #[test]
 fn calls_give_cpu_bits_on_one_and_two_devices() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let _limit = watchdog(60);
@@ -180,8 +180,11 @@ fn chain_in_order() {
 
 #[test]
 fn work_is_in_order_with_streams_that_run_lazily() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy:20", "SOFTCUDA_RACES" = "abort")
-    {
+    if softcuda::again!(
+        "SOFTCUDA_DEVICES" = "2",
+        "SOFTCUDA_PACE" = "lazy:20",
+        "SOFTCUDA_RACES" = "abort"
+    ) {
         return;
     }
     chain_in_order();
@@ -189,8 +192,11 @@ fn work_is_in_order_with_streams_that_run_lazily() {
 
 #[test]
 fn work_is_in_order_with_streams_that_pause_randomly() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort")
-    {
+    if softcuda::again!(
+        "SOFTCUDA_DEVICES" = "2",
+        "SOFTCUDA_PACE" = "seed:11",
+        "SOFTCUDA_RACES" = "abort"
+    ) {
         return;
     }
     chain_in_order();
@@ -198,7 +204,7 @@ fn work_is_in_order_with_streams_that_pause_randomly() {
 
 #[test]
 fn issue_and_end_of_a_kernel_are_logged() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -214,7 +220,7 @@ fn issue_and_end_of_a_kernel_are_logged() {
 
 #[test]
 fn donated_inputs_are_updated_in_place_and_others_kept() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -255,7 +261,7 @@ fn donated_inputs_are_updated_in_place_and_others_kept() {
 
 #[test]
 fn thousand_calls_ahead_use_the_memory_of_a_few() {
-    if elsewhere!("SOFTCUDA_PACE" = "seed:3") {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:3") {
         return;
     }
     let _limit = watchdog(110);
@@ -280,7 +286,7 @@ fn thousand_calls_ahead_use_the_memory_of_a_few() {
 
 #[test]
 fn handles_dropped_in_flight_leave_nothing_behind() {
-    if elsewhere!("SOFTCUDA_PACE" = "seed:5") {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:5") {
         return;
     }
     let _limit = watchdog(60);
@@ -311,7 +317,7 @@ fn handles_dropped_in_flight_leave_nothing_behind() {
 
 #[test]
 fn host_values_are_passed_whole_and_updated_in_a_copy() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let _limit = watchdog(60);
@@ -365,7 +371,7 @@ fn wrong(how: &'static str) -> impl Kernel<In = Vec<MpmdArray>, Out = Vec<MpmdAr
 
 #[test]
 fn kernel_failing_at_issue_fails_only_its_outputs() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -402,7 +408,7 @@ static WILD: Source = Source::cuda(
 
 #[test]
 fn kernel_failing_on_a_device_is_named_others_continue() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     if mpmd_device::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
@@ -442,7 +448,7 @@ fn kernel_failing_on_a_device_is_named_others_continue() {
 
 #[test]
 fn failed_device_work_fails_its_call_and_later_calls() {
-    if elsewhere!("SOFTCUDA_PACE" = "lazy:50") {
+    if softcuda::again!("SOFTCUDA_PACE" = "lazy:50") {
         return;
     }
     let Some(driver) = softcuda::driver() else {
@@ -480,8 +486,11 @@ fn failed_device_work_fails_its_call_and_later_calls() {
 /// issued before the failure is known. All three arrays must report a CUDA error.
 #[test]
 fn failed_copy_fails_everything_derived_from_it() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1")
-    {
+    if softcuda::again!(
+        "SOFTCUDA_DEVICES" = "3",
+        "SOFTCUDA_PACE" = "lazy:50",
+        "SOFTCUDA_FAIL" = "copy:1"
+    ) {
         return;
     }
     let _limit = watchdog(60);
@@ -515,7 +524,7 @@ fn failed_copy_fails_everything_derived_from_it() {
 
 #[test]
 fn out_of_memory_reports_the_driver_error() {
-    if elsewhere!("SOFTCUDA_MEMORY" = "16777216") {
+    if softcuda::again!("SOFTCUDA_MEMORY" = "16777216") {
         return;
     }
     let _limit = watchdog(60);
@@ -619,7 +628,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
 
 #[test]
 fn collectives_give_cpu_bits_also_with_mixed_devices() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let _limit = watchdog(110);
@@ -644,7 +653,7 @@ fn collectives_give_cpu_bits_also_with_mixed_devices() {
 
 #[test]
 fn collective_reports_failure_of_another_device() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -673,7 +682,7 @@ fn collective_reports_failure_of_another_device() {
 
 #[test]
 fn pipeline_of_both_device_kinds_passes_arrays_on() {
-    if elsewhere!("SOFTCUDA_PACE" = "seed:2", "SOFTCUDA_RACES" = "abort") {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:2", "SOFTCUDA_RACES" = "abort") {
         return;
     }
     let _limit = watchdog(60);
@@ -710,7 +719,7 @@ fn pipeline_of_both_device_kinds_passes_arrays_on() {
 
 #[test]
 fn traces_have_device_times_in_order() {
-    if elsewhere!("SOFTCUDA_PACE" = "seed:1") {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:1") {
         return;
     }
     let _limit = watchdog(60);

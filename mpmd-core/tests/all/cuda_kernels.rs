@@ -1,8 +1,6 @@
 //! The operations of kernels on CUDA devices: launches, matrix products, scratch memory, and the
 //! origin of launched code.
 
-#![cfg(feature = "cuda")]
-
 use crate::common::watchdog;
 use half::{bf16, f16};
 use mpmd_core::aval::{DType, Element};

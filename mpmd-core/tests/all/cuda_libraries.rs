@@ -1,8 +1,6 @@
 //! CUDA's libraries under all names and in all folders where programs look for them. The other
 //! tests have them in `LD_LIBRARY_PATH`, under their newest names.
 
-#![cfg(feature = "cuda")]
-
 use std::fs;
 use std::os::unix::fs::symlink;
 

@@ -41,7 +41,7 @@ fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> 
 
 #[test]
 fn host_values_of_any_size_come_back_from_a_device() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -70,7 +70,7 @@ fn host_values_of_any_size_come_back_from_a_device() {
 
 #[test]
 fn arrays_are_made_split_joined_donated_and_read() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy") {
         return;
     }
     let _limit = watchdog(60);
@@ -134,35 +134,39 @@ fn chains(seeds: std::ops::Range<u64>, zero_copy: bool) {
 
 #[test]
 fn chains_with_copies_keep_their_values() {
-    if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
+    if !softcuda::again!("SOFTCUDA_DEVICES" = "3") {
         chains(0..12, false);
     }
 }
 
 #[test]
 fn chains_with_zero_copy_transfers_keep_their_values() {
-    if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
+    if !softcuda::again!("SOFTCUDA_DEVICES" = "3") {
         chains(0..24, true);
     }
 }
 
 #[test]
 fn chains_on_lazy_streams_keep_their_values() {
-    if !elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy", "SOFTCUDA_RACES" = "abort") {
+    if !softcuda::again!(
+        "SOFTCUDA_DEVICES" = "3",
+        "SOFTCUDA_PACE" = "lazy",
+        "SOFTCUDA_RACES" = "abort"
+    ) {
         chains(24..36, true);
     }
 }
 
 #[test]
 fn chains_on_an_irregular_device_keep_their_values() {
-    if !elsewhere!("SOFTCUDA_PACE" = "seed:7", "SOFTCUDA_RACES" = "abort") {
+    if !softcuda::again!("SOFTCUDA_PACE" = "seed:7", "SOFTCUDA_RACES" = "abort") {
         chains(36..48, true);
     }
 }
 
 #[test]
 fn zero_copy_transfers_are_not_staged_and_others_are() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -250,7 +254,7 @@ impl Kernel for Shares {
 #[test]
 fn partial_sums_have_cpu_bits_in_any_arrival_order() {
     // Without the compile cache: other versions may have filled it.
-    if elsewhere!("SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort") {
+    if softcuda::again!("SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort") {
         return;
     }
     let _limit = watchdog(110);
@@ -332,7 +336,7 @@ fn fails(kinds: [DeviceKind; 2], zero_copy: bool) -> Vec<String> {
 
 #[test]
 fn failed_copy_into_a_device_is_reported_to_all_waiters() {
-    if elsewhere!("SOFTCUDA_FAIL" = "copy:1") {
+    if softcuda::again!("SOFTCUDA_FAIL" = "copy:1") {
         return;
     }
     let said = fails([CUDA, CPU], false);
@@ -341,7 +345,7 @@ fn failed_copy_into_a_device_is_reported_to_all_waiters() {
 
 #[test]
 fn failed_copy_out_of_a_device_is_reported_to_its_receiver() {
-    if elsewhere!("SOFTCUDA_FAIL" = "copy:2") {
+    if softcuda::again!("SOFTCUDA_FAIL" = "copy:2") {
         return;
     }
     let said = fails([CUDA, CPU], false);
@@ -350,7 +354,7 @@ fn failed_copy_out_of_a_device_is_reported_to_its_receiver() {
 
 #[test]
 fn array_lent_before_its_failure_has_no_value() {
-    if elsewhere!("SOFTCUDA_FAIL" = "copy:1", "SOFTCUDA_PACE" = "lazy") {
+    if softcuda::again!("SOFTCUDA_FAIL" = "copy:1", "SOFTCUDA_PACE" = "lazy") {
         return;
     }
     let said = fails([CUDA, CUDA], true);
@@ -359,7 +363,7 @@ fn array_lent_before_its_failure_has_no_value() {
 
 #[test]
 fn a_thousand_puts_take_no_more_memory_than_a_few() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
     let _limit = watchdog(100);
@@ -388,7 +392,7 @@ fn a_thousand_puts_take_no_more_memory_than_a_few() {
 
 #[test]
 fn large_user_values_are_staged_in_a_few_chunks() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);
@@ -412,7 +416,7 @@ fn large_user_values_are_staged_in_a_few_chunks() {
 
 #[test]
 fn refused_pinning_warns_once_and_values_arrive() {
-    if elsewhere!("SOFTCUDA_PIN" = "refuse") {
+    if softcuda::again!("SOFTCUDA_PIN" = "refuse") {
         return;
     }
     let _limit = watchdog(60);

@@ -3,7 +3,6 @@
 //! No test sets state of its process. Those that need an environment of their own run again in a
 //! process that has it ([`softcuda::again`]).
 
-#[macro_use]
 mod common;
 mod blank_stages;
 mod models;

@@ -110,7 +110,7 @@ fn divided_dimensions_that_are_needed_whole_are_errors() {
 
 #[test]
 fn products_are_the_same_on_cuda_devices() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(100);

@@ -444,7 +444,7 @@ fn two_hundred_seeds_give_the_same_values() {
 
 #[test]
 fn objects_on_cuda_devices_work_by_the_host() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let _limit = watchdog(60);

@@ -1,5 +1,4 @@
-//! Plain descriptions of device operations: arguments, matrix products and collectives. They are
-//! the same with and without the feature `cuda`.
+//! Plain descriptions of device operations: arguments, matrix products and collectives.
 
 use std::sync::Arc;
 
@@ -13,7 +12,6 @@ use mpmd_layout::aval::DType;
 
 /// An argument of a device function, in the form that the CUDA driver takes.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub struct RawArg {
     /// The value, in the first `size` bytes.
     pub(super) bytes: [u8; 8],
@@ -121,12 +119,4 @@ pub enum NotJoined {
     /// An error of NCCL or of this device.
     #[error(transparent)]
     Failed(#[from] CudaError),
-}
-
-/// Returns true if NCCL supports this dtype.
-pub fn nccl_has(dtype: DType) -> bool {
-    !matches!(
-        dtype,
-        DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128 | DType::Object
-    )
 }

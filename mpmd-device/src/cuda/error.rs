@@ -29,7 +29,6 @@ impl CudaError {
     }
 
     /// Returns the error with a library's log appended; unchanged if the log is empty.
-    #[cfg(feature = "cuda")]
     pub(super) fn with_log(&self, log: &str) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
         let text =
@@ -38,14 +37,12 @@ impl CudaError {
     }
 
     /// Returns the error with the name of the enclosing operation in front of its own operation.
-    #[cfg(feature = "cuda")]
     pub(super) fn in_the_course_of(&self, operation: String) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
         Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
     }
 
     /// Returns the error marked as lost: the work may still be running.
-    #[cfg(feature = "cuda")]
     pub(super) fn lost(&self) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
         let (doing, name, text) = (doing.clone(), name.clone(), text.clone());
@@ -53,14 +50,12 @@ impl CudaError {
     }
 
     /// Returns true if the failed work may still be running. Its memory must not be reused.
-    #[cfg(feature = "cuda")]
     pub(super) fn is_lost(&self) -> bool {
         self.0.is_lost
     }
 
     /// Returns true if the driver cannot load this form of module (machine code or PTX). Another
     /// form may work.
-    #[cfg(feature = "cuda")]
     pub(super) fn is_unknown_image(&self) -> bool {
         let unknown = [
             "CUDA_ERROR_NO_BINARY_FOR_GPU",

@@ -1,9 +1,7 @@
 //! The CUDA back end: devices that are graphics processors.
 //!
-//! With the feature `cuda`, the back end loads CUDA's libraries at their first use (`library.rs`).
-//! Such a program also runs on a machine without CUDA, unless it asks for a
-//! CUDA device. Without the feature, this module exports the same names and a `Gpu` that cannot be
-//! constructed.
+//! The back end loads CUDA's libraries at their first use (`library.rs`). A program also runs on a
+//! machine without CUDA, unless it asks for a CUDA device.
 //!
 //! A `Gpu` has three streams (`Stream`): one for kernels and one for each direction of copies. Any
 //! thread may issue work to a stream. Issuing does not wait for the device; the work runs later, in
@@ -55,50 +53,29 @@
 //! (`Runtime::fail_job`), because the other devices wait for this one and cannot learn of it. A job
 //! that fails or loses a process gives up all communicators.
 
-#[cfg(not(feature = "cuda"))]
-mod absent;
 mod asked;
-#[cfg(feature = "cuda")]
 mod blas;
-#[cfg(feature = "cuda")]
 mod calls;
-#[cfg(feature = "cuda")]
 mod clock;
-#[cfg(feature = "cuda")]
 mod compile;
-#[cfg(feature = "cuda")]
 mod context;
-#[cfg(feature = "cuda")]
 mod copy;
-#[cfg(feature = "cuda")]
 pub mod direct;
 pub(crate) mod driver;
 mod error;
-#[cfg(feature = "cuda")]
 mod gpu;
-#[cfg(feature = "cuda")]
 mod ipc;
-#[cfg(feature = "cuda")]
 mod ipc_tables;
 pub mod kernels;
-#[cfg(feature = "cuda")]
 mod launch;
-#[cfg(feature = "cuda")]
 mod library;
-#[cfg(feature = "cuda")]
 mod memory;
-#[cfg(feature = "cuda")]
 mod module;
-#[cfg(feature = "cuda")]
 mod nccl;
 mod no_cuda;
-#[cfg(feature = "cuda")]
 mod stream;
-#[cfg(feature = "cuda")]
 mod stream_turn;
-#[cfg(feature = "cuda")]
 mod trial;
-#[cfg(feature = "cuda")]
 mod warm;
 
 pub mod source;
@@ -107,26 +84,15 @@ pub mod work;
 
 use mpmd_layout::region::Region;
 
-#[cfg(not(feature = "cuda"))]
-pub use absent::{
-    Communicator, Communicators, Ending, Gpu, RawStream, Stream, StreamTurn, first_uses, new_id,
-    reach_each_other, sharing,
-};
-pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg, nccl_has};
+pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg};
 pub use driver::{Attributes, Driver, Gpu as GpuInfo, Uuid, cublas, found, nccl, nvrtc};
 pub use error::CudaError;
-#[cfg(feature = "cuda")]
 pub use gpu::{Gpu, reach_each_other};
-#[cfg(feature = "cuda")]
 pub use ipc::sharing;
-#[cfg(feature = "cuda")]
-pub use nccl::{Communicator, Communicators, new_id};
+pub use nccl::{Communicator, Communicators, nccl_has, new_id};
 pub use no_cuda::{NoCuda, OLDEST, Version};
-#[cfg(feature = "cuda")]
 pub use stream::{RawStream, Stream};
-#[cfg(feature = "cuda")]
 pub use stream_turn::{Ending, StreamTurn};
-#[cfg(feature = "cuda")]
 pub use trial::first_uses;
 
 /// The elements that a copy moves, and the regions of the source and target buffers. See

@@ -13,14 +13,10 @@ pub struct Version {
     pub minor: u32,
 }
 
-/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault, unless
-/// the program was built without the feature `cuda`.
+/// The reason why CUDA or one of its libraries cannot be used. The environment is at fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoCuda {
-    /// The program was built without the feature `cuda`.
-    #[error("no CUDA driver found: this program was built without the feature `cuda`")]
-    NotBuilt,
     /// None of the library's file names can be loaded.
     #[error(
         "no {library} found: looked for {} in the loader's own folders, in LD_LIBRARY_PATH ({}), \

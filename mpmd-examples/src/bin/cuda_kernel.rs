@@ -1,4 +1,4 @@
-//! A custom kernel, in CUDA C for CUDA devices and in Rust for CPUs: `cargo run --features cuda
+//! A custom kernel, in CUDA C for CUDA devices and in Rust for CPUs: `cargo run
 //! --bin cuda_kernel`.
 
 use mpmd_device::cuda;

@@ -1,7 +1,6 @@
 //! The programs on CUDA devices, as a user starts them. The tests use the software driver, or a
 //! real one with `MPMD_TEST_GPU=1`.
 
-use mpmd_device::cuda::{NoCuda, found};
 use std::fs::File;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -9,19 +8,6 @@ use std::time::{Duration, Instant};
 
 /// Time limit for one program: far more than any of these needs, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(90);
-
-/// True if the test must return: it was run again with the software driver, or the CUDA back end is
-/// not built.
-macro_rules! elsewhere {
-    () => {
-        if matches!(found(), Err(NoCuda::NotBuilt)) {
-            eprintln!("skipped: this test was built without the feature `cuda`");
-            true
-        } else {
-            softcuda::again!()
-        }
-    };
-}
 
 /// Kills the child process when dropped, and waits for its end. The processes that the child has
 /// started end with it.
@@ -76,7 +62,7 @@ fn count(text: &str, of: &str) -> usize {
 
 #[test]
 fn programs_run_on_gpus_or_report_an_error() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -118,7 +104,7 @@ fn programs_run_on_gpus_or_report_an_error() {
 /// candle stages and optimisers compute in host memory on any device.
 #[test]
 fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
-    if elsewhere!() {
+    if softcuda::again!() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -147,7 +133,7 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
 /// This test does not hide real drivers: it is skipped on a machine with one.
 #[test]
 fn training_without_a_driver_reports_it() {
-    if found().is_ok() {
+    if mpmd_device::cuda::found().is_ok() {
         eprintln!("skipped: this machine has a CUDA driver");
         return;
     }

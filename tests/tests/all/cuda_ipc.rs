@@ -2,7 +2,6 @@
 //! opened once, and lost with their owner.
 //!
 //! The tests use the software CUDA driver, unless `MPMD_TEST_GPU=1` says that there is a real one.
-#![cfg(feature = "cuda")]
 
 use std::time::Duration;
 

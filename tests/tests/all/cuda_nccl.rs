@@ -2,7 +2,6 @@
 //! for a dead one.
 //!
 //! The tests use the software CUDA driver and NCCL: a real NCCL needs a GPU for each process.
-#![cfg(feature = "cuda")]
 
 use std::time::{Duration, Instant};
 

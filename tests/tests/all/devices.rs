@@ -1,5 +1,5 @@
 //! Jobs with devices of kind `cuda` on machines without them. Every process soon ends and names the
-//! libraries or devices it did not find. Nothing panics, with and without the CUDA back end.
+//! libraries or devices it did not find. Nothing panics.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,7 +11,6 @@ use mpmd_tests::{Carrier, Job, ProcessEnd, Sandbox, bare_command, package_progra
 const PROMPT: Duration = Duration::from_secs(30);
 
 /// Time limit of a benchmark, of which the driver in software makes much work.
-#[cfg(feature = "cuda")]
 const LONG: Duration = Duration::from_secs(120);
 
 /// Longer than any test may take.
@@ -141,7 +140,6 @@ fn dry_run_needs_no_driver() {
     assert_eq!(end.code(), 0, "{end:?}");
 }
 
-#[cfg(feature = "cuda")]
 #[test]
 fn library_that_is_no_driver_is_reported() {
     let folder = tempfile::tempdir().expect("a folder for the test");
@@ -164,7 +162,6 @@ fn library_that_is_no_driver_is_reported() {
 }
 
 /// Programs that find a driver: the tests' own.
-#[cfg(feature = "cuda")]
 mod with_a_driver_in_software {
     use std::path::Path;
 

@@ -1,5 +1,5 @@
 //! A crate outside of the workspace needs neither UCX nor CUDA. Its program, which was built
-//! without them, reports that, and how to get them. It neither hangs nor uses something else.
+//! without UCX, reports that, and how to get it. It neither hangs nor uses something else.
 
 use std::path::{Path, PathBuf};
 use std::process::{self, Command};
@@ -15,11 +15,6 @@ fn requested_ucx_is_reported_as_not_compiled_in() {
         said.contains("ucx")
             && (said.contains("--features ucx") || said.contains("that this build has"))
     });
-}
-
-#[test]
-fn requested_cuda_devices_are_reported_as_not_compiled_in() {
-    each_says(variables::DEVICE, "cuda", |said| said.contains("built without the feature `cuda`"));
 }
 
 /// Starts two processes with this variable. Both must end at once, with a message for which

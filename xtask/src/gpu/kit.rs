@@ -130,7 +130,7 @@ pub(super) fn lay(root: &Path, folder: &Path, stop: &AtomicBool) -> anyhow::Resu
     let mut command = Command::new(cargo());
     command.current_dir(root).args(["build", "--profile", "gpu", "--lib", "--bins", "--tests"]);
     command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
-    command.args(["--features", "cuda", "--message-format", "json-render-diagnostics"]);
+    command.args(["--message-format", "json-render-diagnostics"]);
     println!("building programs and tests for speed, which takes 20 minutes or more at first");
     let said = watched(&mut command, LONG, stop)?;
     ensure!(said.code == Some(0), "the build failed");

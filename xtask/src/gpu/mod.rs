@@ -1,7 +1,7 @@
 //! `cargo xtask gpu`: runs everything that needs a GPU, in stages with time limits.
 //!
-//! Builds for speed with the feature `cuda` and lays a kit: a folder with the programs, the tests,
-//! the driver in software, and this program. The stages run from the kit, here or on a machine
+//! Builds for speed and lays a kit: a folder with the programs, the tests, the driver in software,
+//! and this program. The stages run from the kit, here or on a machine
 //! without cargo and Python (`--pack`, then `--prebuilt`).
 //!
 //! With `--software` the same stages run on the tests' own driver, with small sizes. That only

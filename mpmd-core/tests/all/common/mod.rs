@@ -2,7 +2,6 @@
 
 pub(crate) mod arrays;
 pub(crate) mod chains;
-#[macro_use]
 pub(crate) mod cuda;
 pub(crate) mod kernels;
 

@@ -14,9 +14,13 @@ use super::{Attributes, Driver, Gpu, Uuid};
 /// Room for a device's name, in bytes.
 const NAME_BYTES: usize = 256;
 
-/// Returns the CUDA driver. Only the first call in a process starts and asks it; later calls return
-/// the same result.
-pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
+/// Returns the CUDA driver. It is looked for once in a process: the first call starts the driver
+/// and may take seconds. Never panics.
+///
+/// # Errors
+///
+/// If there is no driver, it does not work, or it shows no graphics processor.
+pub fn found() -> Result<&'static Driver, NoCuda> {
     static DRIVER: OnceLock<Result<Driver, NoCuda>> = OnceLock::new();
     DRIVER.get_or_init(look).as_ref().map_err(NoCuda::clone)
 }
@@ -122,8 +126,13 @@ pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
     NoCuda::Refused { library: library::DRIVER.name, call, name: error.name(), text: error.text() }
 }
 
-/// Returns the version of NVRTC as `major.minor`. Loads the library if it is not loaded yet.
-pub(super) fn nvrtc() -> Result<String, NoCuda> {
+/// Returns the version of NVRTC, the compiler of kernels, as text such as `12.8`. Loads the library
+/// if it is not loaded yet.
+///
+/// # Errors
+///
+/// If NVRTC cannot be loaded or does not work.
+pub fn nvrtc() -> Result<String, NoCuda> {
     library::NVRTC.check(calls::NVRTC)?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: it writes two numbers, for which there is room.
@@ -133,9 +142,13 @@ pub(super) fn nvrtc() -> Result<String, NoCuda> {
     }
 }
 
-/// Returns the version of cuBLAS as `major.minor.patch`, or a text that it is unknown. Loads the
-/// library if it is not loaded yet.
-pub(super) fn cublas() -> Result<String, NoCuda> {
+/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`, or a
+/// text that it is unknown. Loads the library if it is not loaded yet.
+///
+/// # Errors
+///
+/// If cuBLAS cannot be loaded or does not work.
+pub fn cublas() -> Result<String, NoCuda> {
     use cudarc::cublas::sys::libraryPropertyType as Property;
     library::CUBLAS.check(calls::CUBLAS)?;
     if !library::CUBLAS.has("cublasGetProperty") {
@@ -158,8 +171,13 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
     ))
 }
 
-/// Returns the version of NCCL as `major.minor.patch`. Loads the library if it is not loaded yet.
-pub(super) fn nccl() -> Result<String, NoCuda> {
+/// Returns the version of NCCL, the library for collectives, as text such as `2.22.3`. Loads the
+/// library if it is not loaded yet.
+///
+/// # Errors
+///
+/// If NCCL cannot be loaded or does not work.
+pub fn nccl() -> Result<String, NoCuda> {
     super::super::nccl::library::version().map(nccl_version)
 }
 

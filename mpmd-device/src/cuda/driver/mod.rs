@@ -4,14 +4,14 @@
 //! [`found`] checks first that the driver has all functions that `DRIVER` in `calls` lists. So code
 //! that has a [`Driver`] may call them.
 
-#[cfg(feature = "cuda")]
 mod ask;
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::no_cuda::{NoCuda, Version};
+use super::no_cuda::Version;
+pub use ask::{cublas, found, nccl, nvrtc};
 
 /// The CUDA driver, as this process sees it. It does not change while the process runs.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
@@ -66,59 +66,6 @@ pub struct Attributes {
 /// The identity of a graphics processor, the same in all processes.
 #[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Uuid(pub [u8; 16]);
-
-/// Returns the CUDA driver. It is looked for once in a process: the first call starts the driver
-/// and may take seconds. Never panics.
-///
-/// # Errors
-///
-/// If there is no driver, it does not work, or it shows no graphics processor.
-pub fn found() -> Result<&'static Driver, NoCuda> {
-    #[cfg(feature = "cuda")]
-    return ask::driver();
-    #[cfg(not(feature = "cuda"))]
-    Err(NoCuda::NotBuilt)
-}
-
-/// Returns the version of NVRTC, the compiler of kernels, as text such as `12.8`. Loads the library
-/// if it is not loaded yet.
-///
-/// # Errors
-///
-/// If NVRTC cannot be loaded or does not work, or the program was built without the feature `cuda`.
-pub fn nvrtc() -> Result<String, NoCuda> {
-    #[cfg(feature = "cuda")]
-    return ask::nvrtc();
-    #[cfg(not(feature = "cuda"))]
-    Err(NoCuda::NotBuilt)
-}
-
-/// Returns the version of cuBLAS, the library for matrix products, as text such as `12.8.4`. Loads
-/// the library if it is not loaded yet.
-///
-/// # Errors
-///
-/// If cuBLAS cannot be loaded or does not work, or the program was built without the feature
-/// `cuda`.
-pub fn cublas() -> Result<String, NoCuda> {
-    #[cfg(feature = "cuda")]
-    return ask::cublas();
-    #[cfg(not(feature = "cuda"))]
-    Err(NoCuda::NotBuilt)
-}
-
-/// Returns the version of NCCL, the library for collectives, as text such as `2.22.3`. Loads the
-/// library if it is not loaded yet.
-///
-/// # Errors
-///
-/// If NCCL cannot be loaded or does not work, or the program was built without the feature `cuda`.
-pub fn nccl() -> Result<String, NoCuda> {
-    #[cfg(feature = "cuda")]
-    return ask::nccl();
-    #[cfg(not(feature = "cuda"))]
-    Err(NoCuda::NotBuilt)
-}
 
 /// Formats the identity as `nvidia-smi -L` does: `GPU-` and groups of hexadecimal digits.
 impl fmt::Display for Uuid {
@@ -177,13 +124,5 @@ mod tests {
                     || found().is_err()
             );
         }
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[test]
-    fn without_the_feature_all_are_not_built() {
-        assert_eq!(found(), Err(NoCuda::NotBuilt));
-        assert_eq!([nvrtc(), cublas(), nccl()], [const { Err(NoCuda::NotBuilt) }; 3]);
-        assert!(NoCuda::NotBuilt.to_string().contains("built without the feature `cuda`"));
     }
 }

@@ -196,11 +196,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_type_numbers_exist_exactly_for_nccl_dtypes() {
+    fn data_types_and_operations_have_nccls_numbers() {
         use DType::*;
-        for dtype in [Bool, I8, I16, I32, I64, U8, U16, U32, U64, Bf16, F16, F32, F64, C64, C128] {
-            assert_eq!(data_type(dtype).is_some(), crate::cuda::nccl_has(dtype), "{dtype}");
-        }
+        assert!([Bool, I16, U16, C64, C128].into_iter().all(|dtype| data_type(dtype).is_none()));
         assert_eq!([F32, Bf16].map(data_type), [Some(7), Some(9)]);
         assert_eq!([Reduce::Sum, Reduce::Max, Reduce::Min].map(operation), [0, 2, 3]);
     }

@@ -34,6 +34,7 @@ use super::gpu::Gpu;
 use super::stream::RawStream;
 use super::{CommunicatorId, Joint, NotJoined};
 use crate::collective::CollectiveKind;
+use mpmd_layout::aval::DType;
 use mpmd_layout::topology::DeviceId;
 
 /// The first and the longest pause between two polls.
@@ -75,6 +76,11 @@ struct Raw(RawCommunicator);
 // SAFETY: a communicator may be used by any thread, but by one at a time, which the lock around it
 // ensures.
 unsafe impl Send for Raw {}
+
+/// Returns true if NCCL supports this dtype.
+pub fn nccl_has(dtype: DType) -> bool {
+    library::data_type(dtype).is_some()
+}
 
 /// Returns a new id, by which a group of devices creates its communicators.
 ///
