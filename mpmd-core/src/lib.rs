@@ -43,8 +43,8 @@ pub use api::object::{
     ObjectBytes, RunMethod, Saved, method,
 };
 pub use api::program::{
-    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport,
-    simulate, transports,
+    Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport, simulate,
+    transports,
 };
 pub use api::put::MoveOptions;
 pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};

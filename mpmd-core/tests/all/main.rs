@@ -3,8 +3,8 @@
 //! No test sets state of its process. Those that need an environment of their own run again in a
 //! process that has it ([`softcuda::again`]).
 
-mod common;
 mod blank_stages;
+mod common;
 mod models;
 mod simulations;
 mod stages;

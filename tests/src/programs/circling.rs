@@ -33,7 +33,7 @@ pub(super) fn circle(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resul
             return end;
         }
         if Instant::now() > until {
-            say(format!("not back: {memory:?}; {}", p.metrics().holdings));
+            say(format!("not back: {memory:?}; {:?}", p.metrics()));
             return end;
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -65,7 +65,7 @@ fn go_around(p: &mut Program, rounds: usize, say: &mut Say<'_>) -> Result<()> {
             say("started".to_owned());
         }
         if is_look {
-            let lent: u64 = p.metrics().holdings.lent_to.iter().sum();
+            let lent: u64 = p.metrics().lent_to.iter().sum();
             say(format!("round {round}: mapped {} lent {lent}", p.memory().mapped));
         }
     }

@@ -48,10 +48,13 @@ fn meet(p: &mut Program) -> Result<()> {
 fn settled(p: &Program, expected: [u64; 2], say: &mut Say<'_>) {
     let until = Instant::now() + TIME_LIMIT;
     loop {
-        let found = p.metrics().holdings;
+        let (found, memory) = (p.metrics(), p.memory());
         let sums: [u64; 2] = [&found.lent_to, &found.borrowed_from].map(|bytes| bytes.iter().sum());
         if sums == expected || Instant::now() > until {
-            return say(found.to_string());
+            return say(format!(
+                "{} live, {} cached, lent {:?}, borrowed {:?}, {} at most",
+                memory.live, memory.cached, found.lent_to, found.borrowed_from, memory.peak_live
+            ));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -1,8 +1,8 @@
-//! Counters of a program.
+//! Counters of a program, and its memory use.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Holdings, PlanCacheMetrics, Program};
+use super::{PlanCacheMetrics, Program};
 
 /// Counters of one process's program since its start.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -16,8 +16,47 @@ pub struct Metrics {
     /// Number of messages with these bytes, indexed by destination process. Small arrays that leave
     /// together are one message.
     pub messages_sent: Vec<u64>,
-    /// This process's memory use, and its lent and borrowed memory.
-    pub holdings: Holdings,
+    /// Bytes of this process's memory that each peer has borrowed, indexed by process. Lent memory
+    /// counts from the time of sending, so messages that the peer has not processed yet count too.
+    /// Between processes that share memory, a return is visible at once.
+    pub lent_to: Vec<u64>,
+    /// Bytes of each peer's memory that this process has borrowed, indexed by process. Messages not
+    /// processed yet count too. Borrowed memory is no part of [`Program::memory`].
+    pub borrowed_from: Vec<u64>,
+}
+
+/// Memory of a process, in bytes: of its devices, and of its arrays in host memory.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct MemoryUse {
+    /// Bytes of device memory in use now.
+    pub live: u64,
+    /// Bytes of device memory that are mapped but unused, and kept for reuse.
+    pub cached: u64,
+    /// Largest sum of used and reserved device memory so far, in bytes. With several devices it is
+    /// the sum of the peaks of each.
+    pub peak: u64,
+    /// Largest used device memory so far, in bytes, without reservations. With several devices it
+    /// is the sum of the peaks of each, which may lie at different times.
+    pub peak_live: u64,
+    /// Largest used device memory, in bytes, since [`Program::forget_memory_peak`], or since the
+    /// start. It is the sum of the peaks of each device, without reservations.
+    pub recent_peak: u64,
+    /// Largest used staging memory, in bytes, since [`Program::forget_memory_peak`], or since the
+    /// start. It holds packed pieces, and received pieces that wait for their destination.
+    pub staging_recent_peak: u64,
+    /// Bytes mapped from the system so far, for devices, arrays in host memory, and staging. Never
+    /// falls.
+    pub mapped: u64,
+    /// Bytes of host memory that arrays and copies of commits use now. No device's limit includes
+    /// them.
+    pub host_live: u64,
+    /// Largest sum of used and reserved host memory of arrays so far, in bytes, and of that of
+    /// commits.
+    pub host_peak: u64,
+    /// Bytes that are lent to other processes and not returned yet. Memory lent to several
+    /// processes counts once for each. It stays in use here until all of them have returned it.
+    pub lent: u64,
 }
 
 impl Program {
@@ -30,7 +69,36 @@ impl Program {
             plan_cache: self.put_plans.metrics(),
             bytes_sent: values(&self.runtime.bytes_sent),
             messages_sent: values(&self.runtime.messages_sent),
-            holdings: self.holdings(),
+            lent_to: self.runtime.lent_to(),
+            borrowed_from: self.runtime.borrowed_from(),
         }
+    }
+
+    /// Returns this process's memory use over all its devices, and that of arrays in host memory.
+    /// Memory that is borrowed from a peer is not included; [`Program::metrics`] reports lent and
+    /// borrowed memory by peer.
+    pub fn memory(&self) -> MemoryUse {
+        let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
+        let host = self.runtime.host_memory.stats();
+        let lent = self.runtime.in_flight.counts().lent;
+        let staging = self.runtime.staging.stats();
+        let commits = self.kept.as_ref().map(|kept| kept.lock().memory.stats()).unwrap_or_default();
+        let host = MemoryUse {
+            host_live: host.live + commits.live,
+            host_peak: host.peak + commits.peak,
+            lent,
+            staging_recent_peak: staging.recent_peak,
+            mapped: staging.mapped + host.mapped + commits.mapped,
+            ..MemoryUse::default()
+        };
+        stats.fold(host, |sum, stats| MemoryUse {
+            live: sum.live + stats.live,
+            cached: sum.cached + stats.cached,
+            peak: sum.peak + stats.peak,
+            peak_live: sum.peak_live + stats.peak_live,
+            recent_peak: sum.recent_peak + stats.recent_peak,
+            mapped: sum.mapped + stats.mapped,
+            ..sum
+        })
     }
 }
