@@ -40,7 +40,7 @@ mod warning;
 pub use api::jit::{Jit, JitBuilder, run_here};
 pub use api::object::{
     BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MethodResult, MpmdObject,
-    ObjectBytes, RunMethod, Saved, method,
+    ObjectBytes, RunMethod, method,
 };
 pub use api::program::{
     Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport, simulate,

@@ -253,11 +253,11 @@ pub mod object {
     //!
     //! [`Program::object`](crate::Program::object) makes an [`MpmdObject`], and
     //! [`Program::method`](crate::Program::method) binds a [`method()`]. A value that implements
-    //! [`ObjectBytes`] reports its memory; one that implements [`Saved`] can be saved to arrays.
+    //! [`ObjectBytes`] reports its memory.
 
     pub use mpmd_core::{
         BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MpmdObject, ObjectBytes,
-        ObjectRef, RunMethod, Saved, method,
+        ObjectRef, RunMethod, method,
     };
 }
 

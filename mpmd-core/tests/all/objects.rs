@@ -10,9 +10,7 @@ use mpmd_core::dry_run::DryRun;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
-use mpmd_core::{
-    BoundMethod, Made, Method, MpmdObject, ObjectBytes, Saved, Simulation, method, simulate,
-};
+use mpmd_core::{BoundMethod, Made, Method, ObjectBytes, Simulation, method, simulate};
 
 /// The values that were appended to it. Counts the caches that exist.
 struct Cache {
@@ -336,41 +334,6 @@ fn dry_runs_have_the_declared_bytes_until_the_drop() {
     assert_eq!(peaks, [0, 256]);
     assert!(memory.devices.iter().all(|device| device.left == 0));
     assert_eq!(dry_run.drops.len(), 3, "the object and its growth");
-}
-
-/// Values that can be saved.
-struct Values(Vec<f32>);
-
-impl Saved for Values {
-    type Arrays = MpmdArray;
-
-    fn save(&self, mut y: ViewMut<'_>) -> Result<()> {
-        y.as_mut_slice::<f32>()?.copy_from_slice(&self.0);
-        Ok(())
-    }
-
-    fn restore(x: View<'_>) -> Result<Self> {
-        Ok(Self(x.as_slice()?.to_vec()))
-    }
-}
-
-#[test]
-fn saved_objects_are_restored_on_other_devices() {
-    let _limit = watchdog(60);
-    let results = simulate(2, 2, 17, |p| {
-        let meshes = stages(p)?;
-        let values = p.object(&meshes[0], |_| Ok(Values(vec![1.0, 2.0, 3.0])))?;
-        let double = method((), |x: &mut Values| x.0.iter_mut().for_each(|x| *x *= 2.0));
-        bind(p, double, &meshes[0]).call(p, &values, Empty::new())?;
-        let saved = p.save_object(&values, &meshes[0], &f32s([3]), meshes[0].replicated())?;
-        let moved = p.device_put(&saved, meshes[1].replicated())?;
-        let restored: MpmdObject<Values> = p.restore_object(&meshes[1], &moved)?;
-        let sum =
-            method(|| f32s([]), |x: &mut Values, mut y: ViewMut<f32>| y[0] = x.0.iter().sum());
-        Ok(value(&bind(p, sum, &meshes[1]).call(p, &restored, Empty::new())?))
-    });
-    let results: Vec<Option<f32>> = results.into_iter().map(Result::unwrap).collect();
-    assert_eq!(results, [None, Some(12.0)]);
 }
 
 /// Notes the thread that drops it, and panics if told to.

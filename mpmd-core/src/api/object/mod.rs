@@ -7,7 +7,6 @@
 
 mod closure;
 mod method;
-mod saved;
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -23,7 +22,6 @@ pub use method::{BoundMethod, Made, Makes, Method, MethodBuilder};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Empty;
-pub use saved::Saved;
 
 /// A handle to Rust values of type `T` on the devices of a mesh: one value for each device.
 ///

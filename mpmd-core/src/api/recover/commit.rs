@@ -75,7 +75,7 @@ impl Program {
     /// them is known to be whole on every process, a third call blocks. A step may be committed
     /// more than once; the later call is the newer commit.
     ///
-    /// An object is committed by the arrays of [`Program::save_object`].
+    /// An object is committed by arrays that a method makes of it.
     ///
     /// Does nothing if the program does not [recover](crate::RecoveringBuilder), if the job has one
     /// process, or if `step` is no multiple of
