@@ -20,8 +20,6 @@ pub enum CollectiveKind {
     AllToAll,
     /// Devices send values to others, by pairs (index of the sender, index of the receiver).
     Permute(Vec<(usize, usize)>),
-    /// Every device gets the values of the device with this index.
-    Broadcast(usize),
 }
 
 /// The operation of a reducing collective, applied element by element.
@@ -81,7 +79,6 @@ impl CollectiveKind {
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::AllToAll => "all_to_all",
             Self::Permute(_) => "permute",
-            Self::Broadcast(_) => "broadcast",
         }
     }
 }

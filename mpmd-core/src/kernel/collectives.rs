@@ -11,8 +11,6 @@
 //! | `all_gather` | 1 | `q b` |
 //! | `reduce_scatter`, `all_to_all` | 1 | `(n - 1)/n b` |
 //! | `permute` | 1 | `b` |
-//! | `broadcast`, small or over two processes | 1 | `q b`, by the root alone |
-//! | `broadcast`, large | 2 | `(n - 1)/n b + q b/n` by the root, `q b/n` by each other |
 //!
 //! Values on CUDA devices may use NCCL instead (`collectives_nccl.rs`). In groups that use NCCL,
 //! the table holds for host values, after one more round of a few bytes.
@@ -75,12 +73,6 @@ impl Collective {
                 vec![flow(Pattern::Everyone, false)]
             }
             CollectiveKind::Permute(pairs) => vec![flow(Pattern::Pairs(pairs.clone()), false)],
-            // With one other process the bytes are sent only once anyway; within one process
-            // nothing is sent.
-            CollectiveKind::Broadcast(root) if large && count(processes) > 2 => {
-                vec![flow(Pattern::From(*root), false), flow(Pattern::ButTo(*root), true)]
-            }
-            CollectiveKind::Broadcast(root) => vec![flow(Pattern::From(*root), true)],
         }
     }
 
@@ -96,13 +88,6 @@ impl Collective {
             _ => Reduce::Sum,
         }
     }
-}
-
-fn count(processes: &[ProcessId]) -> usize {
-    let mut processes = processes.to_vec();
-    processes.sort_unstable();
-    processes.dedup();
-    processes.len()
 }
 
 /// A call of a collective that matches its declaration.
@@ -151,7 +136,7 @@ impl<'a> Context<'a> {
     /// If the next collective in the signature is another one, or devices of the group call it with
     /// different lengths. If one of them failed or its process has ended.
     pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
-        let call = self.begin_on_host::<T>("all_reduce", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("all_reduce", axis, values.len())?;
         let result = match call.rounds() {
             0 => Ok(()),
             1 => self.reduce_directly(&call, values),
@@ -172,7 +157,7 @@ impl<'a> Context<'a> {
     /// different lengths. If one of them failed or its process has ended. If the length of `out` is
     /// not that of all parts together.
     pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin_on_host::<T>("all_gather", None, axis, part.len())?;
+        let call = self.begin_on_host::<T>("all_gather", axis, part.len())?;
         self.check_out(&call, out.len(), part.len() * call.devices())?;
         let place = |rank: usize| rank * part.len()..(rank + 1) * part.len();
         out[place(call.rank())].copy_from_slice(part);
@@ -204,7 +189,7 @@ impl<'a> Context<'a> {
         values: &[T],
         out: &mut [T],
     ) -> Result<()> {
-        let call = self.begin_on_host::<T>("reduce_scatter", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("reduce_scatter", axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len() / call.devices())?;
         let result = if call.rounds() == 0 {
@@ -235,7 +220,7 @@ impl<'a> Context<'a> {
         values: &[T],
         out: &mut [T],
     ) -> Result<()> {
-        let call = self.begin_on_host::<T>("all_to_all", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("all_to_all", axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len())?;
         let own = call.segment(call.rank());
@@ -263,7 +248,7 @@ impl<'a> Context<'a> {
     /// If the next collective in the signature is another one, or `out` is not as long as `values`.
     /// If the sending device calls it with another length, has failed, or its process has ended.
     pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin_on_host::<T>("permute", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("permute", axis, values.len())?;
         self.check_out(&call, out.len(), values.len())?;
         let CollectiveKind::Permute(pairs) = &call.declared.kind else { return self.end(Ok(())) };
         let me = call.rank();
@@ -286,38 +271,6 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Copies the `values` of the device with index `root` along `axis` into the `values` of all
-    /// others.
-    ///
-    /// Small values go from the root to every other device in one round. Large values take two
-    /// rounds: the root sends each device a segment, and the devices send their segments to each
-    /// other. Then the root sends little more than the values once, for any number of processes.
-    /// The declared size decides ([`TWO_ROUNDS_FROM_BYTES`]); with one other process, one round is
-    /// always enough.
-    ///
-    /// The root does not block. Other devices block until each device that sends to them has called
-    /// it or failed. In a group that uses NCCL for device values, every device waits until all have
-    /// called it or failed.
-    ///
-    /// # Errors
-    ///
-    /// If the next collective in the signature is another one. If a device that sends to this one
-    /// calls it with another length, has failed, or its process has ended.
-    pub fn broadcast<T: Element>(
-        &mut self,
-        axis: &str,
-        root: usize,
-        values: &mut [T],
-    ) -> Result<()> {
-        let call = self.begin_on_host::<T>("broadcast", Some(root), axis, values.len())?;
-        let result = match call.rounds() {
-            0 => Ok(()),
-            1 => self.broadcast_directly(&call, root, values),
-            _ => self.broadcast_by_segments(&call, root, values),
-        };
-        self.end(result)
-    }
-
     fn reduce_directly<T: Reducible>(&mut self, call: &Call<'_>, values: &mut [T]) -> Fallible<()> {
         let mine = self.copy_in(values)?;
         let parts = self.step::<T>(call, |_| mine.clone(), |_| call.elements)?;
@@ -336,40 +289,6 @@ impl<'a> Context<'a> {
         drop((parts, mine));
         let given = self.copy_in(&values[own])?;
         self.gather(call, &given, values, |rank| call.segment(rank))
-    }
-
-    fn broadcast_directly<T: Element>(
-        &mut self,
-        call: &Call<'_>,
-        root: usize,
-        values: &mut [T],
-    ) -> Fallible<()> {
-        let is_root = call.rank() == root;
-        let given = if is_root { self.copy_in(values)? } else { Vec::new().into() };
-        let parts = self.step::<T>(call, |_| given.clone(), |_| call.elements)?;
-        self.copy_out(call, &parts, values, |_| 0..call.elements)
-    }
-
-    fn broadcast_by_segments<T: Element>(
-        &mut self,
-        call: &Call<'_>,
-        root: usize,
-        values: &mut [T],
-    ) -> Fallible<()> {
-        let me = call.rank();
-        let own = call.segment(me);
-        let mine = if me == root { self.copy_in(values)? } else { Vec::new().into() };
-        let segment = |rank| in_bytes::<T>(call.segment(rank));
-        let mut parts = self.step::<T>(call, |to| mine.slice(segment(to)), |_| own.len())?;
-        let share = if me == root {
-            mine.slice(segment(root))
-        } else {
-            self.copy_out(call, &parts, values, |_| own.clone())?;
-            // Passes the received segment on without another copy.
-            parts[root].take().unwrap_or_else(|| Vec::new().into())
-        };
-        let parts = self.step::<T>(call, |_| share.clone(), |from| call.segment(from).len())?;
-        self.copy_out(call, &parts, values, |rank| call.segment(rank))
     }
 
     /// Sends each device its segment of `values` and waits for the segments from the others.
@@ -514,21 +433,17 @@ impl<'a> Context<'a> {
         Arc::new(Failure::new(FailureKind::Kernel, self.exchange.runtime.me, self.op, message))
     }
 
-    /// Checks the next call against its declaration and returns it. Fails if verb, root, axis or
-    /// dtype differ from the declared ones, or if there are more elements than declared.
+    /// Checks the next call against its declaration and returns it. Fails if verb, axis or dtype
+    /// differ from the declared ones, or if there are more elements than declared.
     pub(super) fn begin(
         &self,
         verb: &'static str,
-        root: Option<usize>,
         axis: &str,
         dtype: DType,
         elements: usize,
     ) -> Result<Call<'a>> {
         let index = self.called;
-        let called = || {
-            let from = root.map(|root| format!(" from {root}")).unwrap_or_default();
-            format!("{verb}{from} of {elements} {dtype} elements over {axis:?}")
-        };
+        let called = || format!("{verb} of {elements} {dtype} elements over {axis:?}");
         let Some(declared) = self.seats.collectives.get(index) else {
             return Err(Error::kernel(format!(
                 "the kernel calls {}, but its signature declares only {index} collectives",
@@ -538,11 +453,7 @@ impl<'a> Context<'a> {
         let fits = declared.kind.verb() == verb
             && declared.axis == axis
             && declared.aval.dtype() == dtype
-            && elements <= declared.aval.elements()
-            && match declared.kind {
-                CollectiveKind::Broadcast(declared) => root == Some(declared),
-                _ => true,
-            };
+            && elements <= declared.aval.elements();
         if !fits {
             return Err(Error::kernel(format!(
                 "the kernel calls {} where its signature declares {declared} (collective {index})",
@@ -632,12 +543,9 @@ mod tests {
         let new = || Signature::new(());
         let (small, large) =
             (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
-        assert_eq!(rounds(new().all_reduce("x", small.clone()), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().all_reduce("x", small), &[0, 1, 2]), 1);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 0, 0]), 2);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 1]), 1);
-        assert_eq!(rounds(new().broadcast("x", 0, small), &[0, 1, 2]), 1);
-        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[0, 1, 2]), 2);
-        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[1, 0, 0, 1]), 1);
         assert_eq!(rounds(new().all_gather("x", large.clone()), &[0, 1, 2]), 1);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0]), 0);
         let joined = &new().all_reduce("x", large).collectives[0];
@@ -673,11 +581,7 @@ mod tests {
 
         fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
             let one = |signature: Signature<_>, _| {
-                signature.all_gather("x", f32s([4])).all_reduce("x", f32s([LARGE])).broadcast(
-                    "x",
-                    0,
-                    f32s([LARGE]),
-                )
+                signature.all_gather("x", f32s([4])).all_reduce("x", f32s([LARGE]))
             };
             let signature = (0..TIMES).fold(Signature::new(x.clone()), one);
             Ok(signature
@@ -691,7 +595,6 @@ mod tests {
             for _ in 0..TIMES {
                 cx.all_gather("x", &[1.0f32; 4], &mut [0.0; 24])?;
                 cx.all_reduce("x", &mut values)?;
-                cx.broadcast("x", 0, &mut values)?;
             }
             // Once this returns, every device has reached it.
             cx.all_reduce("x", &mut [0.0f32])?;

@@ -67,14 +67,26 @@ impl<'a> Context<'a> {
         let values = values.into();
         let dtype = values.dtype();
         if self.is_next_joined() {
-            return self.by_nccl(("all_reduce", None), axis, &values, &values);
+            return self.by_nccl("all_reduce", axis, &values, &values);
         }
-        self.in_place(&values, true, |cx, bytes| {
-            with_type!(
-                dtype,
-                T => cx.all_reduce::<T>(axis, elements_mut(bytes)?),
-                Err(no_reduction(dtype))
-            )
+        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+            cuda.check_room(&values)?;
+            let mut staged = cuda.fetch(&values)?;
+            if let Err(error) = turn.wait() {
+                cuda.hold(staged);
+                return Err(error.into());
+            }
+            turn.pause(|| {
+                with_type!(
+                    dtype,
+                    T => cx.all_reduce::<T>(axis, elements_mut(&mut staged)?),
+                    Err(no_reduction(dtype))
+                )
+            })?;
+            // Meanwhile this thread may have run work of another device; make this one current
+            // again.
+            turn.begin()?;
+            cuda.put(staged, &values)
         })
     }
 
@@ -180,63 +192,6 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Copies the values on the CUDA device with index `root` along `axis` into those of all
-    /// others, as [`broadcast`](Self::broadcast) does for host values.
-    ///
-    /// The root blocks until its device has done all work that the kernel issued so far. Other
-    /// devices block until each device that sends to them has called it or failed. With NCCL
-    /// ([`CudaCollectives::Nccl`]) every device blocks only until all devices of the group have
-    /// called it.
-    ///
-    /// # Errors
-    ///
-    /// If the call does not fit its declaration or the call of a sending device, or that device
-    /// failed. If the kernel does not run on a CUDA device, the values are read-only, or work on
-    /// this device has failed.
-    pub fn broadcast_on_cuda<'x>(
-        &mut self,
-        axis: &str,
-        root: usize,
-        values: impl Into<Part<'x>>,
-    ) -> Result<()> {
-        let values = values.into();
-        if self.is_next_joined() {
-            return self.by_nccl(("broadcast", Some(root)), axis, &values, &values);
-        }
-        let (dtype, is_root) = (values.dtype(), self.axis_index(axis)? == root);
-        self.in_place(
-            &values,
-            is_root,
-            |cx, bytes| with_type!(dtype, T => cx.broadcast::<T>(axis, root, elements_mut(bytes)?)),
-        )
-    }
-
-    /// Runs `collective` on host memory for these device values, and issues the copy of the result
-    /// back to the device. If `reads` is set, waits for a copy of the old values to the host first.
-    fn in_place(
-        &mut self,
-        values: &Part<'_>,
-        reads: bool,
-        collective: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
-            cuda.check_room(values)?;
-            let mut staged = if reads { cuda.fetch(values)? } else { cuda.room(values)? };
-            if reads && let Err(error) = turn.wait() {
-                cuda.hold(staged);
-                return Err(error.into());
-            }
-            if !reads {
-                staged.fill(0);
-            }
-            turn.pause(|| collective(cx, &mut staged))?;
-            // Meanwhile this thread may have run work of another device; make this one current
-            // again.
-            turn.begin()?;
-            cuda.put(staged, values)
-        })
-    }
-
     /// Waits for a copy of `from` to the host, runs `collective` there, and issues the copy of its
     /// output to `to`. If the next collective uses NCCL, runs it on the device instead. Fails if
     /// dtypes differ.
@@ -255,7 +210,7 @@ impl<'a> Context<'a> {
             )));
         }
         if self.is_next_joined() {
-            return self.by_nccl((verb, None), axis, from, to);
+            return self.by_nccl(verb, axis, from, to);
         }
         self.apart_from_device(|cx, OnCuda { cuda, turn }| {
             cuda.check_room(to)?;

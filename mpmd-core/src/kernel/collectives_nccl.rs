@@ -138,7 +138,7 @@ impl<'a> Context<'a> {
     /// issued it.
     pub(super) fn by_nccl(
         &mut self,
-        (verb, root): (&'static str, Option<usize>),
+        verb: &'static str,
         axis: &str,
         from: &Part<'_>,
         to: &Part<'_>,
@@ -146,7 +146,7 @@ impl<'a> Context<'a> {
         self.apart_from_device(|cx, OnCuda { cuda, turn }| {
             cuda.check_room(to)?;
             let [elements, room] = [cuda.count(from)?, cuda.count(to)?];
-            let call = cx.begin(verb, root, axis, from.dtype(), elements)?;
+            let call = cx.begin(verb, axis, from.dtype(), elements)?;
             match call.declared.kind {
                 CollectiveKind::AllGather => {
                     cx.check_out(&call, room, elements * call.devices())?
@@ -159,9 +159,7 @@ impl<'a> Context<'a> {
                     cx.check_divides(&call)?;
                     cx.check_out(&call, room, elements)?;
                 }
-                CollectiveKind::AllReduce(_)
-                | CollectiveKind::Permute(_)
-                | CollectiveKind::Broadcast(_) => {
+                CollectiveKind::AllReduce(_) | CollectiveKind::Permute(_) => {
                     cx.check_out(&call, room, elements)?;
                 }
             }
@@ -276,11 +274,10 @@ impl<'a> Context<'a> {
     pub(super) fn begin_on_host<T: Element>(
         &mut self,
         verb: &'static str,
-        root: Option<usize>,
         axis: &str,
         elements: usize,
     ) -> Result<Call<'a>> {
-        let call = self.begin(verb, root, axis, T::DTYPE, elements)?;
+        let call = self.begin(verb, axis, T::DTYPE, elements)?;
         if call.group.joined {
             let id = [0; size_of::<CommunicatorId>()];
             let told = Told { values: Values::OfHost, elements, has_joined: false, id };

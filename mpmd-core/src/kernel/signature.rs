@@ -140,16 +140,6 @@ impl<O> Signature<O> {
         self.collective(CollectiveKind::Permute(pairs.into_iter().collect()), axis, aval)
     }
 
-    /// Declares the kernel's next collective as [`Context::broadcast`](super::Context::broadcast)
-    /// over mesh axis `axis`. The device with index `root` sends at most as many elements as `aval`
-    /// has.
-    ///
-    /// A kernel call is refused if that index is beyond the axis.
-    #[must_use]
-    pub fn broadcast(self, axis: impl Into<String>, root: usize, aval: ShapedArray) -> Self {
-        self.collective(CollectiveKind::Broadcast(root), axis, aval)
-    }
-
     /// Returns the declared outputs.
     pub fn outputs(&self) -> &O {
         &self.outputs
@@ -190,7 +180,6 @@ impl Collective {
                 }
             }
             CollectiveKind::AllGather | CollectiveKind::AllToAll => Ok(()),
-            CollectiveKind::Broadcast(root) => on_axis(*root),
             CollectiveKind::Permute(pairs) => {
                 let (mut gives, mut gets) = (vec![false; size], vec![false; size]);
                 for (from, to) in pairs {
@@ -221,7 +210,6 @@ impl fmt::Display for Collective {
             }
             CollectiveKind::AllGather | CollectiveKind::AllToAll => {}
             CollectiveKind::Permute(pairs) => write!(f, " by {pairs:?}")?,
-            CollectiveKind::Broadcast(root) => write!(f, " from {root}")?,
         }
         write!(f, " of {} over {:?}", self.aval, self.axis)
     }
@@ -247,7 +235,6 @@ mod tests {
             new().all_to_all("x", v()),
             new().permute("x", v(), []),
             new().permute("x", v(), [(0, 0), (1, 2)]),
-            new().broadcast("x", 2, v()),
         ] {
             assert_eq!(check(fine.clone()), Ok(()), "{}", fine.collectives[0]);
         }
@@ -258,7 +245,6 @@ mod tests {
                 new().reduce_scatter_with("x", ShapedArray::new(&[1], DType::C64), Reduce::Min),
                 "c64 has no min",
             ),
-            (new().broadcast("x", 3, v()), "axis \"x\" has only 3 devices"),
             (new().permute("x", v(), [(0, 3)]), "axis \"x\" has only 3 devices"),
             (new().permute("x", v(), [(0, 1), (0, 2)]), "device 0 of the axis gives twice"),
             (new().permute("x", v(), [(0, 1), (2, 1)]), "device 1 of the axis gets twice"),
@@ -274,8 +260,7 @@ mod tests {
             .all_reduce("x", f32s([2, 3]))
             .all_reduce_with("x", f32s([2]), Reduce::Max)
             .reduce_scatter("y", f32s([2]))
-            .permute("x", f32s([2]), [(0, 1)])
-            .broadcast("x", 1, f32s([2]));
+            .permute("x", f32s([2]), [(0, 1)]);
         let texts: Vec<String> = all.collectives.iter().map(ToString::to_string).collect();
         assert_eq!(
             texts,
@@ -284,7 +269,6 @@ mod tests {
                 "all_reduce (max) of f32[2] over \"x\"",
                 "reduce_scatter of f32[2] over \"y\"",
                 "permute by [(0, 1)] of f32[2] over \"x\"",
-                "broadcast from 1 of f32[2] over \"x\"",
             ]
         );
     }

@@ -17,7 +17,7 @@ use mpmd_core::{Error, ProcessId, run_here};
 use num_complex::Complex;
 
 /// The collective that a kernel calls. `Permute` holds pairs of device indices on the axis (from,
-/// to), `Broadcast` the index of the root.
+/// to).
 #[derive(Clone, Debug)]
 enum Kind {
     AllReduce(Reduce),
@@ -25,7 +25,6 @@ enum Kind {
     ReduceScatter(Reduce),
     AllToAll,
     Permute(Vec<(usize, usize)>),
-    Broadcast(usize),
 }
 
 /// A call of a collective over `axis` with `len` elements per device; the kernel declares
@@ -49,7 +48,6 @@ impl Case {
             Kind::ReduceScatter(reduce) => to.reduce_scatter_with(self.axis, aval, *reduce),
             Kind::AllToAll => to.all_to_all(self.axis, aval),
             Kind::Permute(pairs) => to.permute(self.axis, aval, pairs.clone()),
-            Kind::Broadcast(root) => to.broadcast(self.axis, *root, aval),
         }
     }
 
@@ -59,7 +57,6 @@ impl Case {
         let fresh = |len: usize| vec![T::of(77); len];
         match &self.kind {
             Kind::AllReduce(_) => cx.all_reduce(self.axis, &mut values)?,
-            Kind::Broadcast(root) => cx.broadcast(self.axis, *root, &mut values)?,
             Kind::AllGather => {
                 let mut out = fresh(values.len() * n);
                 cx.all_gather(self.axis, &values, &mut out)?;
@@ -107,7 +104,6 @@ impl Case {
                 Some((from, _)) => given[*from].clone(),
                 None => vec![T::of(0); self.len],
             },
-            Kind::Broadcast(root) => given[*root].clone(),
         }
     }
 }
@@ -241,8 +237,6 @@ fn every(
         case(Kind::Permute((1..n).map(|i| (i, i - 1)).collect()), *len);
         case(Kind::Permute(vec![(0, 0)]), *len);
         case(Kind::Permute(Vec::new()), *len);
-        case(Kind::Broadcast(0), *len);
-        case(Kind::Broadcast(n - 1), *len);
     }
     cases
 }
@@ -391,7 +385,7 @@ fn mixed(declared: Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> {
     declared
         .all_gather("x", small.clone())
         .all_reduce("x", large.clone())
-        .broadcast("x", 1, large.clone())
+        .all_gather("x", f32s([10_000]))
         .reduce_scatter("x", small.clone())
         .all_to_all("x", large.clone())
         .permute("x", large, [(0, 1), (1, 2), (2, 3)])
@@ -410,7 +404,7 @@ fn call_some(cx: &mut Context<'_>, calls: Range<usize>) -> Result<()> {
         match call {
             0 => cx.all_gather("x", &small, &mut out[..32])?,
             1 => cx.all_reduce("x", &mut large)?,
-            2 => cx.broadcast("x", 1, &mut large)?,
+            2 => cx.all_gather("x", &large[..10_000], &mut out)?,
             3 => cx.reduce_scatter("x", &small, &mut out[..2])?,
             4 => cx.all_to_all("x", &large, &mut out)?,
             5 => cx.permute("x", &large, &mut out)?,
@@ -492,14 +486,13 @@ fn wrong_lengths_are_errors_in_every_collective() {
         for processes in [1, 2, 4] {
             let errors = failing(processes, 4, at as u64, mixed, move |cx| {
                 call_mixed(cx, at)?;
-                // Device 1 contributes in the permutation and the broadcast too.
+                // Device 1 contributes in the permutation too.
                 let odd = cx.axis_index("x")? == 1;
                 let len = if odd { 4 } else { 8 };
                 let (mut values, mut out) = (vec![0.0f32; len], vec![0.0f32; 4 * len]);
                 match at {
-                    0 => cx.all_gather("x", &values, &mut out)?,
+                    0 | 2 => cx.all_gather("x", &values, &mut out)?,
                     1 | 6 => cx.all_reduce("x", &mut values)?,
-                    2 => cx.broadcast("x", 1, &mut values)?,
                     3 => cx.reduce_scatter("x", &values, &mut out[..len / 4])?,
                     4 => cx.all_to_all("x", &values, &mut out[..len])?,
                     _ => cx.permute("x", &values, &mut out[..len])?,
@@ -520,7 +513,7 @@ fn wrong_lengths_are_errors_in_every_collective() {
 fn undeclared_calls_report_declaration_and_call() {
     let _limit = watchdog(120);
     type Call = fn(&mut Context<'_>) -> Result<()>;
-    let wrong: [(usize, Call, &str, &str); 9] = [
+    let wrong: [(usize, Call, &str, &str); 8] = [
         (
             0,
             |cx| cx.all_reduce("x", &mut [0.0f32]),
@@ -538,12 +531,6 @@ fn undeclared_calls_report_declaration_and_call() {
             |cx| cx.all_reduce("x", &mut [0.0f64]),
             "of 1 f64 elements",
             "all_reduce of f32[40000] over \"x\"",
-        ),
-        (
-            2,
-            |cx| cx.broadcast("x", 0, &mut [0.0f32]),
-            "calls broadcast from 0",
-            "broadcast from 1 of f32[40000]",
         ),
         (
             3,
@@ -597,13 +584,12 @@ fn undeclared_calls_report_declaration_and_call() {
 fn invalid_declarations_are_refused_and_move_nothing() {
     let _limit = watchdog(60);
     type Declare = fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>>;
-    let declarations: [(Declare, &str); 5] = [
+    let declarations: [(Declare, &str); 4] = [
         (|s| s.permute("x", f32s([1]), [(0, 1), (0, 0)]), "device 0 of the axis gives twice"),
         (|s| s.permute("x", f32s([1]), [(0, 1), (1, 1)]), "device 1 of the axis gets twice"),
-        (|s| s.permute("x", f32s([1]), [(0, 2)]), "axis \"x\" has only 2 devices"),
         (
-            |s| s.broadcast("x", 2, f32s([1])),
-            "the signature declares broadcast from 2 of f32[1] over \"x\", but",
+            |s| s.permute("x", f32s([1]), [(0, 2)]),
+            "the signature declares permute by [(0, 2)] of f32[1] over \"x\", but axis \"x\" has",
         ),
         (
             |s| s.all_reduce_with("x", ShapedArray::new(&[1], bool::DTYPE), Reduce::Max),

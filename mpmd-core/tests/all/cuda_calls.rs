@@ -560,8 +560,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
         let signature = Signature::new(vec![x[0].clone(), f32s([each * devices * devices])]);
         let signature =
             signature.alias("0", "0").all_reduce("x", part.clone()).all_gather("x", part.clone());
-        let signature =
-            signature.permute("x", part.clone(), shift).broadcast("x", devices - 1, part.clone());
+        let signature = signature.permute("x", part.clone(), shift);
         Ok(signature.all_to_all("x", part.clone()).reduce_scatter("x", part))
     };
     let kernel = fun("All", infer, move |cx, _, mut y| {
@@ -574,13 +573,6 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
             let moved = cuda.scratch(mpmd_core::aval::DType::F32, each)?;
             cx.permute_on_cuda("x", &first, &moved)?;
             let n = each;
-            cuda.launch(
-                &STEPS,
-                "add",
-                Grid::over(n),
-                &[n.into(), (&moved).into(), (&mut first).into()],
-            )?;
-            cx.broadcast_on_cuda("x", devices - 1, &moved)?;
             cuda.launch(
                 &STEPS,
                 "add",
@@ -604,8 +596,6 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
         cx.all_gather("x", first, second.as_mut_slice::<f32>()?)?;
         let mut moved = vec![0.0; each];
         cx.permute("x", first, &mut moved)?;
-        add(first, &moved);
-        cx.broadcast("x", devices - 1, &mut moved)?;
         add(first, &moved);
         cx.all_to_all("x", first, &mut moved)?;
         first.copy_from_slice(&moved);

@@ -39,14 +39,8 @@ const NCCL: CudaCollectives = CudaCollectives::Nccl;
 const HOST: CudaCollectives = CudaCollectives::Host;
 
 /// Functions of NCCL that transfer values between devices.
-const CARRYING: [&str; 6] = [
-    "ncclAllReduce",
-    "ncclReduceScatter",
-    "ncclAllGather",
-    "ncclBroadcast",
-    "ncclSend",
-    "ncclRecv",
-];
+const CARRYING: [&str; 5] =
+    ["ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclSend", "ncclRecv"];
 
 fn called(functions: &[&str]) -> u64 {
     functions.iter().filter_map(|function| softcuda::calls(function)).sum()
@@ -111,9 +105,9 @@ fn shape(dtype: DType, elements: usize) -> ShapedArray {
     ShapedArray::new(&[elements], dtype)
 }
 
-/// Calls all six collectives on `each` elements per device, in one kernel. Returns the values of
+/// Calls all five collectives on `each` elements per device, in one kernel. Returns the values of
 /// this process's shards, by output.
-fn six<T: Number>(
+fn five<T: Number>(
     p: &mut Program,
     devices: usize,
     each: usize,
@@ -131,25 +125,21 @@ fn six<T: Number>(
             whole(each * devices),
             whole(each),
             whole(each),
-            whole(each),
             whole(each / devices),
         ];
         let signature =
             Signature::new(outputs).all_reduce_with("x", part(), reduce).all_gather("x", part());
-        let signature =
-            signature.permute("x", part(), shift.clone()).broadcast("x", devices - 1, part());
+        let signature = signature.permute("x", part(), shift.clone());
         Ok(signature.all_to_all("x", part()).reduce_scatter_with("x", part(), reduce))
     };
-    let kernel = fun("Six", infer, |cx, x, mut y| {
+    let kernel = fun("Five", infer, |cx, x, mut y| {
         let cuda = cx.cuda().expect("on a CUDA device");
         cuda.copy(&x[0], &mut y[0])?;
         cx.all_reduce_on_cuda("x", &mut y[0])?;
         cx.all_gather_on_cuda("x", &x[0], &mut y[1])?;
         cx.permute_on_cuda("x", &x[0], &mut y[2])?;
-        cuda.copy(&x[0], &mut y[3])?;
-        cx.broadcast_on_cuda("x", cx.axis_size("x")? - 1, &mut y[3])?;
-        cx.all_to_all_on_cuda("x", &x[0], &mut y[4])?;
-        cx.reduce_scatter_on_cuda("x", &x[0], &mut y[5])
+        cx.all_to_all_on_cuda("x", &x[0], &mut y[3])?;
+        cx.reduce_scatter_on_cuda("x", &x[0], &mut y[4])
     });
     let jit = p.jit(kernel).on(&mesh).outputs(to.clone()).build()?;
     let x = p.device_put(&values::<T>(each * devices), to)?;
@@ -176,7 +166,7 @@ fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
     let each = 24 << 10;
     let run = |way| {
         let mut p = alone(way, devices);
-        let found = six::<T>(&mut p, devices, each, reduce).unwrap();
+        let found = five::<T>(&mut p, devices, each, reduce).unwrap();
         p.finish().unwrap();
         found
     };
@@ -222,7 +212,7 @@ fn devices_of_several_processes_work_together() {
     for processes in [2, 4] {
         let run = |way| -> Vec<_> {
             let simulation = simulated(way, &vec![CUDA; processes], 4);
-            let results = simulation.run(|p| six::<f32>(p, 4, 1 << 10, Reduce::Sum));
+            let results = simulation.run(|p| five::<f32>(p, 4, 1 << 10, Reduce::Sum));
             results.into_iter().map(|result| result.unwrap()).collect()
         };
         let (host, nccl) = (run(HOST), run(NCCL));
@@ -289,7 +279,7 @@ fn groups_unsupported_by_nccl_go_through_the_host() {
         return;
     }
     let _limit = watchdog(110);
-    let sums = |p: &mut Program, devices| six::<f32>(p, devices, 256, Reduce::Sum);
+    let sums = |p: &mut Program, devices| five::<f32>(p, devices, 256, Reduce::Sum);
     // Two devices on each GPU.
     let run = |way| -> Vec<_> {
         let results = simulated(way, &[CUDA, CUDA], 4).run(|p| sums(p, 4));
@@ -298,7 +288,7 @@ fn groups_unsupported_by_nccl_go_through_the_host() {
     assert!(run(NCCL) == run(HOST), "to the bit");
     // One device.
     let mut p = alone(NCCL, 1);
-    six::<f32>(&mut p, 1, 16, Reduce::Sum).unwrap();
+    five::<f32>(&mut p, 1, 16, Reduce::Sum).unwrap();
     p.finish().unwrap();
     // Both kinds of devices, and a dtype that NCCL does not support.
     let results = simulated(NCCL, &[CUDA, CPU], 2).run(|p| {
@@ -322,10 +312,10 @@ fn groups_unsupported_by_nccl_go_through_the_host() {
         assert_eq!(result.unwrap(), [2.0; 8]);
     }
     let mut p = alone(NCCL, 2);
-    let found = six::<i16>(&mut p, 2, 64, Reduce::Sum).unwrap();
+    let found = five::<i16>(&mut p, 2, 64, Reduce::Sum).unwrap();
     p.finish().unwrap();
     let mut p = alone(HOST, 2);
-    assert!(found == six::<i16>(&mut p, 2, 64, Reduce::Sum).unwrap());
+    assert!(found == five::<i16>(&mut p, 2, 64, Reduce::Sum).unwrap());
     p.finish().unwrap();
     assert_eq!(called(&CARRYING) + called(&["ncclCommInitRankConfig"]), 0);
 }
@@ -391,9 +381,9 @@ fn different_calls_are_errors_and_do_not_block_in_nccl() {
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, half) {
         assert!(error.contains("no part of mine"), "{error}");
     }
-    let other = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| cx.broadcast_on_cuda("x", 0, y);
+    let other = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| cx.all_to_all_on_cuda("x", &*y, &*y);
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, other) {
-        assert!(error.contains("the kernel calls broadcast from 0"), "{error}");
+        assert!(error.contains("the kernel calls all_to_all of"), "{error}");
     }
     assert_eq!(called(&CARRYING) + called(&["ncclCommInitRankConfig"]), 0);
 }
@@ -456,7 +446,7 @@ fn missing_nccl_is_reported_only_if_requested() {
     let p = Program::builder().device_kinds(&[CPU]).cuda_collectives(NCCL).alone().unwrap();
     p.finish().unwrap();
     let mut p = ask(HOST).unwrap();
-    six::<f32>(&mut p, 2, 16, Reduce::Sum).unwrap();
+    five::<f32>(&mut p, 2, 16, Reduce::Sum).unwrap();
     p.finish().unwrap();
 }
 

@@ -514,8 +514,7 @@ fn run_kernel<K: Kernel>(
 /// Runs a kernel on host values, without a job, on one device that holds all data. For tests and
 /// debugging. Blocks until the outputs are ready.
 ///
-/// Collectives run on that one device. So a `permute` between two devices, or a `broadcast` from a
-/// device other than the first, is refused.
+/// Collectives run on that one device. So a `permute` between two devices is refused.
 ///
 /// # Errors
 ///

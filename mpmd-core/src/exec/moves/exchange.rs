@@ -68,10 +68,6 @@ pub(crate) struct Flow {
 pub(crate) enum Pattern {
     /// Each device to every other.
     Everyone,
-    /// The device of this rank to every other.
-    From(usize),
-    /// Each device to every other, except to the device of this rank.
-    ButTo(usize),
     /// From the first rank of each pair to the second.
     Pairs(Vec<(usize, usize)>),
 }
@@ -81,8 +77,6 @@ impl Flow {
         from != to
             && match &self.pattern {
                 Pattern::Everyone => true,
-                Pattern::From(root) => from == *root,
-                Pattern::ButTo(root) => to != *root,
                 Pattern::Pairs(pairs) => pairs.contains(&(from, to)),
             }
     }
@@ -347,12 +341,6 @@ mod tests {
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &own);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 1], [3, 1, 1]]);
         assert_eq!(gets, [[0, 1], [2, 1], [3, 1]]);
-        let from = Flow { pattern: Pattern::From(2), shared: true };
-        assert_eq!(messages(2, &[0, 1, 2, 1, 1], &from), (vec![[0, 0, 1], [1, 1, 3]], vec![]));
-        assert_eq!(messages(3, &[0, 1, 2, 1, 1], &from), (vec![], vec![[2, 3]]));
-        let but = Flow { pattern: Pattern::ButTo(0), shared: true };
-        assert_eq!(messages(2, &[0, 0, 1], &but), (vec![[1, 0, 1]], vec![[0, 1], [1, 1]]));
-        assert_eq!(messages(0, &[0, 0, 1], &but).1, Vec::<[usize; 2]>::new());
         let pairs = Flow { pattern: Pattern::Pairs(vec![(0, 1), (1, 1)]), shared: false };
         assert_eq!(messages(1, &[0, 0, 1], &pairs), (vec![], vec![[0, 1]]));
     }

@@ -77,10 +77,6 @@ functions! { NCCL, SYMBOLS:
         from: *const c_void, to: *mut c_void, count: usize, dtype: u32,
         communicator: RawCommunicator, stream: RawStream
     ) -> u32;
-    fn ncclBroadcast(
-        from: *const c_void, to: *mut c_void, count: usize, dtype: u32, root: c_int,
-        communicator: RawCommunicator, stream: RawStream
-    ) -> u32;
     fn ncclSend(
         from: *const c_void, count: usize, dtype: u32, peer: c_int, communicator: RawCommunicator,
         stream: RawStream

@@ -288,19 +288,6 @@ impl Communicator {
                 CollectiveKind::AllGather => {
                     library::ncclAllGather(source, target, elements, dtype_number, raw, stream)
                 }
-                CollectiveKind::Broadcast(root) => {
-                    // NCCL counts ranks as `c_int`, so it fits.
-                    let root = *root as c_int;
-                    library::ncclBroadcast(
-                        source,
-                        target,
-                        elements,
-                        dtype_number,
-                        root,
-                        raw,
-                        stream,
-                    )
-                }
                 CollectiveKind::AllToAll => {
                     let (share, bytes) = (elements / ranks, elements / ranks * dtype.size());
                     self.together((0..ranks).filter(|other| *other != self.rank).map(|other| {

@@ -9,13 +9,12 @@ use crate::error::{Code, Result};
 use crate::nccl::Communicator;
 use crate::nccl::channel::{LOOK, Shared};
 
-/// The called function, with its number of the reduction, or with the rank of its root or peer.
+/// The called function, with its number of the reduction, or with the rank of its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     AllReduce(u32),
     ReduceScatter(u32),
     AllGather,
-    Broadcast(usize),
     Send(usize),
     Receive(usize),
 }
@@ -27,7 +26,6 @@ impl Kind {
             Kind::AllReduce(reduce) => 0x100 | reduce,
             Kind::ReduceScatter(reduce) => 0x200 | reduce,
             Kind::AllGather => 0x300,
-            Kind::Broadcast(root) => 0x400 | root as u32,
             Kind::Send(_) | Kind::Receive(_) => 0x500,
         }
     }
@@ -73,11 +71,11 @@ impl Operation {
         self.count * self.item()
     }
 
-    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a root or peer
-    /// that is not in the group.
+    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a peer that is not
+    /// in the group.
     pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
         let peer = match self.kind {
-            Kind::Broadcast(peer) | Kind::Send(peer) | Kind::Receive(peer) => peer,
+            Kind::Send(peer) | Kind::Receive(peer) => peer,
             Kind::AllReduce(reduce) | Kind::ReduceScatter(reduce) if reduce > 3 => return Err(()),
             _ => 0,
         };
@@ -91,8 +89,7 @@ impl Operation {
             Kind::AllReduce(_) => (bytes, bytes),
             Kind::ReduceScatter(_) => (of.ranks * bytes, bytes),
             Kind::AllGather => (bytes, of.ranks * bytes),
-            Kind::Broadcast(root) if root == of.rank => (bytes, bytes),
-            Kind::Broadcast(_) | Kind::Receive(_) => (0, bytes),
+            Kind::Receive(_) => (0, bytes),
             Kind::Send(_) => (bytes, 0),
         }
     }
@@ -174,12 +171,6 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
                 out.extend(others().map(|peer| send(operation, peer, share(peer))));
                 coming.extend(others().map(|peer| receive(operation, peer, bytes, None)));
             }
-            Kind::Broadcast(root) if root == of.rank => {
-                out.extend(others().map(|peer| send(operation, peer, &given)));
-            }
-            Kind::Broadcast(root) => {
-                coming.push(receive(operation, root, bytes, Some(operation.to)))
-            }
             Kind::Send(peer) => out.push(send(operation, peer, &given)),
             Kind::Receive(peer) => coming.push(receive(operation, peer, bytes, Some(operation.to))),
         }
@@ -216,8 +207,7 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
             let all: Vec<u8> = (0..of.ranks).flat_map(|rank| part(rank).to_vec()).collect();
             put(operation.to, &all)
         }
-        Kind::Broadcast(root) if root == of.rank => put(operation.to, &mine),
-        Kind::Broadcast(_) | Kind::Send(_) | Kind::Receive(_) => Ok(()),
+        Kind::Send(_) | Kind::Receive(_) => Ok(()),
     }
 }
 

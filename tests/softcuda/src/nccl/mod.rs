@@ -378,18 +378,6 @@ nccl! {
 }
 
 nccl! {
-    /// Sends `count` elements of the rank `root` to all ranks, `root` included.
-    fn ncclBroadcast(
-        from: u64, to: u64, count: usize, dtype: u32, root: i32, communicator: Handle,
-        stream: Handle,
-    ) {
-        let root = usize::try_from(root).map_err(|_| INVALID_ARGUMENT)?;
-        let kind = Kind::Broadcast(root);
-        call(communicator, stream, Operation { kind, from, to, count, dtype })
-    }
-}
-
-nccl! {
     /// Sends `count` elements to the rank `peer`, which must receive as many. In the stream, the
     /// send may end before they are received.
     fn ncclSend(
