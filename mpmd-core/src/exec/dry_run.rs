@@ -46,8 +46,6 @@ struct State {
     lines: HashMap<&'static Location<'static>, u32>,
     /// The last operation before the last wait for all of them.
     synced: u64,
-    /// By object (operation, result): the results that are its growth.
-    growth: HashMap<(u64, u32), Vec<(u64, u32)>>,
 }
 
 /// Cache of the index of a call's or a move's descriptor in the dry run. It is valid for one
@@ -83,17 +81,8 @@ impl DryRunBuilder {
                 Taken { array: Some(Array { operation, result }), donated }
             }
         });
-        let mut takes: Vec<Taken> = takes.collect();
+        let takes: Vec<Taken> = takes.collect();
         let mut state = self.state.lock();
-        // A call with an object reads all that the object grew by.
-        for i in 0..takes.len() {
-            let Some(Array { operation, result }) = takes[i].array else { continue };
-            let grown = state.growth.get(&(operation, result)).into_iter().flatten();
-            takes.extend(grown.map(|(operation, result)| Taken {
-                array: Some(Array { operation: *operation, result: *result }),
-                donated: false,
-            }));
-        }
         let descriptor = match known.and_then(|known| known.0.get()) {
             Some(descriptor) => *descriptor,
             None => state.descriptor(descriptor()),
@@ -111,16 +100,7 @@ impl DryRunBuilder {
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;
-        let growth = state.growth.remove(&(operation, result)).unwrap_or_default();
-        for (operation, result) in std::iter::once((operation, result)).chain(growth) {
-            state.dry_run.drops.push(Dropped { array: Array { operation, result }, after });
-        }
-    }
-
-    /// Notes that `grown`, (operation, result), is memory of the object that is the result
-    /// `object` of an operation. It lives as long as the object.
-    pub(crate) fn grows(&self, object: (u64, u32), grown: (u64, u32)) {
-        self.state.lock().growth.entry(object).or_default().push(grown);
+        state.dry_run.drops.push(Dropped { array: Array { operation, result }, after });
     }
 
     /// Notes that the program waits for an array at line `at`. `values` is true if it reads the

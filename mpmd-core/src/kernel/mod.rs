@@ -31,7 +31,6 @@ pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
 pub use host::{HostKernel, HostWork};
 pub use matmul::matmul;
 pub(crate) use sent::agreeing;
-pub(crate) use signature::ObjectPath;
 pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{Untyped, View, ViewMut};

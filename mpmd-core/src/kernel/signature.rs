@@ -16,17 +16,8 @@ pub struct Signature<O> {
     pub(crate) outputs: O,
     pub(crate) aliases: Vec<(String, String)>,
     pub(crate) collectives: Vec<Collective>,
-    /// (path of an object among the outputs, else among the inputs; bytes on each device).
-    pub(crate) object_bytes: Vec<(ObjectPath, u64)>,
-}
-
-/// The path of an object in a kernel's declaration.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum ObjectPath {
-    /// An object that the kernel makes.
-    Output(String),
-    /// An object that the kernel takes.
-    Input(String),
+    /// (path of an object among the outputs, bytes on each device).
+    pub(crate) object_bytes: Vec<(String, u64)>,
 }
 
 /// A collective operation that a kernel declares, in the order of its calls.
@@ -60,14 +51,7 @@ impl<O> Signature<O> {
     /// against the device's memory limit, and in estimates of memory, until the object is dropped.
     #[must_use]
     pub fn object_bytes(mut self, output: impl Into<String>, bytes: u64) -> Self {
-        self.object_bytes.push((ObjectPath::Output(output.into()), bytes));
-        self
-    }
-
-    /// Declares that this call adds `bytes` bytes on each device to the object at path `input`.
-    #[must_use]
-    pub fn object_grows(mut self, input: impl Into<String>, bytes: u64) -> Self {
-        self.object_bytes.push((ObjectPath::Input(input.into()), bytes));
+        self.object_bytes.push((output.into(), bytes));
         self
     }
 

@@ -10,7 +10,7 @@ use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{Bound, CallPlan, DeviceBinding, ObjectPlace};
+use super::plan::{Bound, CallPlan, DeviceBinding};
 use crate::api::program::Program;
 use crate::error::{Error, Result, panic_text};
 use crate::exec::array::host_array::HostArray;
@@ -131,7 +131,7 @@ impl<K: Kernel> DeviceCall<K> {
         })?;
         runtime.trace_start(seat.local_index, call.op, started, since, last);
         let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
-        let ran = call.run(context, arrived, outputs, made, held);
+        let ran = call.run(context, arrived, outputs, made);
         drop(span);
         arrived.clear();
         ran
@@ -180,16 +180,11 @@ impl<K: Kernel> DeviceCall<K> {
         let declared = &call.bound.plan.objects.bytes;
         let mut made = made.drain(..);
         let mut held = held.drain(..);
-        let mut next = declared.iter().map(|(place, _)| *place);
-        let mut next_place = next.next();
+        let mut next = declared.iter().map(|(output, _)| *output).peekable();
         outputs.drain(..).enumerate().map(move |(index, buffer)| match made.next().flatten() {
             None => buffer.freeze(),
             Some(object) => {
-                let mut memory = None;
-                if next_place == Some(ObjectPlace::Output(index)) {
-                    memory = held.next();
-                    next_place = next.next();
-                }
+                let memory = next.next_if_eq(&index).and_then(|_| held.next());
                 object.into_cell(memory, runtime, seat.local_index)
             }
         })
@@ -268,15 +263,13 @@ impl<'a, K: Kernel> Call<'a, K> {
     }
 
     /// Runs the kernel on this thread. The call fails if the kernel returns an error, panics, or
-    /// leaves out a declared collective. Objects that the kernel makes are left in `made`. `held`
-    /// keeps the memory of those, and loses that of the objects that grow.
+    /// leaves out a declared collective. Objects that the kernel makes are left in `made`.
     pub(super) fn run(
         &self,
         context: &mut Context<'_>,
         inputs: &[Option<SharedBuffer>],
         outputs: &mut [OwnedBuffer],
         made: &mut Vec<Option<NewObject>>,
-        held: &mut Vec<Reservation>,
     ) -> Fallible<()> {
         let Bound { kernel, plan, .. } = self.bound;
         let objects = &plan.objects;
@@ -303,36 +296,21 @@ impl<'a, K: Kernel> Call<'a, K> {
             Ok(Err(error)) => return Err(self.failure(&error)),
             Err(panic) => return Err(self.failure(&panic_text(&*panic))),
         }
-        self.check_objects(inputs, made, held).map_err(|why| self.failure(&why))
+        self.check_objects(inputs, made).map_err(|why| self.failure(&why))
     }
 
-    /// Gives objects that grow their memory from `held`. Returns an error if the kernel has left
-    /// out an object, or if an object reports more bytes than declared.
+    /// Returns an error if the kernel has left out an object, or if an object reports more bytes
+    /// than declared.
     fn check_objects(
         &self,
         inputs: &[Option<SharedBuffer>],
         made: &[Option<NewObject>],
-        held: &mut Vec<Reservation>,
     ) -> std::result::Result<(), String> {
         let objects = &self.bound.plan.objects;
-        let declared = |output: usize| {
-            let of = |(place, _): &&(ObjectPlace, u64)| *place == ObjectPlace::Output(output);
-            objects.bytes.iter().find(of).map_or(0, |(_, bytes)| *bytes)
-        };
         for output in &objects.outputs {
             match &made[*output] {
-                Some(object) => object.check(declared(*output))?,
+                Some(object) => object.check(objects.declared(*output).unwrap_or(0))?,
                 None => return Err(format!("it has not made the object of its output {output}")),
-            }
-        }
-        let new = objects.bytes.iter().filter(|(place, _)| matches!(place, ObjectPlace::Output(_)));
-        let new = new.count();
-        let growing = objects.bytes[new..].iter().map(|(place, _)| *place);
-        for (place, memory) in growing.zip(held.drain(new.min(held.len())..)) {
-            if let ObjectPlace::Input(index) = place
-                && let Some(cell) = cell_of(inputs, index)
-            {
-                cell.grow(memory);
             }
         }
         objects

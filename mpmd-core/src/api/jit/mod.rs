@@ -377,9 +377,6 @@ fn issue<K: Kernel>(
         },
     );
     plan.donate(leaves, op, at);
-    if let Some(dry_run) = &program.runtime.dry_run {
-        plan.note_growth(dry_run, leaves, op);
-    }
     if let Some(guard) = guard {
         prepare(prepared, program, bound, leaves, op, guard, at);
     }

@@ -175,7 +175,7 @@ impl<K: Kernel> DeviceCall<K> {
         memory: &'a CallMemory,
         context: &mut Context<'a>,
     ) -> (Fallible<()>, Ending) {
-        let Self { arrived, outputs, made, held, fills, .. } = self;
+        let Self { arrived, outputs, made, fills, .. } = self;
         let mut staged = Vec::new();
         let mut turn = gpu.compute().turn();
         let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
@@ -189,7 +189,7 @@ impl<K: Kernel> DeviceCall<K> {
             Err(failure) => Err(failure),
             Ok(stream) => {
                 context.enter(OnCuda { cuda: Cuda::new(gpu, stream, memory), turn });
-                let ran = call.run(context, arrived, outputs, made, held);
+                let ran = call.run(context, arrived, outputs, made);
                 turn = context.leave().turn;
                 ran
             }

@@ -15,9 +15,7 @@ use super::{Jit, Prepared};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
 use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
-use crate::kernel::{
-    Collective, DeviceBindings, Kernel, MeshPosition, ObjectPath, Shapes, ShardInfo,
-};
+use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
 use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
@@ -106,15 +104,8 @@ pub(super) struct ObjectPlan {
     pub(super) inputs: Vec<usize>,
     /// Indices of the outputs that are objects.
     pub(super) outputs: Vec<usize>,
-    /// (place, bytes on each device), for each object with declared bytes: the new ones first.
-    pub(super) bytes: Vec<(ObjectPlace, u64)>,
-}
-
-/// Index of an object among a call's outputs or inputs.
-#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
-pub(super) enum ObjectPlace {
-    Output(usize),
-    Input(usize),
+    /// (index of the output, bytes on each device), for each new object with declared bytes.
+    pub(super) bytes: Vec<(usize, u64)>,
 }
 
 pub(super) struct InputPlan {
@@ -352,7 +343,7 @@ impl CallPlan {
             outputs[o].alias = Some(i);
         }
         let declared = &signature.object_bytes;
-        let objects = ObjectPlan::new(&inputs, &outputs, declared, &paths, &output_paths)?;
+        let objects = ObjectPlan::new(&inputs, &outputs, declared, &output_paths)?;
         for collective in &signature.collectives {
             collective.check(&jit.mesh).map_err(|why| {
                 IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
@@ -410,16 +401,20 @@ impl CallPlan {
 }
 
 impl ObjectPlan {
-    /// Returns the declared bytes of each object of the call on one device.
+    /// Returns the declared bytes of each new object of the call on one device.
     pub(super) fn held(&self) -> impl Iterator<Item = usize> + '_ {
         self.bytes.iter().map(|(_, bytes)| *bytes as usize)
+    }
+
+    /// Returns the declared bytes of the new object that is output `output`, on one device.
+    pub(super) fn declared(&self, output: usize) -> Option<u64> {
+        self.bytes.iter().find(|(index, _)| *index == output).map(|(_, bytes)| *bytes)
     }
 
     fn new(
         inputs: &[InputPlan],
         outputs: &[OutputPlan],
-        declared: &[(ObjectPath, u64)],
-        input_paths: &[String],
+        declared: &[(String, u64)],
         output_paths: &[String],
     ) -> Problem<Self> {
         let inputs: Vec<&ShapedArray> = inputs.iter().map(|input| &input.aval).collect();
@@ -435,22 +430,13 @@ impl ObjectPlan {
         let (inputs, outputs) = (objects(&inputs), objects(&outputs));
         let mut bytes = Vec::with_capacity(declared.len());
         for (path, declared) in declared {
-            let (found, place) = match path {
-                ObjectPath::Output(path) => {
-                    let index = find(output_paths, path, "output")?;
-                    (outputs.contains(&index), ObjectPlace::Output(index))
-                }
-                ObjectPath::Input(path) => {
-                    let index = find(input_paths, path, "input")?;
-                    (inputs.contains(&index), ObjectPlace::Input(index))
-                }
-            };
-            if !found {
+            let index = find(output_paths, path, "output")?;
+            if !outputs.contains(&index) {
                 let problem =
                     format!("the signature declares object bytes for {path:?}, which is no object");
                 return Err(IssueProblem::Signature(problem));
             }
-            bytes.push((place, *declared));
+            bytes.push((index, *declared));
         }
         bytes.retain(|(_, bytes)| *bytes > 0);
         bytes.sort_unstable();

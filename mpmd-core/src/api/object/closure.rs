@@ -56,7 +56,7 @@ where
     A: 'static,
     B: 'static,
 {
-    let work = MethodClosures { shapes, run, bytes: None, grows: None, types: PhantomData };
+    let work = MethodClosures { shapes, run, bytes: None, types: PhantomData };
     HostKernel::closure("method", Location::caller(), size_of::<F>() != 0, work)
 }
 
@@ -68,7 +68,6 @@ pub struct MethodClosures<S, F, A, B> {
     shapes: S,
     run: F,
     bytes: Option<BytesOf>,
-    grows: Option<BytesOf>,
     types: PhantomData<fn() -> (A, B)>,
 }
 
@@ -78,13 +77,6 @@ impl<S, F, A, B> HostKernel<MethodClosures<S, F, A, B>> {
     #[must_use]
     pub fn makes(self, bytes: impl Fn(&[&ShapedArray]) -> u64 + Send + Sync + 'static) -> Self {
         self.map_work(|work| MethodClosures { bytes: Some(Box::new(bytes)), ..work })
-    }
-
-    /// Declares the bytes that a call adds to its object on each device, from the global shapes of
-    /// the inputs. They count until the object is dropped.
-    #[must_use]
-    pub fn grows(self, bytes: impl Fn(&[&ShapedArray]) -> u64 + Send + Sync + 'static) -> Self {
-        self.map_work(|work| MethodClosures { grows: Some(Box::new(bytes)), ..work })
     }
 }
 
@@ -108,14 +100,10 @@ where
     fn declare(
         &self,
         (_, x): &Shapes<Self::In>,
-        mut signature: Signature<Shapes<Self::Out>>,
+        signature: Signature<Shapes<Self::Out>>,
     ) -> Signature<Shapes<Self::Out>> {
-        let x = x.leaves();
-        if let Some(bytes) = &self.bytes {
-            signature = signature.object_bytes("1", bytes(&x));
-        }
-        match &self.grows {
-            Some(grows) => signature.object_grows("0", grows(&x)),
+        match &self.bytes {
+            Some(bytes) => signature.object_bytes("1", bytes(&x.leaves())),
             None => signature,
         }
     }

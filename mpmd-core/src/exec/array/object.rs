@@ -46,7 +46,7 @@ struct Content {
     /// `None` once the value was taken out.
     value: Option<Box<dyn Any + Send>>,
     /// The declared memory of the value, which counts against the device's limit.
-    memory: Vec<Reservation>,
+    memory: Option<Reservation>,
     measure: Option<Measure>,
 }
 
@@ -82,7 +82,7 @@ impl NewObject {
         local_index: usize,
     ) -> SharedBuffer {
         let Self { value, type_name, measure } = self;
-        let memory = memory.into_iter().map(Reservation::hold).collect();
+        let memory = memory.map(Reservation::hold);
         let content = Content { value: Some(value), memory, measure };
         SharedBuffer::lent(Box::new(ObjectCell {
             content: Mutex::new(content),
@@ -115,16 +115,11 @@ impl ObjectCell {
         self.failure.get()
     }
 
-    /// Adds declared memory, which counts against the device's limit until the value is dropped.
-    pub(crate) fn grow(&self, memory: Reservation) {
-        self.content.lock().memory.push(memory.hold());
-    }
-
     /// Returns an error if the value reports more bytes than were declared for it.
     pub(crate) fn check(&self) -> Result<(), String> {
         let content = self.content.lock();
         let Some(value) = &content.value else { return Ok(()) };
-        let declared = content.memory.iter().map(|memory| memory.bytes() as u64).sum();
+        let declared = content.memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
         check(content.measure, &**value, declared, self.type_name)
     }
 
@@ -152,7 +147,7 @@ impl ObjectCell {
         let value = content.value.take().ok_or(ViewError::ObjectTaken)?;
         match value.downcast::<T>() {
             Ok(value) => {
-                content.memory.clear();
+                content.memory = None;
                 Ok(*value)
             }
             Err(value) => {
@@ -166,7 +161,7 @@ impl ObjectCell {
     /// caught and reported.
     pub(crate) fn discard(&self) {
         let Some(mut content) = self.content.try_lock() else { return };
-        let (value, memory) = (content.value.take(), std::mem::take(&mut content.memory));
+        let (value, memory) = (content.value.take(), content.memory.take());
         drop(content);
         drop(ObjectEnd { value, type_name: self.type_name, memory, pending: None });
     }
@@ -221,11 +216,11 @@ impl<T: 'static> DerefMut for ObjectRef<'_, T> {
 impl Drop for ObjectCell {
     fn drop(&mut self) {
         let Content { value, memory, .. } = self.content.get_mut();
-        let (Some(value), memory) = (value.take(), std::mem::take(memory)) else { return };
+        let (Some(value), memory) = (value.take(), memory.take()) else { return };
         let mut end =
             ObjectEnd { value: Some(value), type_name: self.type_name, memory, pending: None };
         let Some(runtime) = self.runtime.upgrade() else { return };
-        let bytes = end.memory.iter().map(|memory| memory.bytes() as u64).sum();
+        let bytes = end.memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
         end.pending = Some((runtime.in_flight.lend(bytes), runtime.in_flight.reading()));
         runtime.run_on(self.local_index, Box::new(move || drop(end)));
     }
@@ -235,7 +230,7 @@ impl Drop for ObjectCell {
 struct ObjectEnd {
     value: Option<Box<dyn Any + Send>>,
     type_name: &'static str,
-    memory: Vec<Reservation>,
+    memory: Option<Reservation>,
     /// Until the value is dropped, operations may wait for its memory, and the program's end waits
     /// for the drop.
     pending: Option<(OnLoan, Reading)>,
@@ -248,7 +243,7 @@ impl Drop for ObjectEnd {
             let why = panic_text(&*panic);
             warn_user(&format!("the drop of an object {} {why}", self.type_name));
         }
-        self.memory.clear();
+        self.memory = None;
         self.pending = None;
     }
 }
