@@ -381,7 +381,10 @@ fn different_calls_are_errors_and_do_not_block_in_nccl() {
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, half) {
         assert!(error.contains("no part of mine"), "{error}");
     }
-    let other = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| cx.all_to_all_on_cuda("x", &*y, &*y);
+    let other = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| {
+        let values = cx.cuda().expect("on a CUDA device").scratch(DType::F32, 8)?;
+        cx.all_to_all_on_cuda("x", &values, y)
+    };
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, other) {
         assert!(error.contains("the kernel calls all_to_all of"), "{error}");
     }

@@ -71,8 +71,8 @@ impl Operation {
         self.count * self.item()
     }
 
-    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a peer that is not
-    /// in the group.
+    /// Fails if NCCL would refuse the call: for an unknown dtype or reduction, or a peer that is
+    /// not in the group.
     pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
         let peer = match self.kind {
             Kind::Send(peer) | Kind::Receive(peer) => peer,
