@@ -8,7 +8,6 @@ use mpmd_layout::reshard::{
 use mpmd_layout::sharding::Sharding;
 use serde_json::json;
 
-use super::Answer;
 use super::case::{CaseSharding, NamedJson};
 use super::field::{Field, Malformed};
 use super::job::CaseJob;
@@ -23,13 +22,6 @@ pub(super) struct Case {
     /// Shape and dtype.
     array: Option<(Vec<usize>, String)>,
     job: CaseJob,
-}
-
-#[derive(Debug)]
-struct IntermediateAnswer {
-    src: Sharding,
-    dst: Sharding,
-    found: Result<Intermediate, NoIntermediate>,
 }
 
 impl Case {
@@ -60,7 +52,7 @@ impl Case {
         Ok(Self { src, dst, array, job: CaseJob::read(field)? })
     }
 
-    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+    pub(super) fn answer(self) -> Result<String, Refusal> {
         let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
         let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
         let found = match &self.array {
@@ -71,10 +63,19 @@ impl Case {
                     sharding.layout(shape).map_err(|error| Refusal::from(error).of(name))?;
                 }
                 let job = self.job.job([("src", src.devices()), ("dst", dst.devices())])?;
-                cheapest_intermediate(&src, &dst, &aval, job.topology())
+                cheapest_intermediate(&src, &dst, &aval, &job)
             }
         };
-        Ok(Box::new(IntermediateAnswer { src, dst, found }))
+        let answer = match &found {
+            Ok(Intermediate { sharding, replica_axes, .. }) => {
+                json!({ "intermediate": NamedJson::of(sharding), "replica_axes": replica_axes })
+            }
+            Err(NoIntermediate { why: why @ WhyNoIntermediate::NotNeeded, .. }) => {
+                json!({ "error": why.reason() })
+            }
+            Err(none) => json!({ "error": "none", "reason": none.why.reason() }),
+        };
+        Ok(answer.to_string())
     }
 }
 
@@ -87,31 +88,4 @@ fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
         sharding.layout(&vec![0; spec.entries().len()])?;
     }
     Ok(sharding)
-}
-
-impl Answer for IntermediateAnswer {
-    fn json(&self) -> String {
-        let answer = match &self.found {
-            Ok(Intermediate { sharding, replica_axes, .. }) => {
-                json!({ "intermediate": NamedJson::of(sharding), "replica_axes": replica_axes })
-            }
-            Err(NoIntermediate { why: why @ WhyNoIntermediate::NotNeeded, .. }) => {
-                json!({ "error": why.reason() })
-            }
-            Err(none) => json!({ "error": "none", "reason": none.why.reason() }),
-        };
-        answer.to_string()
-    }
-
-    fn pretty(&self) -> String {
-        let (src, dst) = (&self.src, &self.dst);
-        match &self.found {
-            Ok(found) => format!(
-                "source        {src}\nintermediate  {}\ntarget        {dst}\nreplicated over {}",
-                found.sharding,
-                found.replica_axes.join(", ")
-            ),
-            Err(none) => format!("source  {src}\ntarget  {dst}\n{}", none.why),
-        }
-    }
 }

@@ -17,25 +17,15 @@ pub(super) struct CaseJob {
     host_of: Option<Vec<(u32, u32)>>,
 }
 
-/// The topology of a case. It numbers processes without gaps, so the numbers of the case stand
-/// beside it.
-#[derive(Clone, Debug)]
-pub(super) struct Job {
-    topology: Topology,
-    /// (number, host) of each process as the case has them, ascending. The index is the topology's
-    /// process id.
-    processes: Vec<(u32, u32)>,
-}
-
 impl CaseJob {
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let map = |name| field.find(name)?.map(|map| map.id_map()).transpose();
         Ok(Self { process_of: map("process_of")?, host_of: map("host_of")? })
     }
 
-    /// Returns the job with all devices of the case. Fails if `process_of` lacks a device of
+    /// Returns the topology with all devices of the case, its processes numbered without gaps. Fails if `process_of` lacks a device of
     /// `devices`, two named lists, or if `host_of` lacks a process.
-    pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Job, Refusal> {
+    pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, Refusal> {
         let used: BTreeSet<DeviceId> =
             devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
         let owned: Vec<(DeviceId, u32)> = match &self.process_of {
@@ -73,29 +63,6 @@ impl CaseJob {
             kind: DeviceKind::Cpu,
         };
         let hosts: Vec<u32> = processes.iter().map(|(_, host)| *host).collect();
-        let topology = Topology::new(owned.iter().map(device).collect())?.on_hosts(&hosts)?;
-        Ok(Job { topology, processes })
-    }
-}
-
-impl Job {
-    /// Returns the devices and processes of the job. Its process ids are indices in `processes`.
-    pub(super) fn topology(&self) -> &Topology {
-        &self.topology
-    }
-
-    /// Returns the (number, host) of each process as the case has them, ascending by number.
-    pub(super) fn processes(&self) -> &[(u32, u32)] {
-        &self.processes
-    }
-
-    /// Returns the index in `processes` of the process that owns a device; 0 for an unknown device.
-    pub(super) fn place(&self, device: DeviceId) -> usize {
-        self.topology.process_of(device).map_or(0, |process| process.0 as usize)
-    }
-
-    /// Returns the devices of the process at `place`, an index in `processes`, ascending.
-    pub(super) fn devices_at(&self, place: usize) -> &[DeviceId] {
-        self.topology.devices_of(ProcessId(place as u32))
+        Ok(Topology::new(owned.iter().map(device).collect())?.on_hosts(&hosts)?)
     }
 }

@@ -1,5 +1,4 @@
-//! `mpmd plan`: runs the planners on a case. The answer is JSON for programs or tables for
-//! people.
+//! `mpmd plan`: runs the planners on a case. The answer is JSON.
 //!
 //! The fields of cases and answers are those of the golden files in the tests. They stay the same
 //! from version to version. Unknown fields of a case are refused.
@@ -7,7 +6,6 @@
 mod case;
 mod chunk;
 mod field;
-mod holding;
 mod intermediate;
 mod job;
 mod layout;
@@ -15,7 +13,6 @@ mod placement;
 mod refusal;
 mod reshard;
 mod rules;
-mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -57,23 +54,11 @@ enum What {
     Reshard(Input),
 }
 
-/// The source of the cases, and the format of the answers.
+/// The source of the cases.
 #[derive(Args, Debug)]
 struct Input {
     /// A file with the case or a list of cases as JSON; by default, or for `-`, standard input
     file: Option<PathBuf>,
-    /// Print tables for people instead of JSON
-    #[arg(long)]
-    pretty: bool,
-}
-
-/// The answer of a planner to a case.
-trait Answer {
-    /// Returns the answer as one line of JSON, the same for equal cases.
-    fn json(&self) -> String;
-
-    /// Returns the answer as text for people.
-    fn pretty(&self) -> String;
 }
 
 /// Reads the cases, and prints the answers. For input of the wrong form, prints the error
@@ -112,16 +97,10 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
         Ok(answers) => answers,
         Err(error) => return Ok(malformed(&error)),
     };
-    let text = |answer: &dyn Answer| if input.pretty { answer.pretty() } else { answer.json() };
-    let texts: Vec<String> = answers.iter().map(|answer| text(answer.as_ref())).collect();
-    let text = match (value.is_array(), input.pretty) {
-        (false, _) => texts.concat(),
-        (true, false) if texts.is_empty() => "[]".to_owned(),
-        (true, false) => format!("[\n{}\n]", texts.join(",\n")),
-        (true, true) => {
-            let case = |(i, text): (usize, &String)| format!("case {i}\n\n{text}");
-            texts.iter().enumerate().map(case).collect::<Vec<_>>().join("\n\n")
-        }
+    let text = match value.is_array() {
+        false => answers.concat(),
+        true if answers.is_empty() => "[]".to_owned(),
+        true => format!("[\n{}\n]", answers.join(",\n")),
     };
     files::say(&format!("{text}\n"))?;
     Ok(ExitCode::SUCCESS)
@@ -144,15 +123,16 @@ fn read(file: Option<&Path>) -> Result<Value> {
     serde_json::from_str(&text).with_context(|| format!("{name} is no JSON"))
 }
 
-/// Returns the answer or the refusal of each case; `value` is a case or a list of cases. Fails
+/// Returns the answer or the refusal of each case as one line of JSON, the same for equal cases.
+/// `value` is a case or a list of cases. Fails
 /// before any answer if a case has the wrong form, or a field that is none of `fields`. Cases with
 /// their answers, as in the golden files, can be asked again.
 fn answers<C>(
     value: &Value,
     fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
-    answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
-) -> Result<Vec<Box<dyn Answer>>> {
+    answer: impl Fn(C) -> Result<String, Refusal>,
+) -> Result<Vec<String>> {
     let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
     let mut cases = Vec::with_capacity(values.len());
     for (i, value) in values.iter().enumerate() {
@@ -163,16 +143,6 @@ fn answers<C>(
             Err(error) => bail!("case {i}: {error}"),
         }
     }
-    let answer = |case| answer(case).unwrap_or_else(|refusal| Box::new(refusal));
+    let answer = |case| answer(case).unwrap_or_else(|refusal| json_text(&refusal));
     Ok(cases.into_iter().map(answer).collect())
-}
-
-impl Answer for Refusal {
-    fn json(&self) -> String {
-        json_text(self)
-    }
-
-    fn pretty(&self) -> String {
-        format!("{}: {}", self.error, self.message)
-    }
 }

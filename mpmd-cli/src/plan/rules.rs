@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 
 use mpmd_base::DeviceId;
 use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
+use mpmd_layout::sharding::rules::{LogicalAxes, Registry, Strategy, infer};
 use mpmd_layout::topology::Mesh;
 use serde_json::json;
 
-use super::Answer;
 use super::case::{read_axes, spec_json};
 use super::field::{Field, Malformed};
 use super::refusal::Refusal;
@@ -41,9 +40,6 @@ struct CaseLeaf {
     /// Logical names of the dimensions; `None` for a dimension without a name.
     names: Option<Vec<Option<String>>>,
 }
-
-#[derive(Debug)]
-struct RulesAnswer(Inferred);
 
 impl Case {
     /// Fields of a case, and of its answer.
@@ -92,7 +88,7 @@ impl Case {
     }
 
     /// Infers the specs of all leaves. Returns a refusal if the values of the case are invalid.
-    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+    pub(super) fn answer(self) -> Result<String, Refusal> {
         let mesh = mesh(&self.mesh).map_err(|refusal| refusal.of("mesh"))?;
         let mut logical = LogicalAxes::default();
         let mut leaves: Vec<(String, ShapedArray)> = Vec::with_capacity(self.leaves.len());
@@ -127,8 +123,15 @@ impl Case {
         // The notes are in the answer: the log would only repeat those that warn.
         let silent = tracing::subscriber::NoSubscriber::new();
         let inferred =
-            tracing::subscriber::with_default(silent, || infer(&leaves, &strategy, &mesh));
-        Ok(Box::new(RulesAnswer(inferred?)))
+            tracing::subscriber::with_default(silent, || infer(&leaves, &strategy, &mesh))?;
+        let leaves = || inferred.leaves().iter();
+        let specs: BTreeMap<_, _> =
+            leaves().map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
+        let notes: BTreeMap<_, _> = leaves()
+            .filter(|leaf| !leaf.notes.is_empty())
+            .map(|leaf| (leaf.name.as_str(), &leaf.notes))
+            .collect();
+        Ok(json!({ "specs": specs, "notes": notes }).to_string())
     }
 }
 
@@ -188,21 +191,4 @@ fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
     }
     let axes: Vec<(&str, usize)> = axes.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
     Ok(Mesh::new(&axes, (0..devices as u32).map(DeviceId).collect())?)
-}
-
-impl Answer for RulesAnswer {
-    fn json(&self) -> String {
-        let leaves = || self.0.leaves().iter();
-        let specs: BTreeMap<_, _> =
-            leaves().map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
-        let notes: BTreeMap<_, _> = leaves()
-            .filter(|leaf| !leaf.notes.is_empty())
-            .map(|leaf| (leaf.name.as_str(), &leaf.notes))
-            .collect();
-        json!({ "specs": specs, "notes": notes }).to_string()
-    }
-
-    fn pretty(&self) -> String {
-        self.0.to_string()
-    }
 }

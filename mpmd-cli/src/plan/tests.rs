@@ -137,19 +137,17 @@ fn replacement(rng: &mut Rng) -> Value {
     }
 }
 
-/// Answers a case as `mpmd plan` does, in all output formats. Panics if an answer is no JSON.
+/// Answers a case as `mpmd plan` does. Panics if an answer is no JSON.
 fn answer<C>(
     case: &Value,
     fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
-    answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
+    answer: impl Fn(C) -> Result<String, Refusal>,
 ) {
     match answers(case, fields, read, answer) {
         Ok(answers) => {
-            for answer in answers {
-                let json = answer.json();
+            for json in answers {
                 assert!(serde_json::from_str::<Value>(&json).is_ok(), "{json}");
-                drop(answer.pretty());
             }
         }
         Err(error) => assert!(!error.to_string().is_empty()),

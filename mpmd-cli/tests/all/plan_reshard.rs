@@ -1,9 +1,8 @@
-//! `mpmd plan reshard`: executes its plans element by element, checks its sums, and checks its
-//! tables.
+//! `mpmd plan reshard`: executes its plans element by element, and checks its sums.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::common::{ask, told};
+use crate::common::told;
 use serde_json::{Value, json};
 
 /// For each device, the elements that it holds, by row-major index. The value is the step after
@@ -295,102 +294,3 @@ fn all_partial_sums_go_to_the_destination() {
     let piece = |src| json!({"src": src, "dst": 4, "region": [[0, 2]]});
     assert_eq!(answer["pieces"], json!([piece(3), piece(4)]));
 }
-
-#[test]
-fn tables_for_people() {
-    let answer = ask(&["reshard", "--pretty"], &example().to_string());
-    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
-    assert_eq!(answer.stdout, TABLES);
-    let two = json!([
-        {"shape": [5], "dim": 0, "placements": [1, 0]},
-        {"shape": [5], "dim": 1, "placements": [0]},
-    ]);
-    assert_eq!(ask(&["chunk", "--pretty"], &two.to_string()).stdout, CHUNKS);
-    let rules = json!({
-        "mesh": [["data", 4]],
-        "params": {"w": {"shape": [8, 8], "dtype": "f32"}},
-        "strategy": [["w", "shard_dim('data', 0)"]],
-    });
-    assert_eq!(ask(&["rules", "--pretty"], &rules.to_string()).stdout, RULES);
-    let mesh = json!({"axis_names": ["z"], "shape": [1], "device_ids": [9]});
-    let between = json!({"src": example()["src"], "dst": {"mesh": mesh, "spec": []}});
-    assert_eq!(ask(&["intermediate", "--pretty"], &between.to_string()).stdout, INTERMEDIATE);
-}
-
-const TABLES: &str = "\
-f32[8,6], 192 B: 8 pieces in 2 steps
-
-from P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
-
-region        shape   device
-[0..4, 0..3]  [4, 3]  0
-[0..4, 3..6]  [4, 3]  1
-[4..8, 0..3]  [4, 3]  2
-[4..8, 3..6]  [4, 3]  3
-
-to   P(None, z) on {z:2, r:2} devices [4, 5, 6, 7]
-
-region        shape   device
-[0..8, 0..3]  [8, 3]  4, 5
-[0..8, 3..6]  [8, 3]  6, 7
-
-process  host  devices
-      0     0  0, 1
-      1     0  2, 3
-      2     1  4, 5
-      3     1  6, 7
-
-link          pieces  bytes
-same device        0    0 B
-same process       4  192 B
-same host          0    0 B
-network            4  192 B
-
-from       to         link     pieces  bytes
-process 0  process 2  network       1   48 B
-process 0  process 3  network       1   48 B
-process 1  process 2  network       1   48 B
-process 1  process 3  network       1   48 B
-
-step  pieces  bytes
-   1       4  192 B
-   2       4  192 B
-
-device  sends  receives
-     0   48 B       0 B
-     1   48 B       0 B
-     2   48 B       0 B
-     3   48 B       0 B
-     4   48 B      96 B
-     5   48 B      96 B
-     6   48 B      96 B
-     7   48 B      96 B
-";
-
-const CHUNKS: &str = "\
-case 0
-
-[5]: chunks of dimension 0 on ranks [1, 0]
-
-region  shape  rank
-[0..3]  [3]    1
-[3..5]  [2]    0
-
-case 1
-
-dim_out_of_range: chunks of dimension 1: shape [5] has dimensions -1 to 0
-";
-
-const RULES: &str = "\
-leaf   array     spec           per device  rule
-w      f32[8,8]  P(data, None)        64 B  0 \"w\"
-total  256 B                          64 B
-";
-
-const INTERMEDIATE: &str = "\
-source        P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
-intermediate  P(x_intermediate_split, y_intermediate_split) on {x_intermediate_replica:2, \
-y_intermediate_replica:2, x_intermediate_split:1, y_intermediate_split:1} devices [0, 1, 2, 3]
-target        P() on {z:1} devices [9]
-replicated over x_intermediate_replica, y_intermediate_replica
-";
