@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod arrays;
 pub mod pipeline;
 pub mod sample;
 pub mod training;

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use mpmd::prelude::*;
-use mpmd_examples::arrays;
 
 /// Add one on devices 0 to 3, double on devices 4 to 7, and print the results of each process.
 #[derive(Parser)]
@@ -45,9 +44,29 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
             double.call(p, x)
         };
         let (a2, b2) = (both_stages(&a)?, both_stages(&b)?);
-        println!("process {}, round {round}: a2 {}", p.process(), arrays::equal(&a2, 2.0)?);
-        println!("process {}, round {round}: b2 {}", p.process(), arrays::equal(&b2, 4.0)?);
+        println!("process {}, round {round}: a2 {}", p.process(), equal(&a2, 2.0)?);
+        println!("process {}, round {round}: b2 {}", p.process(), equal(&b2, 4.0)?);
         p.step_end()?;
     }
     Ok(())
+}
+
+/// Waits for an array, and checks that every element on this process equals `expected`. An element
+/// that differs is an error.
+///
+/// Returns a description of the rows on this process, or says that the array is on other processes.
+fn equal(x: &MpmdArray, expected: f32) -> Result<String> {
+    if x.is_fully_remote() {
+        return Ok(format!("is a handle: {} on other processes", x.aval()));
+    }
+    let mut places = Vec::new();
+    for shard in x.addressable_shards()? {
+        let place = format!("rows {:?} on device {}", shard.region.range(0), shard.device);
+        if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected)
+        {
+            return Err(Error::kernel(format!("{place}: {value} instead of {expected}")));
+        }
+        places.push(place);
+    }
+    Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
 }

@@ -76,7 +76,6 @@ fn count(text: &str, of: &str) -> usize {
 
 const PIPELINE: &str = env!("CARGO_BIN_EXE_pipeline");
 const BASIC: &str = env!("CARGO_BIN_EXE_basic");
-const OVERLAP: &str = env!("CARGO_BIN_EXE_overlap");
 const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
 const QUICKSTART: &str = env!("CARGO_BIN_EXE_quickstart");
 const TRAIN_GPT: &str = env!("CARGO_BIN_EXE_train_gpt");
@@ -222,30 +221,6 @@ fn basic_prints_the_results_of_each_process() {
         assert_eq!(count(&out, "b2 is 4.0 everywhere"), 3 * owners, "{out}");
         assert_eq!(count(&out, "2 is a handle"), 2 * 3 * (processes - owners), "{out}");
     }
-}
-
-#[test]
-fn overlap_gives_the_same_output_on_any_number_of_processes() {
-    let outputs = |args: &str| {
-        let Run { code, out, err } =
-            run(OVERLAP, &format!("--width 64 --batch 32 --steps 3 {args}"));
-        assert_eq!(code, Some(0), "{args}: {err}");
-        let mut sizes: Vec<_> = out
-            .lines()
-            .filter_map(|line| line.split_once("root mean square "))
-            .map(|(_, size)| size.to_owned())
-            .collect();
-        let here = sizes.len();
-        sizes.dedup();
-        assert_eq!(sizes.len(), 1, "{out}");
-        (here, count(&out, "is a handle"), sizes.remove(0))
-    };
-    let (here, remote, size) = outputs("--processes 1");
-    assert_eq!((here, remote), (1, 0));
-    assert_eq!(outputs(""), (1, 3, size.clone()));
-    assert_eq!(outputs("--processes 2 --transport inproc"), (1, 1, size.clone()));
-    // Both devices of the first stage have the output, in processes 0 and 1.
-    assert_eq!(outputs("--processes 8"), (2, 6, size));
 }
 
 #[test]

@@ -23,11 +23,10 @@ use crate::commands::cargo;
 const RUNNER: &str = "xtask";
 
 /// All programs: that one, and those that the stages and their tests start.
-const PROGRAMS: [&str; 9] = [
+const PROGRAMS: [&str; 8] = [
     "mpmd",
     "basic",
     "cuda_kernel",
-    "overlap",
     "pipeline",
     "reshard",
     "named",
