@@ -108,18 +108,6 @@ impl Text {
         self.files
     }
 
-    /// Returns the number of training sequences of `time` bytes and the byte that follows each.
-    /// Sequences that start at different bytes are different ones.
-    pub fn sequences(&self, time: usize) -> usize {
-        self.blocks().sequences(time)
-    }
-
-    /// Returns (`time` consecutive training bytes, the byte that follows each), chosen by `random`,
-    /// 64 random bits. `None` if no run of training blocks has more than `time` bytes.
-    pub fn sequence(&self, random: u64, time: usize) -> Option<(&[u8], &[u8])> {
-        Some(self.shifted(self.blocks().sequence_start(random, time)?, time))
-    }
-
     /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
     /// each of its bytes), all within one block. The last bytes of a block that fill no piece are
     /// skipped.
@@ -135,11 +123,6 @@ impl Text {
     /// them overlaps a held-out block.
     pub fn training_runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         self.blocks().training_runs()
-    }
-
-    /// Returns the held-out blocks, as ranges of indices in all bytes of the text.
-    pub fn held_out_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        self.blocks().held_out()
     }
 
     /// Returns a hash of the text, for a comparison between processes that read their own files.
@@ -272,14 +255,17 @@ mod tests {
     fn sequences_never_overlap_held_out_blocks() {
         let bytes: Vec<u8> = (0..BLOCK * 21).map(|i| (i / BLOCK) as u8).collect();
         let text = Text::of_files(&[bytes]).unwrap();
+        let sequence = |random: u64, time: usize| {
+            Some(text.shifted(text.blocks().sequence_start(random, time)?, time))
+        };
         for row in 0..500 {
-            let (inputs, targets) = text.sequence(bits(Key(2), row), 100).unwrap();
+            let (inputs, targets) = sequence(bits(Key(2), row), 100).unwrap();
             assert_eq!(inputs[1..], targets[..99]);
             assert!(inputs.iter().chain(targets).all(|block| *block % 10 != 9), "row {row}");
         }
-        assert_eq!(text.sequence(7, 100), text.sequence(8, 100));
-        assert_ne!(text.sequence(7, 100), text.sequence(7 << 60, 100));
-        assert_eq!(text.sequence(7, BLOCK * 30), None);
+        assert_eq!(sequence(7, 100), sequence(8, 100));
+        assert_ne!(sequence(7, 100), sequence(7 << 60, 100));
+        assert_eq!(sequence(7, BLOCK * 30), None);
         let held_out = text.held_out_sequences(100);
         assert_eq!(held_out.len(), 2 * 40);
         assert!(held_out.iter().all(|(inputs, targets)| {
@@ -347,7 +333,7 @@ mod tests {
     #[test]
     fn repository_text_has_held_out_blocks() {
         let text = Text::of_this_repository().unwrap();
-        assert!(text.files() > 10 && text.held_out_blocks().count() > 0);
+        assert!(text.files() > 10 && text.blocks().held_out().count() > 0);
         assert_eq!(text.fingerprint(), Text::of_this_repository().unwrap().fingerprint());
     }
 }
