@@ -23,16 +23,8 @@ use crate::commands::cargo;
 const RUNNER: &str = "xtask";
 
 /// All programs: that one, and those that the stages and their tests start.
-const PROGRAMS: [&str; 8] = [
-    "mpmd",
-    "basic",
-    "cuda_kernel",
-    "pipeline",
-    "reshard",
-    "named",
-    "train_gpt",
-    RUNNER,
-];
+const PROGRAMS: [&str; 8] =
+    ["mpmd", "basic", "cuda_kernel", "pipeline", "reshard", "named", "train_gpt", RUNNER];
 
 /// The packages with these programs, and with tests for GPUs.
 const PACKAGES: [&str; 6] =
