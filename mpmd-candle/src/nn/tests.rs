@@ -4,7 +4,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::Module;
 use mpmd_layout::random::Key;
 
-use super::{Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention};
+use super::{
+    Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention, self_attention,
+};
 use crate::pass::{Pass, enter};
 
 fn pass(key: Option<Key>) -> Pass<'static> {
@@ -90,6 +92,36 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
             assert!((found - expected).abs() < 1e-5, "weight {at}: {found}, not {expected}");
         }
     }
+}
+
+#[test]
+fn self_attention_is_attention_to_its_parts() -> Result<()> {
+    for (batch, time, heads, dim) in [(2, 7, 3, 4), (1, 130, 2, 8), (3, 64, 1, 5)] {
+        let x = variable(&[batch, time, heads * 3 * dim], 1);
+        for mask in [Mask::None, Mask::Causal] {
+            let split = |x: &Tensor| {
+                let x = x.reshape((batch, time, heads, 3, dim))?.transpose(1, 2)?;
+                let part = |which| x.narrow(3, which, 1)?.squeeze(3);
+                let y = attention(&part(0)?, &part(1)?, &part(2)?, mask.clone(), 0.4)?;
+                y.transpose(1, 2)?.reshape((batch, time, heads * dim))
+            };
+            let run = |y: Tensor| -> Result<[Vec<f32>; 2]> {
+                let weights = Tensor::arange(0f32, y.elem_count() as f32, &Device::Cpu)?;
+                let sum = (&y * weights.sin()?.reshape(y.shape())?)?.sum_all()?;
+                Ok([elements(&y), elements(sum.backward()?.get(&x).unwrap())])
+            };
+            let found = run(self_attention(&x, heads, mask.clone(), 0.4)?)?.concat();
+            let expected = run(split(&x)?)?.concat();
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!((found - expected).abs() < 1e-5, "{found}, not {expected}");
+            }
+        }
+    }
+    let odd = variable(&[1, 2, 10], 1);
+    let why = self_attention(&odd, 2, Mask::None, 1.0).unwrap_err().to_string();
+    assert!(why.contains("[1, 2, 10] with 2 heads"), "{why}");
+    Ok(())
 }
 
 #[test]
