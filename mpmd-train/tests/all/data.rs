@@ -12,7 +12,7 @@ use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
 
-use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed, windows};
+use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed};
 
 /// Returns sequences of 2 to 13 tokens.
 fn sequences(count: u64) -> Vec<Vec<u32>> {
