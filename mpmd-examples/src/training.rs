@@ -72,8 +72,6 @@ pub struct Figures {
     start: Instant,
     /// Seconds from `start` to the last step.
     seconds: f64,
-    /// Bytes of a window.
-    time: usize,
     file: Option<LossFile>,
     /// The first error of a step.
     wrong: Option<anyhow::Error>,
@@ -164,7 +162,7 @@ impl Figures {
         let (file, losses) = file.unzip();
         let (losses, start) = (losses.unwrap_or_default(), Instant::now());
         let (steps, bytes, seconds, wrong) = (0, 0.0, 0.0, None);
-        Ok(Self { losses, steps, bytes, start, seconds, time, file, wrong })
+        Ok(Self { losses, steps, bytes, start, seconds, file, wrong })
     }
 
     /// Keeps the figures of a step, and writes its line into the file of losses.
@@ -193,8 +191,8 @@ impl Figures {
     /// # Errors
     ///
     /// If the file of losses could not be written, or a repeated step had another loss than before.
-    pub fn finish(self, text: &Text, outcome: &Outcome) -> anyhow::Result<()> {
-        let Self { losses, steps, bytes, seconds, time, wrong, .. } = self;
+    pub fn finish(self, outcome: &Outcome) -> anyhow::Result<()> {
+        let Self { losses, steps, bytes, seconds, wrong, .. } = self;
         wrong.map_or(Ok(()), Err)?;
         let last = losses.values().rev().take(20);
         let count = last.len();
@@ -202,7 +200,6 @@ impl Figures {
         let mut rows = vec![(format!("training loss, last {count} steps"), training)];
         if outcome.stopped.is_none() {
             rows.push(("held-out loss".to_owned(), outcome.evaluation));
-            rows.push(("held-out loss of a bigram table".to_owned(), bigram_loss(text, time)));
         }
         println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
         for (name, nats) in rows {
@@ -214,64 +211,5 @@ impl Figures {
         let rate = bytes / seconds;
         println!("{steps} steps in {seconds:.1} s: {rate:.0} tokens/s");
         Ok(())
-    }
-}
-
-/// Share of a byte's own frequency in the prediction of [`bigram_loss`]. It gives pairs that were
-/// never seen a chance.
-const UNIGRAM_SHARE: f64 = 0.05;
-
-/// Returns the cross-entropy of the held-out windows of `time` bytes under a table of byte pairs of
-/// the training text, in nats per byte. `None` if nothing is held out.
-fn bigram_loss(text: &Text, time: usize) -> Option<f64> {
-    let mut pairs = vec![0u64; 256 * 256];
-    // Each byte counts as seen once before, so that no byte is impossible.
-    let mut singles = [1u64; 256];
-    for run in text.training_runs() {
-        let bytes = &text.bytes()[run];
-        bytes.iter().for_each(|byte| singles[usize::from(*byte)] += 1);
-        for pair in bytes.windows(2) {
-            pairs[usize::from(pair[0]) * 256 + usize::from(pair[1])] += 1;
-        }
-    }
-    let total: u64 = singles.iter().sum();
-    let firsts: Vec<u64> = pairs.chunks(256).map(|row| row.iter().sum()).collect();
-    let share = |first: u8, next: u8| {
-        let (first, next) = (usize::from(first), usize::from(next));
-        let single = singles[next] as f64 / total as f64;
-        match firsts[first] {
-            0 => single,
-            seen => {
-                let pair = pairs[first * 256 + next] as f64 / seen as f64;
-                (1.0 - UNIGRAM_SHARE) * pair + UNIGRAM_SHARE * single
-            }
-        }
-    };
-    let windows = text.held_out_sequences(time);
-    let seen = windows.iter().flat_map(|(inputs, targets)| inputs.iter().zip(*targets));
-    let losses = seen.map(|(first, next)| -share(*first, *next).ln());
-    let (bytes, sum) = losses.fold((0u64, 0.0), |(bytes, sum), loss| (bytes + 1, sum + loss));
-    (bytes > 0).then(|| sum / bytes as f64)
-}
-
-#[cfg(test)]
-mod tests {
-    use mpmd::random::{Key, uniform_f64};
-    use mpmd_train::data::BLOCK;
-
-    use super::*;
-
-    #[test]
-    fn bigram_loss_is_zero_for_certain_pairs_and_entropy_for_random() {
-        let loss = |bytes| bigram_loss(&Text::of_files(&[bytes]).unwrap(), 64);
-        let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
-        let found = loss(certain).unwrap();
-        assert!((found + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{found}");
-        let random: Vec<u8> = (0..BLOCK as u64 * 60)
-            .map(|i| b"abcd"[(4.0 * uniform_f64(Key(7), i)) as usize])
-            .collect();
-        let found = loss(random).unwrap();
-        assert!((found - 4f64.ln()).abs() < 0.01, "{found}");
-        assert_eq!(loss(vec![b'x'; 1000]), None);
     }
 }

@@ -51,7 +51,7 @@ pub mod stop;
 pub mod tensors;
 mod trainer;
 
-pub use checkpoint::{Checkpoints, Goal};
+pub use checkpoint::Checkpoints;
 pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;
 pub use trainer::{

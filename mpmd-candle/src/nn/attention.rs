@@ -7,7 +7,9 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use candle_core::{CpuStorage, CustomOp3, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp3, D, DType, Layout, Result, Shape, Tensor, bail,
+};
 pub use candle_nn::attention::*;
 use rayon::prelude::*;
 
@@ -18,7 +20,7 @@ use crate::pass::keeps;
 use mpmd_device::cpu::lanes;
 
 /// The number of queries in a block: their scores are computed together.
-pub(super) const BLOCK: usize = 64;
+const BLOCK: usize = 64;
 
 /// The keys that each query sees.
 #[derive(Clone, Debug, Default)]
@@ -74,6 +76,42 @@ pub fn capped_attention(
         Mask::Additive(mask) => (Some(mask), Sight::All),
     };
     attend(q, k, v, (mask.as_ref(), sight), scale, cap)
+}
+
+/// Does the same as [`attention`], where one tensor has queries, keys and values.
+///
+/// `qkv` is `[batch, time, heads * 3 * dim]`: for each head its query, its key and its value. So a
+/// linear layer that makes it can be divided over devices by heads. The result is `[batch, time,
+/// heads * dim]`.
+///
+/// # Errors
+///
+/// If the heads do not divide the columns, or the mask does not fit.
+pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Result<Tensor> {
+    let (batch, time, columns) = qkv.dims3()?;
+    if heads == 0 || !columns.is_multiple_of(3 * heads) {
+        bail!(
+            "self_attention of {:?} with {heads} heads: expected [batch, time, heads * 3 * dim]",
+            qkv.dims()
+        );
+    }
+    let dim = columns / (3 * heads);
+    let parts = qkv.reshape((batch, time, heads, 3, dim))?.permute((3, 0, 2, 1, 4))?;
+    let sight = match mask {
+        Mask::None => Some(Sight::All),
+        Mask::Causal => Some(Sight::Causal),
+        _ => None,
+    };
+    let y = match sight.filter(|_| are_fast(&[qkv])) {
+        Some(sight) => {
+            let (groups, queries, keys, out_dim) = (heads, time, time, dim);
+            let sizes = Sizes { batch, heads, groups, queries, keys, dim, out_dim };
+            let operation = Attention::new(sizes, None, sight, scale, qkv.track_op());
+            parts.contiguous()?.apply_op1(SelfAttention(operation))?
+        }
+        None => attention(&parts.get(0)?, &parts.get(1)?, &parts.get(2)?, mask, scale)?,
+    };
+    y.transpose(1, 2)?.reshape((batch, time, heads * dim))
 }
 
 /// The keys that a query sees by its position.
@@ -146,11 +184,8 @@ pub(super) fn attend(
         Some(mask) if mask.stride()[3] != 1 => Some(mask.contiguous()?),
         mask => mask,
     };
-    if q.track_op() || k.track_op() || v.track_op() {
-        keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
-    }
-    let scale = scale as f32;
-    let operation = Attention { sizes, mask, sight, scale, normalizers: OnceLock::new() };
+    let is_tracked = q.track_op() || k.track_op() || v.track_op();
+    let operation = Attention::new(sizes, mask, sight, scale, is_tracked);
     q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
 }
 
@@ -269,6 +304,14 @@ struct Block {
 }
 
 impl Attention {
+    /// Creates the operation. `is_tracked` is true if it keeps normalizers for a backward pass.
+    fn new(sizes: Sizes, mask: Option<Tensor>, sight: Sight, scale: f64, is_tracked: bool) -> Self {
+        if is_tracked {
+            keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
+        }
+        Self { sizes, mask, sight, scale: scale as f32, normalizers: OnceLock::new() }
+    }
+
     fn block(&self, head: usize, first: usize, rows: usize) -> Block {
         let sees = |row| self.sight.of(self.sizes, head / self.sizes.heads, first + row);
         let start = match self.sight {
@@ -415,7 +458,7 @@ impl Attention {
 }
 
 /// Replaces the scores of a query by the softmax of those that it sees, and zeros.
-pub(super) fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
+fn probabilities(row: &mut [f32], seen: Range<usize>) -> Normalizer {
     hide(row, &seen);
     let seen = &mut row[seen];
     let largest = lanes::max(seen);
@@ -438,7 +481,7 @@ fn hide(row: &mut [f32], seen: &Range<usize>) {
 /// The factors are (scale of the products, normalizer of the scores, mean of the probabilities'
 /// gradients). The mean is the product of the result and its gradient, and computed here if it is
 /// `None`.
-pub(super) fn score_gradients(
+fn score_gradients(
     row: &mut [f32],
     d_row: &mut [f32],
     seen: Range<usize>,
@@ -532,5 +575,41 @@ impl CustomOp3 for Attention {
             like.track_op().then(|| tensor_like(gradient, like)).transpose()
         };
         Ok((needed(d_q, q)?, needed(d_k, k)?, needed(d_v, v)?))
+    }
+}
+
+/// The operation of [`self_attention`]: attention to one tensor with queries, keys and values, one
+/// after the other.
+struct SelfAttention(Attention);
+
+impl CustomOp1 for SelfAttention {
+    fn name(&self) -> &'static str {
+        "self-attention"
+    }
+
+    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (Sizes { batch, heads, queries, out_dim, .. }, all) =
+            (self.0.sizes, slice(qkv, layout)?);
+        let (q, rest) = all.split_at(all.len() / 3);
+        let (k, v) = rest.split_at(q.len());
+        let (out, normalizers) = self.0.forward(q, k, v)?;
+        self.0.normalizers.get_or_init(|| normalizers);
+        result(out, (batch, heads, queries, out_dim), qkv)
+    }
+
+    fn bwd(&self, qkv: &Tensor, out: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let Some(normalizers) = self.0.normalizers.get() else {
+            bail!("attention's backward pass before its forward pass");
+        };
+        let gradient = gradient.contiguous()?;
+        let d_qkv = {
+            let [all, d_out] = [values(qkv)?, values(&gradient)?];
+            let (q, rest) = all.split_at(all.len() / 3);
+            let (k, v) = rest.split_at(q.len());
+            let out = exact(out)?;
+            let out = out.as_deref();
+            self.0.backward(&Given { q, k, v, out, d_out: &d_out, normalizers })?.concat()
+        };
+        tensor_like(d_qkv, qkv).map(Some)
     }
 }

@@ -12,7 +12,7 @@
 //! |---|---|---|
 //! | `Linear`, `Grouped`, `Embedding`, `LayerNorm`, `RmsNorm` | yes | yes |
 //! | `Activation`, `Dropout`, attention, softmax, rotary embeddings, losses | yes | no weights |
-//! | `Conv1d`, `Conv2d` | yes | of the weight; not of the bias |
+//! | `Conv1d`, `Conv2d` | yes | no |
 //! | `GroupNorm`, `PReLU`, `LSTM`, `GRU` | by candle | no |
 //! | `ConvTranspose2d` | by candle, without groups | no |
 //! | `ConvTranspose1d` | none: an error | |
@@ -42,14 +42,13 @@ pub mod ops;
 mod packed;
 mod paged;
 pub mod rotary_emb;
-mod self_attention;
 mod softmax;
 #[cfg(test)]
 mod tests;
 mod values;
 
 pub use activation::Activation;
-pub use attention::{Mask, attention, capped_attention};
+pub use attention::{Mask, attention, capped_attention, self_attention};
 pub use conv::{Conv1d, Conv2d, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, embedding};
@@ -60,4 +59,3 @@ pub use layer_norm::{
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use packed::PackedLinear;
 pub use paged::{BLOCK, PagedCache, PagedRows, PagedScores};
-pub use self_attention::self_attention;

@@ -4,7 +4,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::Module;
 use mpmd_layout::random::Key;
 
-use super::{Conv1d, Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention};
+use super::{
+    Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention, self_attention,
+};
 use crate::pass::{Pass, enter};
 
 fn pass(key: Option<Key>) -> Pass<'static> {
@@ -23,9 +25,9 @@ fn elements(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Computes a model with a layer of each kind that has weights. `weights[0]` is used twice.
+/// Computes a model with a layer of each kind that can defer. `weights[0]` is used twice.
 fn loss(weights: &[Tensor]) -> Result<Tensor> {
-    let [table, gain, bias, square, kernel, stack] = weights else { unreachable!() };
+    let [table, gain, bias, square, stack] = weights else { unreachable!() };
     let tokens = Tensor::new(&[[1u32, 3, 1, 0], [2, 4, 4, 1]], &Device::Cpu)?;
     let x = Embedding::new(table.clone(), 12).forward(&tokens)?;
     let x = LayerNorm::new(gain.clone(), bias.clone(), 1e-5).forward(&x)?;
@@ -36,13 +38,12 @@ fn loss(weights: &[Tensor]) -> Result<Tensor> {
     let x = RmsNorm::new(gain.clone(), 1e-5).forward(&x)?;
     let x = Grouped::new(stack.clone()).forward(&x.reshape((8, 12))?, &[3, 0, 5])?;
     let x = x.reshape((2, 4, 12))?;
-    let x = Conv1d::new(kernel.clone(), None, Default::default()).forward(&x)?;
     let x = Linear::new(table.clone(), None).forward(&x)?;
     super::loss::cross_entropy(&x.reshape((8, 5))?, &tokens.flatten_all()?)
 }
 
 fn weights() -> Vec<Tensor> {
-    let shapes: [&[usize]; 6] = [&[5, 12], &[12], &[12], &[12, 12], &[4, 4, 1], &[3, 12, 12]];
+    let shapes: [&[usize]; 5] = [&[5, 12], &[12], &[12], &[12, 12], &[3, 12, 12]];
     shapes.iter().enumerate().map(|(at, shape)| variable(shape, at as u64)).collect()
 }
 
@@ -91,6 +92,36 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
             assert!((found - expected).abs() < 1e-5, "weight {at}: {found}, not {expected}");
         }
     }
+}
+
+#[test]
+fn self_attention_is_attention_to_its_parts() -> Result<()> {
+    for (batch, time, heads, dim) in [(2, 7, 3, 4), (1, 130, 2, 8), (3, 64, 1, 5)] {
+        let x = variable(&[batch, time, heads * 3 * dim], 1);
+        for mask in [Mask::None, Mask::Causal] {
+            let split = |x: &Tensor| {
+                let x = x.reshape((batch, time, heads, 3, dim))?.transpose(1, 2)?;
+                let part = |which| x.narrow(3, which, 1)?.squeeze(3);
+                let y = attention(&part(0)?, &part(1)?, &part(2)?, mask.clone(), 0.4)?;
+                y.transpose(1, 2)?.reshape((batch, time, heads * dim))
+            };
+            let run = |y: Tensor| -> Result<[Vec<f32>; 2]> {
+                let weights = Tensor::arange(0f32, y.elem_count() as f32, &Device::Cpu)?;
+                let sum = (&y * weights.sin()?.reshape(y.shape())?)?.sum_all()?;
+                Ok([elements(&y), elements(sum.backward()?.get(&x).unwrap())])
+            };
+            let found = run(self_attention(&x, heads, mask.clone(), 0.4)?)?.concat();
+            let expected = run(split(&x)?)?.concat();
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!((found - expected).abs() < 1e-5, "{found}, not {expected}");
+            }
+        }
+    }
+    let odd = variable(&[1, 2, 10], 1);
+    let why = self_attention(&odd, 2, Mask::None, 1.0).unwrap_err().to_string();
+    assert!(why.contains("[1, 2, 10] with 2 heads"), "{why}");
+    Ok(())
 }
 
 #[test]

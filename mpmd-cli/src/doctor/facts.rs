@@ -14,9 +14,6 @@ use serde::Serialize;
 
 use super::cuda::Cuda;
 
-/// The time limit for UCX to connect two ends in this process.
-const UCX_PATIENCE: Duration = Duration::from_secs(20);
-
 /// The time limit for a TCP connection from this host to itself, and for reading one byte from it.
 const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -34,14 +31,6 @@ pub(super) struct Facts {
     /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
     pub(super) sharing: Sharing,
-    /// Bytes that this process may lock in memory, by its soft limit; `None` if there is no limit.
-    pub(super) lockable_bytes: Option<u64>,
-    /// True if that limit does not apply to this process, because it has CAP_IPC_LOCK.
-    pub(super) may_lock: bool,
-    /// Names of the RDMA devices.
-    pub(super) rdma: Vec<String>,
-    /// The size of `/dev/shm`; `None` if it does not exist.
-    pub(super) shared_memory: Option<SharedMemory>,
 }
 
 /// True if the text of a request for devices names the kind `cuda`.
@@ -62,12 +51,7 @@ fn wants_nccl(collectives: Option<&str>) -> bool {
 pub(super) enum Ucx {
     NotCompiledIn,
     Unusable(String),
-    Usable {
-        version: String,
-        library: String,
-        resources: Vec<(String, String)>,
-        lanes: Vec<String>,
-    },
+    Usable { version: String, library: String },
 }
 
 /// Facts for the transport `shm`.
@@ -83,18 +67,9 @@ pub(super) struct Sharing {
     pub(super) open_files: Option<u64>,
 }
 
-/// The size of `/dev/shm` and its free part, in bytes.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct SharedMemory {
-    pub(super) bytes: u64,
-    pub(super) free: u64,
-}
-
 impl Facts {
-    /// Gathers all facts. Blocks for several seconds at times: it opens UCX.
+    /// Gathers all facts. Opens UCX, which may block for seconds.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
-        let limit = getrlimit(Resource::Memlock);
-        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
         Self {
             transport,
             cuda: Cuda::look(wants_cuda(device.as_deref())),
@@ -103,10 +78,6 @@ impl Facts {
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
             sharing: Sharing::look(),
-            lockable_bytes: limit.current,
-            may_lock: may_lock(&read("/proc/self/status"), &read("/proc/self/uid_map")),
-            rdma: names_in("/sys/class/infiniband"),
-            shared_memory: SharedMemory::look(),
         }
     }
 }
@@ -116,12 +87,10 @@ impl Ucx {
         if !transports::HAS_UCX {
             return Self::NotCompiledIn;
         }
-        match transports::examine(UCX_PATIENCE) {
+        match transports::examine() {
             Ok(report) => Self::Usable {
                 version: report.version,
                 library: report.library.display().to_string(),
-                resources: report.resources,
-                lanes: report.lanes,
             },
             Err(error) => Self::Unusable(error.to_string()),
         }
@@ -152,30 +121,6 @@ impl Sharing {
     }
 }
 
-/// Returns true if limits on locked memory do not apply to this process, by the texts of
-/// `/proc/self/status` and `/proc/self/uid_map`.
-fn may_lock(status: &str, uid_map: &str) -> bool {
-    /// Bit of CAP_IPC_LOCK, see capabilities(7).
-    const IPC_LOCK: u64 = 1 << 14;
-    let field = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let capabilities = u64::from_str_radix(field.unwrap_or_default().trim(), 16).unwrap_or(0);
-    // The host's own namespace maps all users to themselves, see user_namespaces(7). The kernel
-    // requires the capability in that namespace.
-    let mapped: Vec<&str> = uid_map.split_whitespace().collect();
-    let is_hosts_own = mapped.is_empty() || mapped == ["0", "0", "4294967295"];
-    capabilities & IPC_LOCK != 0 && is_hosts_own
-}
-
-impl SharedMemory {
-    fn look() -> Option<Self> {
-        let system = rustix::fs::statvfs("/dev/shm").ok()?;
-        Some(Self {
-            bytes: system.f_blocks * system.f_frsize,
-            free: system.f_bavail * system.f_frsize,
-        })
-    }
-}
-
 /// Sends a byte over TCP from this host to itself, and receives it. Each wait is limited to
 /// `LOOPBACK_PATIENCE`.
 fn loopback() -> io::Result<()> {
@@ -188,28 +133,9 @@ fn loopback() -> io::Result<()> {
     here.read_exact(&mut [0])
 }
 
-/// Returns the names of the entries of a folder, sorted. Empty if the folder cannot be read.
-fn names_in(folder: &str) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten();
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const OWN: &str = "         0          0 4294967295\n";
-
-    #[test]
-    fn limits_are_lifted_only_in_the_hosts_own_namespace() {
-        let capable = "Name:\tmpmd\nCapEff:\t000001fffeffffff\nSeccomp:\t0\n";
-        assert!(may_lock(capable, OWN) && may_lock(capable, ""));
-        assert!(!may_lock(capable, "0 100000 65536\n"));
-        assert!(!may_lock("CapEff:\t0000000000000000\n", OWN) && !may_lock("", ""));
-    }
 
     #[test]
     fn the_chosen_word_is_the_one_in_brackets() {
@@ -221,9 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_examined() {
+    fn this_machine_reaches_itself() {
         loopback().expect("a host reaches itself");
-        let shared = SharedMemory::look();
-        assert!(shared.is_none_or(|shared| shared.free <= shared.bytes), "{shared:?}");
     }
 }

@@ -23,8 +23,9 @@ impl CaseJob {
         Ok(Self { process_of: map("process_of")?, host_of: map("host_of")? })
     }
 
-    /// Returns the topology with all devices of the case, its processes numbered without gaps. Fails
-    /// if `process_of` lacks a device of `devices`, two named lists, or if `host_of` lacks a process.
+    /// Returns the topology with all devices of the case, its processes numbered without gaps.
+    /// Fails if `process_of` lacks a device of `devices`, two named lists, or if `host_of` lacks a
+    /// process.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, Refusal> {
         let used: BTreeSet<DeviceId> =
             devices.iter().flat_map(|(_, devices)| *devices).copied().collect();

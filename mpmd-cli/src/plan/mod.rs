@@ -124,9 +124,9 @@ fn read(file: Option<&Path>) -> Result<Value> {
 }
 
 /// Returns the answer or the refusal of each case as one line of JSON, the same for equal cases.
-/// `value` is a case or a list of cases. Fails
-/// before any answer if a case has the wrong form, or a field that is none of `fields`. Cases with
-/// their answers, as in the golden files, can be asked again.
+/// `value` is a case or a list of cases. Fails before any answer if a case has the wrong form, or a
+/// field that is none of `fields`. Cases with their answers, as in the golden files, can be asked
+/// again.
 fn answers<C>(
     value: &Value,
     fields: &[&str],

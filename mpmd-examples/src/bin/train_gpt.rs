@@ -236,7 +236,7 @@ fn run(
         if let Some(folder) = &args.save {
             println!("saved after step {} to {}", trainer.steps(), folder.display());
         }
-        figures.finish(text, &outcome)?;
+        figures.finish(&outcome)?;
     }
     let mut signal = outcome.stopped;
     if signal.is_none() {

@@ -144,18 +144,14 @@ fn place(
     }
 }
 
-/// Removes all checkpoints but the newest `keep` and the best one, and the rests of broken saves
-/// before the newest.
+/// Removes all checkpoints but the newest `keep`, and the rests of broken saves before the newest.
 /// Files of others in their folders are kept, with the folder.
 pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     let steps = steps(folder)?;
     let Some(newest) = steps.last() else { return Ok(()) };
-    let best = super::best::read(folder)?.map(|best| best.step);
-    let first = steps[steps.len().saturating_sub(keep.max(1))..].first();
-    let is_kept = |step: &u64| first.is_some_and(|first| step >= first) || best == Some(*step);
-    let (kept, old): (Vec<u64>, Vec<u64>) = steps.iter().partition(|step| is_kept(step));
+    let (old, kept) = steps.split_at(steps.len().saturating_sub(keep.max(1)));
     for step in old {
-        remove(&manifest(folder, step))?;
+        remove(&manifest(folder, *step))?;
     }
     // A manifest must not outlive its files.
     sync_folder(folder)?;

@@ -14,7 +14,7 @@ use mpmd_layout::sharding::Sharding;
 
 use super::manifest::{FileEntry, LARGEST, Manifest, hash, read_list};
 use super::pieces::check_pieces;
-use super::{At, Checkpoints, Contents, best, folder};
+use super::{At, Checkpoints, Contents, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
 use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
@@ -180,17 +180,12 @@ pub(crate) fn load(
     from: &Checkpoints,
     contents: &Contents,
 ) -> Result<Option<Loaded>> {
-    let of_best = || match from.at {
-        At::Best => best::read(&from.folder).map(|best| best.map(|best| best.step)),
-        _ => Ok(None),
-    };
-    let (steps, best) = on_first(p, (Vec::new(), None), || Ok((from.steps()?, of_best()?)))?;
+    let steps = on_first(p, Vec::new(), || from.steps())?;
     if p.is_dry_run() {
         return Ok(None);
     }
     let wanted = match from.at {
         At::Newest => steps.last().copied(),
-        At::Best => best,
         At::Step(step) => Some(step),
     };
     let step = match wanted {

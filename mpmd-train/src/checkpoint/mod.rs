@@ -38,7 +38,6 @@
 //! hosts need a file system that keeps such writes apart, as those of clusters do. If one does not,
 //! the hashes show it.
 
-mod best;
 mod folder;
 mod load;
 mod lock;
@@ -56,8 +55,6 @@ use mpmd_core::{MpmdArray, Program, Result};
 use crate::agree::on_first;
 use crate::tensors::disk::create_folder;
 use crate::tensors::{check_folder, failed};
-pub use best::Goal;
-pub(crate) use best::{Best, BestEntry};
 pub(crate) use load::{Loaded, load};
 use lock::FolderLock;
 pub(crate) use save::{Phase, SaveStatus, Saving};
@@ -77,7 +74,6 @@ pub(crate) struct Contents {
 #[derive(Clone, Copy, Debug)]
 enum At {
     Newest,
-    Best,
     Step(u64),
 }
 
@@ -113,9 +109,8 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps only the newest `n` checkpoints, at least one, and the [best](Self::best) one. Each
-    /// save then removes the others, and the rests of broken saves before it. If they cannot be
-    /// removed, the save fails.
+    /// Keeps only the newest `n` checkpoints, at least one. Each save then removes the others, and
+    /// the rests of broken saves before it. If they cannot be removed, the save fails.
     #[must_use]
     pub fn keep(mut self, n: usize) -> Self {
         self.keep = Some(n.max(1));
@@ -146,15 +141,6 @@ impl Checkpoints {
         self
     }
 
-    /// Makes [`Trainer::restore`](crate::Trainer::restore) take the best checkpoint, in place of
-    /// the newest one: the one that [`Run::keep_best`](crate::Run::keep_best) has kept. Without
-    /// one, there is nothing to restore.
-    #[must_use]
-    pub fn best(mut self) -> Self {
-        self.at = At::Best;
-        self
-    }
-
     /// Names a setting of the model that no shape shows, such as its number of attention heads.
     /// Saves store it, and [`Trainer::restore`] refuses a checkpoint with another value.
     ///
@@ -173,29 +159,6 @@ impl Checkpoints {
     /// If the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
         folder::steps(&self.folder)
-    }
-
-    /// Takes the best value so far of the metric of `best` in this folder. Every process must call
-    /// it.
-    pub(crate) fn take_best(&self, p: &mut Program, best: &mut Best) -> Result<()> {
-        // One whose checkpoint was removed does not count.
-        let found = on_first(p, None, || {
-            let steps = self.steps()?;
-            Ok(best::read(&self.folder)?.filter(|found| steps.contains(&found.step)))
-        })?;
-        if let Some(found) = found.filter(|found| found.metric == best.metric) {
-            (best.step, best.value) = (found.step, Some(found.value));
-        }
-        Ok(())
-    }
-
-    /// Names a complete checkpoint as the best, and removes the one that was the best if it is not
-    /// to be kept. Every process must call it.
-    pub(crate) fn mark_best(&self, p: &mut Program, best: &BestEntry) -> Result<()> {
-        on_first(p, (), || {
-            best::write(&self.folder, best)?;
-            self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
-        })
     }
 
     /// True if checkpoints leave out the parameters that are not trained.

@@ -22,12 +22,6 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Returns the runs of training tokens, as ranges of indices.
-    pub(super) fn training_runs(self) -> impl Iterator<Item = Range<usize>> {
-        let starts = (0..self.len).step_by(BLOCK * HELD_OUT_EVERY);
-        starts.map(move |start| start..self.len.min(start + RUN))
-    }
-
     /// Returns the held-out blocks, as ranges of indices.
     pub(super) fn held_out(self) -> impl Iterator<Item = Range<usize>> {
         let starts = (0..self.len).step_by(BLOCK).skip(HELD_OUT_EVERY - 1).step_by(HELD_OUT_EVERY);
@@ -98,10 +92,11 @@ mod tests {
                 })
                 .collect();
             assert_eq!(starts.len(), expected, "each sequence once");
-            let within = |start: &usize| {
-                blocks.training_runs().any(|run| run.start <= *start && start + 16 < run.end)
-            };
-            assert!(starts.iter().all(within));
+            // The block of each token of a sequence, and of the token after it.
+            let blocks_of = |start: usize| [start / BLOCK % 10, (start + 16) / BLOCK % 10];
+            assert!(starts.iter().all(|start| !blocks_of(*start).contains(&9)));
+            assert!(starts.iter().all(|start| start + 16 < blocks.len));
+            assert!(blocks.held_out_starts(16).all(|start| blocks_of(start) == [9; 2]));
         }
         let start = |len, time, is_whole| Blocks { len, is_whole }.sequence_start(u64::MAX, time);
         assert_eq!(start(16, 16, false), None);

@@ -18,7 +18,7 @@ use mpmd_layout::topology::Mesh;
 pub use blocks::{BLOCK, HELD_OUT_EVERY};
 pub use packed::{Packed, Sequence};
 pub use text::{LARGEST_FILE, SEPARATOR, Text};
-pub use tokens::{TokenFile, TokenSource};
+pub use tokens::TokenSource;
 pub use windows::Windows;
 
 /// The place of a training microbatch, and its random key.

@@ -1,11 +1,8 @@
 //! Text to train on: given files and folders, or the files of this repository.
 //!
-//! All files form one sequence, with a [`SEPARATOR`] after each. The sequence is cut into blocks of
-//! [`BLOCK`](super::BLOCK) bytes. Every tenth block is *held out*: no training sequence overlaps
-//! it.
+//! All files form one sequence, with a [`SEPARATOR`] after each.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -14,7 +11,6 @@ use std::{fs, io};
 use mpmd_core::{Error, Program, Result};
 use mpmd_layout::random::Key;
 
-use super::blocks::Blocks;
 use crate::tensors::read_regular;
 
 /// The byte after each file. No text contains it: a file with this byte counts as binary.
@@ -24,7 +20,7 @@ pub const LARGEST_FILE: u64 = 4 << 20;
 /// Names of folders that are skipped, because they hold no text to train on.
 const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
 
-/// A text in memory, divided into training and held-out bytes. Clones share the bytes.
+/// A text in memory. Clones share the bytes.
 #[derive(Clone, Debug)]
 pub struct Text {
     bytes: Arc<[u8]>,
@@ -98,7 +94,7 @@ impl Text {
         Ok(Self { bytes: bytes.into(), files: files.len() })
     }
 
-    /// Returns all bytes, including the held-out ones.
+    /// Returns all bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -106,40 +102,6 @@ impl Text {
     /// Returns the number of files.
     pub fn files(&self) -> usize {
         self.files
-    }
-
-    /// Returns the number of training sequences of `time` bytes and the byte that follows each.
-    /// Sequences that start at different bytes are different ones.
-    pub fn sequences(&self, time: usize) -> usize {
-        self.blocks().sequences(time)
-    }
-
-    /// Returns (`time` consecutive training bytes, the byte that follows each), chosen by `random`,
-    /// 64 random bits. `None` if no run of training blocks has more than `time` bytes.
-    pub fn sequence(&self, random: u64, time: usize) -> Option<(&[u8], &[u8])> {
-        Some(self.shifted(self.blocks().sequence_start(random, time)?, time))
-    }
-
-    /// Cuts the held-out blocks into pieces of `time` bytes. Returns (piece, the byte that follows
-    /// each of its bytes), all within one block. The last bytes of a block that fill no piece are
-    /// skipped.
-    ///
-    /// # Panics
-    ///
-    /// If `time` is zero and something is held out.
-    pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
-        self.blocks().held_out_starts(time).map(|start| self.shifted(start, time)).collect()
-    }
-
-    /// Returns the runs of training bytes, as ranges of indices in all bytes of the text. None of
-    /// them overlaps a held-out block.
-    pub fn training_runs(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        self.blocks().training_runs()
-    }
-
-    /// Returns the held-out blocks, as ranges of indices in all bytes of the text.
-    pub fn held_out_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        self.blocks().held_out()
     }
 
     /// Returns a hash of the text, for a comparison between processes that read their own files.
@@ -161,14 +123,6 @@ impl Text {
     pub fn compare(&self, p: &mut Program) -> Result<()> {
         let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
         p.assert_same(format!("a text of {bytes} bytes in {files} files, with hash {hash:016x}"))
-    }
-
-    fn blocks(&self) -> Blocks {
-        Blocks { len: self.bytes.len(), is_whole: false }
-    }
-
-    fn shifted(&self, start: usize, time: usize) -> (&[u8], &[u8]) {
-        (&self.bytes[start..start + time], &self.bytes[start + 1..start + 1 + time])
     }
 }
 
@@ -262,30 +216,9 @@ fn why_binary(bytes: &[u8]) -> Option<String> {
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use mpmd_layout::random::bits;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-    use super::super::BLOCK;
     use super::*;
-
-    #[test]
-    fn sequences_never_overlap_held_out_blocks() {
-        let bytes: Vec<u8> = (0..BLOCK * 21).map(|i| (i / BLOCK) as u8).collect();
-        let text = Text::of_files(&[bytes]).unwrap();
-        for row in 0..500 {
-            let (inputs, targets) = text.sequence(bits(Key(2), row), 100).unwrap();
-            assert_eq!(inputs[1..], targets[..99]);
-            assert!(inputs.iter().chain(targets).all(|block| *block % 10 != 9), "row {row}");
-        }
-        assert_eq!(text.sequence(7, 100), text.sequence(8, 100));
-        assert_ne!(text.sequence(7, 100), text.sequence(7 << 60, 100));
-        assert_eq!(text.sequence(7, BLOCK * 30), None);
-        let held_out = text.held_out_sequences(100);
-        assert_eq!(held_out.len(), 2 * 40);
-        assert!(held_out.iter().all(|(inputs, targets)| {
-            inputs.iter().chain(*targets).all(|block| *block % 10 == 9)
-        }));
-    }
 
     #[test]
     fn folders_are_walked_sorted_and_only_text_is_taken() {
@@ -345,9 +278,9 @@ mod tests {
     }
 
     #[test]
-    fn repository_text_has_held_out_blocks() {
+    fn repository_text_is_the_same_at_each_reading() {
         let text = Text::of_this_repository().unwrap();
-        assert!(text.files() > 10 && text.held_out_blocks().count() > 0);
+        assert!(text.files() > 10);
         assert_eq!(text.fingerprint(), Text::of_this_repository().unwrap().fingerprint());
     }
 }

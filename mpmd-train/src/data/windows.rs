@@ -1,4 +1,4 @@
-//! Next-token windows over a text or a file of tokens.
+//! Next-token windows over a text or another source of tokens.
 
 use std::sync::Arc;
 
@@ -34,16 +34,14 @@ pub struct Windows {
     rows: usize,
     dtype: DType,
     spec: Spec,
-    /// The name of the targets; `None` for a side input that is the array itself.
-    targets: Option<String>,
     /// Index of the first token of each held-out window.
     held_out: Arc<[usize]>,
 }
 
 impl Windows {
     /// Creates windows of `time` tokens, `rows` of them in each microbatch, from a
-    /// [`Text`](super::Text) or a [`TokenFile`](super::TokenFile). Keeps up to 256 held-out
-    /// microbatches, spread evenly.
+    /// [`Text`](super::Text) or another source. Keeps up to 256 held-out microbatches, spread
+    /// evenly.
     ///
     /// # Errors
     ///
@@ -64,7 +62,6 @@ impl Windows {
             rows,
             dtype: DType::U32,
             spec: Spec::default(),
-            targets: Some("targets".to_owned()),
             held_out,
         })
     }
@@ -105,20 +102,6 @@ impl Windows {
         self
     }
 
-    /// Sets the name of the targets among the last stage's side inputs. Default: `targets`.
-    #[must_use]
-    pub fn target_name(mut self, name: impl Into<String>) -> Self {
-        self.targets = Some(name.into());
-        self
-    }
-
-    /// Gives the last stage the targets as its whole side input, without a name.
-    #[must_use]
-    pub fn unnamed_targets(mut self) -> Self {
-        self.targets = None;
-        self
-    }
-
     /// Issues the making of a microbatch. `start` maps a row to the index of its first token in the
     /// source.
     fn microbatch(
@@ -133,10 +116,7 @@ impl Windows {
         let inputs = self.array(p, &first, source, start)?;
         let targets = self.array(p, &last, source, move |row| following(row) + 1)?;
         let (microbatch, stage) = (Microbatch::new(inputs), meshes.len() - 1);
-        Ok(match &self.targets {
-            Some(name) => microbatch.side(stage, Named::from([(name.clone(), targets)])),
-            None => microbatch.side(stage, targets),
-        })
+        Ok(microbatch.side(stage, Named::from([("targets".to_owned(), targets)])))
     }
 
     fn array(
@@ -268,7 +248,7 @@ mod tests {
     #[test]
     fn held_out_windows_are_bounded() {
         let windows = Windows::new(&text(), 8, 6).unwrap();
-        let all = text().held_out_sequences(8).len();
+        let all = windows.blocks().held_out_starts(8).count();
         assert_eq!(windows.held_out_len(), all / 6);
         let few = Windows::new(&text(), 8, 1).unwrap();
         assert!(few.held_out_len() <= MOST_HELD_OUT && few.held_out_len() * 2 > MOST_HELD_OUT);

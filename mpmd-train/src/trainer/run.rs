@@ -15,7 +15,7 @@ use super::not_finite::{NotFinite, UNKNOWN};
 use super::progress::{Progress, say};
 use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, Sums};
 use super::saves::Saves;
-use crate::checkpoint::{Best, BestEntry, Checkpoints, Goal};
+use crate::checkpoint::Checkpoints;
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
 
@@ -56,7 +56,6 @@ pub struct Run<'a> {
     on_step: OnReport<'a, StepReport>,
     on_evaluation: OnReport<'a, EvaluationReport>,
     checkpoints: Option<Checkpoints>,
-    keep_best: Option<Best>,
     save_every: Option<u64>,
 }
 
@@ -73,7 +72,6 @@ impl<'a> Run<'a> {
             on_step: Box::new(|_| Next::Continue),
             on_evaluation: Box::new(|_| Next::Continue),
             checkpoints: None,
-            keep_best: None,
             save_every: None,
         }
     }
@@ -155,14 +153,6 @@ impl<'a> Run<'a> {
         self
     }
 
-    /// Saves a checkpoint also after each evaluation that is the best so far by a metric, or by the
-    /// `loss`, in this folder of [`Run::checkpoints`]. [`Checkpoints::keep`] keeps it beside the
-    /// newest ones, and [`Checkpoints::best`] restores it.
-    pub fn keep_best(mut self, metric: impl Into<String>, goal: Goal) -> Self {
-        self.keep_best = Some(Best { metric: metric.into(), goal, value: None, step: 0 });
-        self
-    }
-
     /// Saves a checkpoint also each time the number of updates is a multiple of `steps`, while the
     /// training goes on. It needs [`Run::checkpoints`].
     ///
@@ -184,7 +174,6 @@ impl fmt::Debug for Run<'_> {
             .field("metrics", &self.metrics)
             .field("checkpoints", &self.checkpoints)
             .field("save_every", &self.save_every)
-            .field("keep_best", &self.keep_best)
             .finish_non_exhaustive()
     }
 }
@@ -204,9 +193,6 @@ pub struct Outcome {
     pub evaluation: Option<f64>,
     /// Mean of each metric in that evaluation, by name.
     pub metrics: BTreeMap<String, f64>,
-    /// With [`Run::keep_best`], the step and the value of the best evaluation in the folder. `None`
-    /// without one.
-    pub best: Option<(u64, f64)>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
@@ -233,12 +219,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let Run { mut steps, seconds, evaluate_every, metrics, progress, .. } = run;
         let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
-        if run.keep_best.is_some() && data.held_out_len() == 0 {
-            let problem = "`Run::keep_best` needs held-out data: there are none to evaluate";
-            return Err(Error::kernel(problem));
-        }
         let is_saved = run.checkpoints.is_some();
-        let saves = Saves::new(p, run.checkpoints, (run.save_every, run.keep_best), self.steps())?;
+        let saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {
@@ -290,14 +272,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             }
         }
         self.train(p, (steps, evaluate_every), data, &mut observer)?;
-        self.begin_save_if_finite(p, &mut observer, None)?;
+        self.begin_save_if_finite(p, &mut observer)?;
         let is_evaluated = |report: &EvaluationReport| report.step == self.steps();
         if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
         let Observer { mut saves, progress: bar, last, stopped, evaluation, .. } = observer;
         saves.finish(p)?;
-        let best = saves.best();
         // Its end draws it once more.
         drop(bar);
         if let Some(signal) = stopped.filter(|_| first && progress) {
@@ -307,7 +288,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let (evaluation, metrics) =
             evaluation.map(|report| (report.loss(), report.metrics)).unzip();
         let metrics = metrics.unwrap_or_default();
-        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics, best })
+        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics })
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
@@ -343,12 +324,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 Some(share) => self.rate.at_share(share),
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
-            // Before hours of training.
-            observer.saves.check_metric(&self.metrics)?;
             if observer.saves.is_due(self.steps()) {
                 // They show if the save before, which is complete then, has a model of use.
                 pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;
-                self.begin_save_if_finite(p, observer, None)?;
+                self.begin_save_if_finite(p, observer)?;
             }
             // Does nothing unless the program recovers.
             p.commit(self.steps(), self)?;
@@ -366,19 +345,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     }
 
     /// Begins to save the last step, if there are checkpoints and that is not done. Fails if a
-    /// trained parameter is not finite. With `mark`, the step has had the best evaluation so far.
-    fn begin_save_if_finite(
-        &mut self,
-        p: &mut Program,
-        observer: &mut Observer<'_>,
-        mark: Option<BestEntry>,
-    ) -> Result<()> {
+    /// trained parameter is not finite.
+    fn begin_save_if_finite(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
         if let Some(parameter) = self.spoiled(p)? {
             let what = format!("the model after step {} cannot be used", self.steps());
             let figure = NotFinite { trained: Some(parameter), ..UNKNOWN };
             return self.fail(p, observer, &what, figure);
         }
-        observer.saves.begin(p, self, mark)
+        observer.saves.begin(p, self)
     }
 
     /// Ends the saves, and returns the error of a figure that is not finite. `what` names the
@@ -442,12 +416,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
-        let mark = observer.saves.take_if_best(&report);
-        observer.evaluated(report)?;
-        if mark.is_some() {
-            self.begin_save_if_finite(p, observer, mark)?;
-        }
-        Ok(())
+        observer.evaluated(report)
     }
 
     /// Reads a step's report, and passes it to the observer and to the save under way.

@@ -4,8 +4,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use super::report::EvaluationReport;
-use crate::checkpoint::{Best, BestEntry, Checkpoints, Loaded, Phase, Saving, load};
+use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
@@ -71,9 +70,6 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 pub(super) struct Saves {
     to: Option<Checkpoints>,
     every: Option<u64>,
-    best: Option<Best>,
-    /// The best checkpoint, until it is complete and named as the best.
-    mark: Option<BestEntry>,
     current: Option<Saving>,
 }
 
@@ -83,58 +79,16 @@ impl Saves {
     pub(super) fn new(
         p: &mut Program,
         to: Option<Checkpoints>,
-        (every, mut best): (Option<u64>, Option<Best>),
+        every: Option<u64>,
         step: u64,
     ) -> Result<Self> {
         if let Some(to) = &to {
             to.claim(p, step)?;
-            if let Some(best) = &mut best {
-                to.take_best(p, best)?;
-            }
-        } else if every.is_some() || best.is_some() {
-            let of = if every.is_some() { "save_every" } else { "keep_best" };
-            let problem = format!("`Run::{of}` needs a folder: set it by `Run::checkpoints`");
+        } else if every.is_some() {
+            let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
             return Err(Error::kernel(problem));
         }
-        Ok(Self { to, every, best, mark: None, current: None })
-    }
-
-    /// Fails if the loss, which has these metrics, does not have the one that counts.
-    pub(super) fn check_metric(&self, known: &[String]) -> Result<()> {
-        match &self.best {
-            Some(Best { metric, .. }) if metric != "loss" && !known.contains(metric) => {
-                Err(Error::kernel(format!(
-                    "`Run::keep_best` by {metric:?}: the loss has no such metric, but {known:?}"
-                )))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Returns the entry of an evaluation if it is the best so far by the metric that counts: then
-    /// its model is to be saved.
-    pub(super) fn take_if_best(&mut self, report: &EvaluationReport) -> Option<BestEntry> {
-        let best = self.best.as_mut()?;
-        let value = match best.metric.as_str() {
-            "loss" => report.loss(),
-            metric => *report.metrics.get(metric)?,
-        };
-        let (step, metric) = (report.step, best.metric.clone());
-        best.take(step, value).then_some(BestEntry { step, metric, value })
-    }
-
-    /// Returns the step and the value of the best evaluation.
-    pub(super) fn best(&self) -> Option<(u64, f64)> {
-        let best = self.best.as_ref()?;
-        Some((best.step, best.value?))
-    }
-
-    /// Names the checkpoint of `step`, which is complete, as the best if it is.
-    fn completed(&mut self, p: &mut Program, step: u64) -> Result<()> {
-        match (&self.to, self.mark.take_if(|mark| mark.step == step)) {
-            (Some(to), Some(mark)) => to.mark_best(p, &mark),
-            _ => Ok(()),
-        }
+        Ok(Self { to, every, current: None })
     }
 
     /// True if a save is due after `step`.
@@ -147,40 +101,29 @@ impl Saves {
         if let Some(saving) = &mut self.current
             && saving.report(p, phases)?
         {
-            let step = saving.step;
             self.current = None;
-            self.completed(p, step)?;
         }
         Ok(())
     }
 
     /// Begins to save the last step, unless that is done. Blocks until the save before is complete.
-    /// `mark` names it as the best, once it is complete.
     pub(super) fn begin<In: Tree<Leaf = MpmdArray>>(
         &mut self,
         p: &mut Program,
         trainer: &mut Trainer<In>,
-        mark: Option<BestEntry>,
     ) -> Result<()> {
         let Some(to) = self.to.clone() else { return Ok(()) };
         if trainer.is_saved(&to) {
-            self.mark = mark.or(self.mark.take());
-            return match self.current {
-                None => self.completed(p, trainer.steps()),
-                Some(_) => Ok(()),
-            };
+            return Ok(());
         }
         self.finish(p)?;
-        self.mark = mark;
         self.current = Some(trainer.begin_save(p, &to)?);
         Ok(())
     }
 
     /// Blocks until the save under way is complete.
     pub(super) fn finish(&mut self, p: &mut Program) -> Result<()> {
-        let Some(mut saving) = self.current.take() else { return Ok(()) };
-        saving.finish(p)?;
-        self.completed(p, saving.step)
+        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
     }
 
     /// Ends the saves after a figure that is not finite. `good` is the last step with finite ones.

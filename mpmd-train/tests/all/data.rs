@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::aval::{DType, Element};
-use mpmd_core::pipeline::{Microbatch, MicrobatchShapes};
+use mpmd_core::aval::Element;
+use mpmd_core::pipeline::Microbatch;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::{Simulation, random};
@@ -12,7 +12,7 @@ use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
 
-use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed, windows};
+use crate::stages::{MICROBATCHES, TOKENS, meshes, trainer, untimed};
 
 /// Returns sequences of 2 to 13 tokens.
 fn sequences(count: u64) -> Vec<Vec<u32>> {
@@ -220,24 +220,6 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
     assert_eq!(whole.weight, parts.weight);
     assert!((whole.loss - parts.loss).abs() < 1e-6 * whole.loss, "{whole:?} {parts:?}");
     assert!((whole.norm - parts.norm).abs() < 1e-5 * whole.norm, "{whole:?} {parts:?}");
-}
-
-#[test]
-fn last_stage_gets_targets_by_the_given_name() {
-    let results = Simulation::new(1, 4).run(|p| {
-        let meshes = meshes(p)?;
-        let mut shapes = |data: &dyn Data<MpmdArray>| -> Result<_> {
-            Ok(data.training(p, &meshes, At::new(1, 2, 3, 4))?.shapes())
-        };
-        let tokens = ShapedArray::new(&[2, 6], DType::U32);
-        let targets = || ("y".to_owned(), tokens.clone());
-        let with_inputs = || MicrobatchShapes::<MpmdArray>::new(tokens.clone());
-        let named = with_inputs().side(1, &BTreeMap::from([targets()]));
-        assert_eq!(shapes(&windows().target_name("y"))?, named);
-        assert_eq!(shapes(&windows().unnamed_targets())?, with_inputs().side(1, &tokens));
-        Ok(())
-    });
-    results.into_iter().for_each(|result| result.unwrap());
 }
 
 #[test]

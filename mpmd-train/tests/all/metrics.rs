@@ -1,4 +1,4 @@
-//! Metrics beside the loss, and what is done by them: stops, the best checkpoint, predictions.
+//! Metrics beside the loss, and what is done by them: stops, predictions.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,10 @@ use mpmd_core::prelude::*;
 use mpmd_train::data::{At, Data as _};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Checkpoints, Goal, Next, Outcome, Rate, Run};
+use mpmd_train::{Checkpoints, Next, Outcome, Rate, Run};
 use serde_json::Value;
 
-use crate::stages::{Head, HeadParams, NEAR, params, read, trainer, windows};
+use crate::stages::{Head, HeadParams, NEAR, read, trainer, windows};
 
 /// The stage [`Head`], with its errors in place of its loss.
 struct Errors;
@@ -130,63 +130,6 @@ fn reports_end_a_training_on_every_process() {
         for outcome in outcomes(processes, by_evaluation) {
             assert_eq!((outcome.steps, outcome.last.unwrap().step), (6, 6));
         }
-    }
-}
-
-#[test]
-fn best_checkpoint_is_kept_and_restored() {
-    for processes in [1, 2] {
-        let folder = tempfile::tempdir().unwrap();
-        let to = || Checkpoints::new(folder.path()).keep(1);
-        let train = |p: &mut Program, steps: u64, goal: Goal| -> Result<()> {
-            let (mut trainer, to) = (trainer(p, true, AdamW::default())?, to());
-            trainer.restore(p, &to)?;
-            let mut trainer = trainer.rate(Rate::Constant(0.02)).stop_on(&StopFlag::default());
-            let run = Run::steps(steps).evaluate_every(1).progress(false);
-            let run = run.checkpoints(to).keep_best("loss", goal);
-            let outcome = trainer.run(p, run, &windows())?;
-            let best = if goal == Goal::Highest { 1 } else { steps };
-            assert_eq!(outcome.best.map(|(step, _)| step), Some(best));
-            Ok(())
-        };
-        // The loss falls, so its highest is that of the first evaluation.
-        let results = Simulation::new(processes, 4).run(|p| train(p, 6, Goal::Highest));
-        results.into_iter().for_each(|result| result.unwrap());
-        assert_eq!(to().steps().unwrap(), [1, 6]);
-        let results = Simulation::new(processes, 4).run(|p| train(p, 8, Goal::Highest));
-        results.into_iter().for_each(|result| result.unwrap());
-        assert_eq!(to().steps().unwrap(), [1, 8], "a later run knows the best");
-
-        let results = Simulation::new(processes, 4).run(|p| {
-            let mut restored = trainer(p, true, AdamW::default())?;
-            let best = restored.restore(p, &to().best())?;
-            let mut trained = trainer(p, true, AdamW::default())?
-                .rate(Rate::Constant(0.02))
-                .stop_on(&StopFlag::default());
-            trained.run(p, Run::steps(1).progress(false), &windows())?;
-            Ok((best, params(p, &restored)? == params(p, &trained)?))
-        });
-        results.into_iter().for_each(|result| assert_eq!(result.unwrap(), (Some(1), true)));
-        let results = Simulation::new(processes, 4).run(|p| train(p, 10, Goal::Lowest));
-        results.into_iter().for_each(|result| result.unwrap());
-        assert_eq!(to().steps().unwrap(), [10], "the last is the best by the other goal");
-    }
-}
-
-#[test]
-fn unknown_metric_of_the_best_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let results = Simulation::new(2, 4).run(|p| {
-        let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
-        let run = Run::steps(2).progress(false).checkpoints(Checkpoints::new(folder.path()));
-        trainer.run(p, run.keep_best("accuracy", Goal::Highest), &windows())
-    });
-    for result in results {
-        let error = result.unwrap_err().to_string();
-        assert!(
-            error.contains("\"accuracy\": the loss has no such metric, but [\"near\"]"),
-            "{error}"
-        );
     }
 }
 

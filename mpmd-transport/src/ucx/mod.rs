@@ -134,16 +134,11 @@ impl fmt::Debug for UcxConfig {
     }
 }
 
-/// The UCX library of this machine and its transports.
+/// The UCX library of this machine.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Report {
     /// The version of the library in use, such as `1.12.1`.
     pub version: String,
     /// The file that the library was loaded from.
     pub library: PathBuf,
-    /// Pairs of a transport and a device that UCX can use, such as `posix` and `memory`.
-    pub resources: Vec<(String, String)>,
-    /// The lanes that two processes on this host would use between them: one line in UCX's own
-    /// words per lane.
-    pub lanes: Vec<String>,
 }

@@ -503,16 +503,6 @@ pub(super) unsafe fn request_free(request: NonNull<c_void>) {
     unsafe { (functions().ucp_request_free)(request.as_ptr()) }
 }
 
-/// Returns UCX's description of a context.
-///
-/// # Safety
-///
-/// The context is alive, and no other thread uses it during the call.
-pub(super) unsafe fn context_info(context: NonNull<Context>) -> String {
-    // SAFETY: guaranteed by the caller.
-    printed(|file| unsafe { (functions().ucp_context_print_info)(context.as_ptr(), file) })
-}
-
 /// Returns UCX's description of an endpoint, with its transports.
 ///
 /// # Safety

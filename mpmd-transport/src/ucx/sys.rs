@@ -108,7 +108,6 @@ functions! {
     ) -> Status;
     fn ucp_cleanup(ucp_context_h);
     fn ucp_context_query(ucp_context_h, *mut ucp_context_attr) -> Status;
-    fn ucp_context_print_info(ucp_context_h, *mut libc::FILE);
     fn ucp_worker_create(ucp_context_h, *const ucp_worker_params, *mut ucp_worker_h) -> Status;
     fn ucp_worker_destroy(ucp_worker_h);
     fn ucp_worker_get_address(ucp_worker_h, *mut *mut ucp_address_t, *mut usize) -> Status;

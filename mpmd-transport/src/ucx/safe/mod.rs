@@ -405,12 +405,6 @@ impl Worker {
         !self.closing.is_empty()
     }
 
-    /// Returns UCX's description of the resources on this machine.
-    pub(super) fn resources(&self) -> String {
-        // SAFETY: the context lives as long as its worker, and only this thread uses it.
-        unsafe { result::context_info(self.context.0) }
-    }
-
     /// Returns UCX's description of an endpoint's lanes; empty if the endpoint is closed.
     pub(super) fn lanes(&self, endpoint: EndpointId) -> String {
         // SAFETY: the endpoint is open, and no other thread uses its worker.
