@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use mpmd_browser::Chromium;
-use mpmd_models::Sampling;
 use mpmd_serve::{Figures, StageFigures};
 
 use crate::server::{Act, Server};
@@ -72,9 +71,9 @@ fn page_chats_by_the_keyboard() {
 #[test]
 fn page_stops_replies_and_tells_failures() {
     let Some(mut browser) = Chromium::start() else { return };
-    let server = Server::start(&[], |request| match request.sampling {
-        Sampling { temperature, .. } if temperature == 1.0 => Act::Fail,
-        _ => Act::Stall(vec![40, 41]),
+    let server = Server::start(&[], |request| match request.sampling.temperature == 1.0 {
+        true => Act::Fail,
+        false => Act::Stall(vec![40, 41]),
     });
     browser.visit(&page(&server), WINDOWS[0], "light");
     browser.until("document.getElementById('state').textContent === 'Ready'");
