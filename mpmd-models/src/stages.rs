@@ -532,7 +532,8 @@ fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
 
 /// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
 /// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
-/// token reads a row.
+/// token reads a row. Where there are caches, tokens of prompts need no logits: a third of all
+/// tokens is taken to be such.
 fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
     let config = folder.config();
     let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;
@@ -543,6 +544,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
     for leaf in divide::divided(config, &mesh, params)?.leaves() {
         let (name, elements) = (&*leaf.name, leaf.bytes_per_device / size_of::<f32>() as u64);
         let cost = |work: u64| Cost { work, bytes: elements * held.element };
+        let logits = if held.layer > 0 { 2 * elements / 3 } else { elements };
         let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
         let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
         let taken = match config.experts {
@@ -553,7 +555,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         };
         let (work, to) = match (layer, name) {
             (Some(layer), _) => (taken, layer),
-            (None, OUTPUT) => (elements, &mut last),
+            (None, OUTPUT) => (logits, &mut last),
             (None, name) if name.starts_with("model.embed") => (0, &mut first),
             _ => (0, &mut last),
         };
@@ -561,7 +563,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         if name == EMBEDDING && config.tie_word_embeddings {
             // A copy, unless it is in the same stage.
             let bytes = if stages > 1 { cost(elements).bytes } else { 0 };
-            last = last.and(Cost { work: elements, bytes });
+            last = last.and(Cost { work: logits, bytes });
         }
     }
     Ok(Layers::new(&layers, first, last))
