@@ -12,20 +12,23 @@ pub struct StageTimes {
     pub busy: Duration,
     /// Number of bytes that it has handed to the next stage.
     pub handed_bytes: u64,
+    /// Number of its passes.
+    passes: u64,
     /// The starts and the ends of its passes, in nanoseconds of Unix, modulo 2^64.
     sums: [u64; 2],
 }
 
 /// Number of words that the times take in an array.
-pub(crate) const TIMES: usize = 8;
+pub(crate) const TIMES: usize = 10;
 
 impl StageTimes {
     /// Returns the time from the ends of this stage's passes to their starts on the next stage. It
-    /// is exact where both have the same clock.
+    /// is exact where both have the same clock, and zero if a pass has failed on one of them.
     pub fn until(&self, next: &Self) -> Duration {
         let time = next.sums[0].wrapping_sub(self.sums[1]);
         // Clocks of two hosts differ.
-        Duration::from_nanos(if time > u64::MAX / 2 { 0 } else { time })
+        let is_valid = self.passes == next.passes && time <= u64::MAX / 2;
+        Duration::from_nanos(if is_valid { time } else { 0 })
     }
 
     /// Reads [`TIMES`] words.
@@ -33,7 +36,7 @@ impl StageTimes {
         let mut numbers = words.chunks_exact(2).map(|w| u64::from(w[0]) | u64::from(w[1]) << 32);
         let mut next = || numbers.next().unwrap_or(0);
         let busy = Duration::from_nanos(next());
-        Self { busy, handed_bytes: next(), sums: [next(), next()] }
+        Self { busy, handed_bytes: next(), passes: next(), sums: [next(), next()] }
     }
 }
 
@@ -42,32 +45,42 @@ impl StageTimes {
 pub(crate) struct Clock {
     busy: AtomicU64,
     bytes: AtomicU64,
+    passes: AtomicU64,
     sums: [AtomicU64; 2],
 }
 
-/// A pass that has started.
-pub(crate) struct Started(Instant);
+/// The start of a pass. One that does not end, since it fails, is not counted.
+pub(crate) struct Started(Instant, u64);
 
 impl Clock {
+    /// Forgets all passes.
+    pub(crate) fn reset(&self) {
+        self.numbers().into_iter().for_each(|number| number.store(0, Ordering::Relaxed));
+    }
+
     pub(crate) fn start(&self) -> Started {
-        self.sums[0].fetch_add(unix_nanos(), Ordering::Relaxed);
-        Started(now())
+        Started(now(), unix_nanos())
     }
 
     /// Counts a pass that hands over so many bytes.
-    pub(crate) fn end(&self, Started(start): Started, bytes: usize) {
-        self.busy.fetch_add(since(start).as_nanos() as u64, Ordering::Relaxed);
-        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.sums[1].fetch_add(unix_nanos(), Ordering::Relaxed);
+    pub(crate) fn end(&self, Started(start, unix): Started, bytes: usize) {
+        let busy = since(start).as_nanos() as u64;
+        let more = [busy, bytes as u64, 1, unix, unix_nanos()];
+        for (number, more) in self.numbers().into_iter().zip(more) {
+            number.fetch_add(more, Ordering::Relaxed);
+        }
     }
 
     /// Writes [`TIMES`] words.
     pub(crate) fn write(&self, to: &mut [u32]) {
-        let numbers = [&self.busy, &self.bytes, &self.sums[0], &self.sums[1]];
-        for (number, to) in numbers.into_iter().zip(to.chunks_exact_mut(2)) {
+        for (number, to) in self.numbers().into_iter().zip(to.chunks_exact_mut(2)) {
             let number = number.load(Ordering::Relaxed);
             to.copy_from_slice(&[number as u32, (number >> 32) as u32]);
         }
+    }
+
+    fn numbers(&self) -> [&AtomicU64; 5] {
+        [&self.busy, &self.bytes, &self.passes, &self.sums[0], &self.sums[1]]
     }
 }
 
@@ -89,14 +102,23 @@ mod tests {
             std::thread::sleep(Duration::from_millis(3));
             second.end(second.start(), 0);
         }
-        let [first, second] = [first, second].map(|clock| {
+        let read = |clock: &Clock| {
             let mut words = [9; TIMES];
             clock.write(&mut words);
             StageTimes::read(&words)
-        });
+        };
+        let clocks = [first, second];
+        let [first, second] = clocks.each_ref().map(read);
         assert_eq!((first.handed_bytes, second.handed_bytes), (42, 0));
         assert!(first.busy >= Duration::from_millis(4) && second.busy < first.busy);
         assert!(first.until(&second) >= Duration::from_millis(6));
         assert_eq!(second.until(&first), Duration::ZERO, "another clock");
+        // A pass fails on the second stage.
+        clocks[0].end(clocks[0].start(), 1);
+        clocks[1].start();
+        assert_eq!(read(&clocks[1]), second, "it is not counted");
+        assert_eq!(read(&clocks[0]).until(&second), Duration::ZERO);
+        clocks.iter().for_each(Clock::reset);
+        assert_eq!(clocks.each_ref().map(read), [StageTimes::default(); 2]);
     }
 }

@@ -150,6 +150,10 @@ impl Load {
     pub(crate) fn load(&self, device: DeviceId) -> Result<Loaded> {
         let place = self.mesh.devices().iter().position(|own| *own == device).unwrap_or(0);
         let what = (self.layers.clone(), self.over, place, self.in_half);
+        // Passes before it, in order, may have failed on one stage alone.
+        if place == 0 {
+            self.clock.reset();
+        }
         Ok(Loaded {
             part: self.weights.get_or_read(what, || self.read(device))?,
             caches: self.caches(self.room.blocks),

@@ -55,7 +55,7 @@ pub struct Engine {
     passes: [u64; 2],
     /// Number of lost processes that were replaced.
     recoveries: u64,
-    /// The times of the stages in this epoch, as far as they are known, and in all earlier ones.
+    /// The times of the stages since they were made, as far as they are known, and before.
     stages: [Vec<StageFigures>; 2],
     /// The time of the last question for them, and the answer unless it was read.
     asked: (Instant, Option<Times>),
@@ -160,8 +160,7 @@ impl Engine {
             }
         }
         self.passes[1] += 1;
-        self.open.clear();
-        self.report();
+        self.forget();
     }
 
     /// Reads the times of the stages, if they have come.
@@ -178,18 +177,23 @@ impl Engine {
         Ok(())
     }
 
-    /// Forgets all that the stages of an earlier epoch knew.
+    /// Begins an epoch, whose stages know nothing.
     fn restart(&mut self, epoch: u64) {
         self.has_chunk = true;
         self.scheduler.set_chunk(self.sizes.chunk);
         self.scheduler.restart();
-        self.open.clear();
         self.recoveries = epoch.saturating_sub(1);
+        self.forget();
+        self.arrivals.open();
+    }
+
+    /// Forgets open passes. The times of stages that are made anew begin at zero.
+    fn forget(&mut self) {
+        self.open.clear();
         self.stages[1] = self.stages();
         self.stages[0].clear();
         self.asked.1 = None;
         self.report();
-        self.arrivals.open();
     }
 
     /// Takes the time of a pass of so many tokens, the smallest first. Returns true if larger ones
@@ -210,7 +214,7 @@ impl Engine {
         self.has_chunk
     }
 
-    /// Returns the times of the stages in all epochs.
+    /// Returns the times of the stages since the start of the server.
     fn stages(&self) -> Vec<StageFigures> {
         let [now, before] = &self.stages;
         let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();

@@ -100,7 +100,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     findings
 }
 
-/// Reports how long the first uses of a GPU took. What fails is a finding of `failed`.
+/// Reports how long the first uses of a GPU took. A failure is a finding of `failed`.
 fn first(uses: &FirstUses, failed: Verdict) -> Finding {
     let FirstUses { open_ms, allocation_ms, compilation_ms, product_ms, .. } = uses;
     let steps = [
