@@ -129,7 +129,8 @@ impl Inference {
     /// Computes passes of each form, the smallest first, so that later passes need no new plans.
     /// Blocks until the weights have been read and the passes have ended. Ends with the form for
     /// which `is_enough` returns true, on the [owner](Self::owner): it gets the number of tokens
-    /// and the time of a pass. Passes of more tokens need plans later. No sequence may have begun.
+    /// and the time of a pass. Only passes of more tokens need plans later. No sequence may have
+    /// begun.
     ///
     /// # Errors
     ///
@@ -151,12 +152,17 @@ impl Inference {
                 self.read(&choices)?;
                 Ok(is_enough(pass.tokens(), since(start)))
             };
-            if p.broadcast_value(self.owner, false, end)? {
-                return Ok(());
-            }
+            let is_last = p.broadcast_value(self.owner, false, end)?;
             last = Some(choices);
+            if is_last {
+                for larger in Pass::of_more_words(pass.tokens()) {
+                    last = Some(self.pass(p, &larger, last.as_ref())?);
+                }
+                break;
+            }
         }
-        Ok(())
+        let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
+        p.broadcast_value(self.owner, (), wait)
     }
 
     /// Issues a pass, and returns its choices. `last` are the choices of an earlier pass: give

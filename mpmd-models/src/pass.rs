@@ -96,6 +96,17 @@ impl Pass {
         })
     }
 
+    /// Returns passes of one token with so many words that they have larger forms than a pass of
+    /// `tokens` tokens: those that long sequences can need.
+    pub(crate) fn of_more_words(tokens: usize) -> impl Iterator<Item = Self> {
+        let larger = FORMS.windows(2).filter(move |two| two[0].0 >= tokens && two[1].1 > two[0].1);
+        larger.map(|two| {
+            let (given, blocks) = (vec![0], vec![0; two[0].1]);
+            let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
+            Self { chunks: vec![chunk] }
+        })
+    }
+
     /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         self.chunks.iter().map(Chunk::tokens).sum()
@@ -297,5 +308,8 @@ mod tests {
             assert!(said.contains("at most 512 and 16384 have room"), "{said}");
         }
         assert_eq!(Pass::default().form().unwrap(), (1, 512));
+        let larger = |tokens| Pass::of_more_words(tokens).map(|pass| pass.form().unwrap());
+        assert_eq!(larger(8).collect::<Vec<_>>(), FORMS[2..4]);
+        assert_eq!(larger(100).collect::<Vec<_>>(), [], "the last two have as many words");
     }
 }

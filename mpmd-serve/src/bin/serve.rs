@@ -12,8 +12,8 @@ use mpmd_serve::{HttpArgs, ServeArgs, serve};
 
 /// The folder of the demonstration model. It is not part of the program.
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
-const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the guide of mpmd alone. \
-                     It only shows that serving works; --model DIR serves another.";
+const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the guide of mpmd. It \
+                     only shows that serving works; --model DIR serves another.";
 
 /// Serve a model from a folder of a model hub, as a pipeline, with the HTTP interface of OpenAI
 #[derive(Parser)]

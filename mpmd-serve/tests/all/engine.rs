@@ -7,7 +7,7 @@ use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::random::Key;
 use mpmd::testing::Simulation;
-use mpmd_models::{Folder, Room, Sampling, Stages};
+use mpmd_models::{Chunk, Folder, Pass, Room, Sampling, Stages};
 use mpmd_serve::{Engine, Event, Finish, Limits, Queue, Request, Sizes, Stream, queue, run};
 use serde::Deserialize;
 
@@ -205,6 +205,29 @@ fn texts_end_at_end_tokens_and_tell_probabilities() {
         }
         assert_eq!((found, finish), (greedy[..=until].to_vec(), Some(Finish::Stop)));
     });
+}
+
+#[test]
+fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
+    let folder = Folder::open(path("plain")).unwrap();
+    let model = Stages::new(&folder, 2, SIZES.positions).unwrap();
+    let results = Simulation::new(2, 2).run(|p| {
+        let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
+        let meshes = model.meshes(|stage| stage)?;
+        let mut inference = model.inference(p, &meshes, room, false)?;
+        inference.warm_up(p, |tokens, _| tokens >= 8)?;
+        let plans = p.metrics().plan_cache.misses;
+        let mut last = None;
+        for count in [1, 600, 3000, 5000] {
+            let (given, blocks) = (vec![1], vec![0; count]);
+            let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
+            last = Some(inference.pass(p, &Pass { chunks: vec![chunk] }, last.as_ref())?);
+            p.sync()?;
+            assert_eq!(p.metrics().plan_cache.misses, plans, "{count} blocks");
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }
 
 #[test]
