@@ -35,6 +35,18 @@ pub struct AdamStep {
     pub gradient_factor: f64,
 }
 
+/// The factors of an [`AdamW`] step.
+pub(super) struct AdamFactors<T> {
+    pub(super) rate: T,
+    pub(super) root: T,
+    pub(super) keep: T,
+    pub(super) beta1: T,
+    pub(super) fresh1: T,
+    pub(super) beta2: T,
+    pub(super) fresh2: T,
+    pub(super) epsilon: T,
+}
+
 impl AdamW {
     /// Updates the parameters `w`, the running mean `mean` of the gradients, and the running mean
     /// `square` of their squares, once.
@@ -59,21 +71,32 @@ impl AdamW {
             (len, len, len),
             "state and gradient"
         );
-        // The running means start at zero. These factors correct the bias in the first updates.
-        let unbias = |beta: f64| 1.0 - beta.powf(step.number as f64);
-        let of = T::from_double;
-        let rate = of(step.rate / unbias(self.beta1));
-        let root = of(unbias(self.beta2).sqrt().recip());
-        let keep = of(1.0 - step.rate * self.decay);
-        let factor = of(step.gradient_factor);
-        let (beta1, beta2, epsilon) = (of(self.beta1), of(self.beta2), of(self.epsilon));
-        let (fresh1, fresh2) = (of(1.0 - self.beta1), of(1.0 - self.beta2));
+        let AdamFactors { rate, root, keep, beta1, fresh1, beta2, fresh2, epsilon } =
+            self.factors(step);
+        let factor = T::from_double(step.gradient_factor);
         let state = mean.iter_mut().zip(square.iter_mut());
         for ((w, (mean, square)), gradient) in w.iter_mut().zip(state).zip(gradient) {
             let gradient = factor * *gradient;
             *mean = beta1 * *mean + fresh1 * gradient;
             *square = beta2 * *square + fresh2 * (gradient * gradient);
             *w = keep * *w - rate * *mean / (square.root() * root + epsilon);
+        }
+    }
+
+    /// Returns the factors of a step, which are the same for all elements.
+    pub(super) fn factors<T: Float>(&self, step: AdamStep) -> AdamFactors<T> {
+        // The running means start at zero. These factors correct the bias in the first updates.
+        let unbias = |beta: f64| 1.0 - beta.powf(step.number as f64);
+        let of = T::from_double;
+        AdamFactors {
+            rate: of(step.rate / unbias(self.beta1)),
+            root: of(unbias(self.beta2).sqrt().recip()),
+            keep: of(1.0 - step.rate * self.decay),
+            beta1: of(self.beta1),
+            fresh1: of(1.0 - self.beta1),
+            beta2: of(self.beta2),
+            fresh2: of(1.0 - self.beta2),
+            epsilon: of(self.epsilon),
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::ops::{Add, Div, Mul, Sub};
 
 use mpmd_core::aval::Element;
+use mpmd_core::cuda::Arg;
 
 /// A floating-point type of parameters: `f32` or `f64`.
 pub trait Float:
@@ -10,6 +11,7 @@ pub trait Float:
     + Add<Output = Self>
     + Default
     + Div<Output = Self>
+    + Into<Arg<'static>>
     + Mul<Output = Self>
     + Sub<Output = Self>
 {
@@ -40,9 +42,37 @@ macro_rules! float {
 float!(f32);
 float!(f64);
 
-/// Returns the sum of the squares of an array's elements, in doubles and in their order.
+/// Elements whose squares are added up together, as by a block of a CUDA device's threads.
+pub(super) const BLOCK: usize = 4096;
+/// Partial sums of such a block.
+pub(super) const LANES: usize = 256;
+
+/// Returns the sum of the squares of an array's elements, in doubles and in one fixed order, which
+/// CUDA devices have too: within blocks, and then over the blocks in the same way.
 pub fn square_sum<T: Float>(array: &[T]) -> f64 {
-    array.iter().fold(0.0, |sum, x| sum + x.double() * x.double())
+    let mut sums = block_sums(array, |x| x.double() * x.double());
+    while sums.len() > 1 {
+        sums = block_sums(&sums, |sum| sum);
+    }
+    sums.first().copied().unwrap_or(0.0)
+}
+
+/// Returns the sum of the terms of each block: lane by lane, then by a binary tree over the lanes.
+fn block_sums<T: Copy>(array: &[T], term: impl Fn(T) -> f64) -> Vec<f64> {
+    let sum = |block: &[T]| {
+        let mut lanes = [0.0; LANES];
+        for row in block.chunks(LANES) {
+            lanes.iter_mut().zip(row).for_each(|(lane, x)| *lane += term(*x));
+        }
+        let mut half = LANES / 2;
+        while half > 0 {
+            let (low, high) = lanes.split_at_mut(half);
+            low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+            half /= 2;
+        }
+        lanes[0]
+    };
+    array.chunks(BLOCK).map(sum).collect()
 }
 
 /// Returns (factor, norm). The factor reduces the global norm of all gradients to at most `limit`,

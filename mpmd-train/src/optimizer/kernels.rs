@@ -2,13 +2,16 @@
 
 use half::{bf16, f16};
 use mpmd_core::aval::{DType, ShapedArray, f64s};
+use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::pipeline::Loss;
 use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Result};
+use mpmd_device::cuda::kernels::UPDATE;
 use mpmd_layout::topology::DeviceId;
 
 use super::adamw::AdamStep;
+use super::cuda;
 use super::float::{Float, clip_factor, square_sum};
 use super::settings::UpdateRule;
 
@@ -48,20 +51,31 @@ impl Kernel for SquareSums {
         Ok(Signature::new(f64s([found])))
     }
 
-    fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, sums: ViewMut<'_>) -> Result<()> {
-        cx.on_host::<Self::In, Self::Out>(gradients, sums, |cx, gradients, mut sums| {
-            let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(&self.counting);
-            for ((sum, gradient), counting) in leaves {
-                *sum = match (counting.contains(&cx.device()), gradient.global().dtype()) {
-                    (false, _) => 0.0,
-                    (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
-                    (true, DType::Bf16) => square_sum(&widened(gradient.as_slice()?, bf16::to_f32)),
-                    (true, DType::F16) => square_sum(&widened(gradient.as_slice()?, f16::to_f32)),
-                    (true, _) => square_sum(gradient.as_slice::<f32>()?),
-                };
-            }
-            Ok(())
-        })
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        gradients: Vec<View<'_>>,
+        mut sums: ViewMut<'_>,
+    ) -> Result<()> {
+        let counted = self.counting.iter().map(|devices| devices.contains(&cx.device()));
+        if let Some(cuda) = cx.cuda() {
+            return cuda::square_sums(&cuda, &gradients, counted, &mut sums);
+        }
+        let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(counted);
+        for ((sum, gradient), counted) in leaves {
+            *sum = match (counted, gradient.global().dtype()) {
+                (false, _) => 0.0,
+                (true, DType::F64) => square_sum(gradient.as_slice::<f64>()?),
+                (true, DType::Bf16) => square_sum(&widened(gradient.as_slice()?, bf16::to_f32)),
+                (true, DType::F16) => square_sum(&widened(gradient.as_slice()?, f16::to_f32)),
+                (true, _) => square_sum(gradient.as_slice::<f32>()?),
+            };
+        }
+        Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&UPDATE]
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -130,33 +144,39 @@ impl Kernel for Figures {
         &self,
         cx: &mut Context<'_>,
         x: FiguresIn<View<'_>>,
-        y: FiguresOut<ViewMut<'_>>,
+        mut y: FiguresOut<ViewMut<'_>>,
     ) -> Result<()> {
-        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
-            let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
-            let mut sums = Vec::new();
-            let mut not_finite = -1.0;
-            for (stage, found) in self.stages.iter().zip(&x.sums) {
-                let found = found.as_slice::<f64>()?;
-                if found.iter().any(|sum| !sum.is_finite()) {
-                    not_finite = *stage as f64;
-                }
-                sums.extend_from_slice(found);
+        let limit = x.limit.scalar::<f64>()?;
+        if let Some(cuda) = cx.cuda() {
+            return cuda::figures(&cuda, &self.stages, (&x.sums, &x.loss), limit, y);
+        }
+        let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
+        let mut sums = Vec::new();
+        let mut not_finite = -1.0;
+        for (stage, found) in self.stages.iter().zip(&x.sums) {
+            let found = found.as_slice::<f64>()?;
+            if found.iter().any(|sum| !sum.is_finite()) {
+                not_finite = *stage as f64;
             }
-            // A step without items has sums of zero, whose means are zero.
-            let items = if weight == 0.0 { 1.0 } else { weight };
-            // The sums are of gradients that are not yet divided by the weight.
-            let (factor, norm) = clip_factor(sums, x.limit.scalar::<f64>()? * items);
-            y.factor.fill(if norm.is_finite() { factor / items } else { f64::NAN })?;
-            let figures = y.figures.as_mut_slice::<f64>()?;
-            let (first, metrics) = figures.split_at_mut(FIGURES);
-            first.copy_from_slice(&[sum / items, weight, norm / items, not_finite]);
-            metrics.fill(0.0);
-            for (mean, sum) in metrics.iter_mut().zip(x.loss.metrics.values()) {
-                *mean = double(sum)? / items;
-            }
-            Ok(())
-        })
+            sums.extend_from_slice(found);
+        }
+        // A step without items has sums of zero, whose means are zero.
+        let items = if weight == 0.0 { 1.0 } else { weight };
+        // The sums are of gradients that are not yet divided by the weight.
+        let (factor, norm) = clip_factor(sums, limit * items);
+        y.factor.fill(if norm.is_finite() { factor / items } else { f64::NAN })?;
+        let figures = y.figures.as_mut_slice::<f64>()?;
+        let (first, metrics) = figures.split_at_mut(FIGURES);
+        first.copy_from_slice(&[sum / items, weight, norm / items, not_finite]);
+        metrics.fill(0.0);
+        for (mean, sum) in metrics.iter_mut().zip(x.loss.metrics.values()) {
+            *mean = double(sum)? / items;
+        }
+        Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&UPDATE]
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -217,7 +237,11 @@ impl Kernel for Update {
         x: UpdateIn<View<'_>>,
         y: State<ViewMut<'_>>,
     ) -> Result<()> {
-        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, y| self.update(x, y))
+        self.update(cx, x, y)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&UPDATE]
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -228,13 +252,18 @@ impl Kernel for Update {
 }
 
 impl Update {
-    fn update(&self, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
-        let step = AdamStep {
-            number: x.number.scalar()?,
-            rate: x.rate.scalar()?,
-            gradient_factor: x.factor.scalar()?,
-        };
-        if step.gradient_factor.is_nan() {
+    fn update(
+        &self,
+        cx: &Context<'_>,
+        x: UpdateIn<View<'_>>,
+        mut y: State<ViewMut<'_>>,
+    ) -> Result<()> {
+        let (number, rate) = (x.number.scalar()?, x.rate.scalar()?);
+        let on_cuda = cx.cuda();
+        // On a CUDA device the factor is in its memory.
+        let gradient_factor = if on_cuda.is_some() { 1.0 } else { x.factor.scalar::<f64>()? };
+        let step = AdamStep { number, rate, gradient_factor };
+        if gradient_factor.is_nan() {
             // Gradients that are not finite would spoil all parameters.
             return Ok(());
         }
@@ -243,9 +272,16 @@ impl Update {
             let rule = if *decays { self.rule } else { self.rule.without_decay() };
             let mut state: Vec<&mut ViewMut<'_>> =
                 kept.iter_mut().flat_map(|kept| kept.next()).collect();
-            match gradient.global().dtype() {
-                DType::F64 => update::<f64>(rule, step, w, &mut state, gradient)?,
-                _ => update::<f32>(rule, step, w, &mut state, gradient)?,
+            let is_double = gradient.global().dtype() == DType::F64;
+            match (&on_cuda, is_double) {
+                (Some(cuda), true) => {
+                    cuda::update::<f64>(cuda, rule, step, w, &mut state, (gradient, &x.factor))?;
+                }
+                (Some(cuda), false) => {
+                    cuda::update::<f32>(cuda, rule, step, w, &mut state, (gradient, &x.factor))?;
+                }
+                (None, true) => update::<f64>(rule, step, w, &mut state, gradient)?,
+                (None, false) => update::<f32>(rule, step, w, &mut state, gradient)?,
             }
         }
         Ok(())
@@ -272,17 +308,24 @@ fn update<T: Float>(
             let sum = Some(sum.as_mut_slice()?);
             sgd.update((step.rate, step.gradient_factor), w, sum, gradient);
         }
-        (rule, state) => {
-            return Err(Error::kernel(format!("{} arrays of state for {rule:?}", state.len())));
-        }
+        (rule, state) => return Err(wrong_state(rule, state.len())),
     }
     Ok(())
 }
 
+/// Returns the error for a rule that does not keep this number of arrays.
+pub(super) fn wrong_state(rule: UpdateRule, arrays: usize) -> Error {
+    Error::kernel(format!("{arrays} arrays of state for {rule:?}"))
+}
+
 #[cfg(test)]
 mod tests {
+    use mpmd_core::prelude::*;
+    use mpmd_core::random::{Key, normal_f64};
     use mpmd_core::{HostArray, run_here};
+    use mpmd_layout::topology::DeviceKind;
 
+    use super::super::{AdamW, Sgd};
     use super::*;
 
     #[test]
@@ -299,5 +342,101 @@ mod tests {
         };
         assert_eq!(sums(3.0), [10.0; 4]);
         assert!([f32::NAN, f32::INFINITY].into_iter().flat_map(sums).all(|sum| !sum.is_finite()));
+    }
+
+    /// Elements of the parameters: one block of a sum, the edges of one, and several.
+    const LENGTHS: [usize; 6] = [0, 1, 257, 4096, 4097, 20_000];
+
+    /// Returns the bits of all that two updates of an optimiser compute on a device of this kind:
+    /// the sums of squares, the figures, the parameters and the state.
+    fn computed(kind: DeviceKind, rule: UpdateRule, double: bool, clip: f64) -> Vec<Vec<u8>> {
+        let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
+        let mesh = p.mesh(&[("x", 1)]).unwrap();
+        let whole = mesh.replicated();
+        let mut seed = 0;
+        let mut put = |p: &mut Program, length: usize, zero: bool| {
+            seed += 1;
+            let value = |i| if zero { 0.0 } else { normal_f64(Key(seed), i) };
+            let values: Vec<f64> = (0..length as u64).map(value).collect();
+            let singles: Vec<f32> = values.iter().map(|value| *value as f32).collect();
+            let array = match double {
+                true => MpmdArray::from_slice(&[length], &values),
+                false => MpmdArray::from_slice(&[length], &singles),
+            };
+            p.device_put(&array.unwrap(), &whole).unwrap()
+        };
+        let mut all = |p: &mut Program, zero| -> Vec<MpmdArray> {
+            LENGTHS.iter().map(|length| put(p, *length, zero)).collect()
+        };
+        let params = all(&mut p, false);
+        let kept = rule.state_names().iter().map(|_| all(&mut p, true)).collect();
+        let mut state = State { params, kept };
+        let counting = vec![vec![mesh.devices()[0]]; LENGTHS.len()];
+        let sums = p.jit(SquareSums { counting }).on(&mesh).outputs(&whole).build().unwrap();
+        let figures = p.jit(Figures { stages: vec![3] }).on(&mesh).outputs(&whole).build().unwrap();
+        let decays = (0..LENGTHS.len()).map(|leaf| leaf % 2 == 1).collect();
+        let update = p.jit(Update { rule, decays }).on(&mesh).outputs(&whole).build().unwrap();
+        let mut found = Vec::new();
+        for number in 1..=3u64 {
+            let gradients = match number {
+                // Gradients that are not finite change nothing.
+                2 => (LENGTHS.iter())
+                    .map(|length| match double {
+                        true => MpmdArray::from_slice(&[*length], &vec![f64::NAN; *length]),
+                        false => MpmdArray::from_slice(&[*length], &vec![f32::INFINITY; *length]),
+                    })
+                    .map(|array| p.device_put(&array.unwrap(), &whole).unwrap())
+                    .collect(),
+                _ => all(&mut p, false),
+            };
+            let sum = sums.call(&mut p, gradients.clone()).unwrap();
+            let scalar = |p: &mut Program, value: f32| {
+                p.device_put(&MpmdArray::scalar(value), &whole).unwrap()
+            };
+            let loss = Loss::new(scalar(&mut p, 5.0), scalar(&mut p, 7.0));
+            let loss = loss.metric("right", scalar(&mut p, 3.0));
+            let limit = MpmdArray::scalar(clip);
+            let x = FiguresIn { sums: vec![sum.clone()], loss, limit };
+            let y = figures.call(&mut p, x).unwrap();
+            let x = UpdateIn {
+                state,
+                gradients,
+                factor: y.factor.clone(),
+                number: MpmdArray::scalar(number),
+                rate: MpmdArray::scalar(0.01f64),
+            };
+            state = update.call(&mut p, x).unwrap();
+            found.extend([sum, y.figures]);
+        }
+        found.extend(state.params);
+        found.extend(state.kept.into_iter().flatten());
+        let bytes = |array: &MpmdArray| array.to_host().unwrap().unwrap().bytes().to_vec();
+        let bytes = found.iter().map(bytes).collect();
+        p.finish().unwrap();
+        bytes
+    }
+
+    #[test]
+    fn cuda_devices_compute_the_bits_of_the_host() {
+        if softcuda::again!() {
+            return;
+        }
+        let sgd = Sgd { momentum: 0.9, decay: 0.01, nesterov: true };
+        let rules: [UpdateRule; 3] =
+            [AdamW::default().into(), sgd.into(), Sgd { momentum: 0.0, ..sgd }.into()];
+        for (rule, double) in rules.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
+            for clip in [0.5, f64::INFINITY] {
+                let [cuda, cpu] = [DeviceKind::Cuda, DeviceKind::Cpu]
+                    .map(|kind| computed(kind, rule, double, clip));
+                assert_eq!(cuda.len(), cpu.len());
+                for (at, (cuda, cpu)) in cuda.iter().zip(&cpu).enumerate() {
+                    // The figures of gradients that are no numbers may differ in their bits.
+                    let finite = !cpu
+                        .chunks_exact(8)
+                        .any(|word| !f64::from_ne_bytes(word.try_into().unwrap()).is_finite());
+                    assert!(cuda == cpu || (at < 6 && !finite), "{rule:?}, {double}, {clip}: {at}");
+                }
+            }
+        }
     }
 }

@@ -6,9 +6,10 @@
 //! number of stages or processes.
 //!
 //! Gradients and state have the shardings of the stored parameters: each device updates its own
-//! part. The kernels compute in host memory, to which the arrays of CUDA devices are copied.
+//! part. CUDA devices do so in their own memory (`cuda.rs`), with the same bits.
 
 mod adamw;
+mod cuda;
 mod float;
 mod kernels;
 mod settings;
