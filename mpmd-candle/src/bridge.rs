@@ -76,12 +76,13 @@ pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
     })
 }
 
-/// Returns a variable with a copy of the view's values.
-pub(crate) fn var_of(view: &View<'_>) -> Result<Var> {
-    with_type!(view.global().dtype(), T => {
-        let values = view.as_slice::<T>()?;
-        Var::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
-    })
+/// Returns a tensor of dtype `dtype` with the view's values; a variable if it is `trainable`.
+pub(crate) fn tensor_in(view: &View<'_>, dtype: DType, trainable: bool) -> Result<Tensor> {
+    let tensor = tensor_of(view)?.to_dtype(candle_type(dtype)?).map_err(refused)?;
+    match trainable {
+        true => Ok(Var::from_tensor(&tensor).map_err(refused)?.into_inner()),
+        false => Ok(tensor),
+    }
 }
 
 /// Returns a variable of zeros, or a tensor if `trainable` is false.
@@ -92,6 +93,12 @@ pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
         return Ok(var.into_inner());
     }
     Tensor::zeros(aval.shape(), dtype, &Device::Cpu).map_err(refused)
+}
+
+/// Copies the values of a gradient to the view, which may be of another float type.
+pub(crate) fn write_gradient(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+    let dtype = candle_type(view.global().dtype())?;
+    write(&tensor.to_dtype(dtype).map_err(refused)?, view)
 }
 
 /// Copies the tensor's values to the view. They must have the same shape and dtype.
@@ -111,8 +118,10 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
     })
 }
 
-/// Adds the tensor's values to those of the view, which have the same shape and dtype.
+/// Adds the tensor's values to those of the view, which have the same shape and may be of another
+/// float type.
 pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+    let tensor = &tensor.to_dtype(candle_type(view.global().dtype())?).map_err(refused)?;
     macro_rules! add {
         ($type:ty, $sum:expr) => {
             read(tensor, |values: &[$type]| {
@@ -146,9 +155,17 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
     values.map(f).ok_or_else(|| Error::kernel("a tensor is larger than its memory"))
 }
 
-/// Overwrites the values of a tensor, which may be a variable, with those of the view.
+/// Overwrites the values of a tensor, which may be a variable, with those of the view. They are
+/// converted to the tensor's dtype.
 pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
-    with_type!(view.global().dtype(), T => {
+    let dtype = array_type(tensor.dtype())?;
+    if dtype != view.global().dtype() {
+        let converted = tensor_in(view, dtype, false)?;
+        return with_type!(dtype, T => {
+            read(&converted, |values: &[T]| tensor.inplace_op1(&Overwrite(values)))?.map_err(refused)
+        });
+    }
+    with_type!(dtype, T => {
         let values = view.as_slice::<T>()?;
         tensor.inplace_op1(&Overwrite(values)).map_err(refused)
     })

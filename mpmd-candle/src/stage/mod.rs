@@ -20,7 +20,7 @@ use mpmd_core::pipeline::{
     Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
 };
 use mpmd_core::{Error, MpmdArray, Program, Result};
-use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 
@@ -46,6 +46,8 @@ pub struct CandleStage<M, X: Tensors, Y: Tensors> {
     specs: [Spec; 2],
     outputs: Option<Box<OutputShapes<X, Y>>>,
     probed: Mutex<Vec<Probed>>,
+    /// The dtype that the model computes in, where parameters and inputs are f32.
+    computes_in: Mutex<Option<DType>>,
 }
 
 type NewModel<M> = dyn Fn(VarBuilder<'static>) -> candle_core::Result<M> + Send + Sync;
@@ -95,6 +97,7 @@ where
         specs: Default::default(),
         outputs: None,
         probed: Mutex::new(Vec::new()),
+        computes_in: Mutex::new(None),
     })
 }
 
@@ -222,6 +225,17 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(arrays)
     }
 
+    /// Returns the dtype in which the model gets values of this one.
+    fn working(&self, stored: DType) -> DType {
+        let computes_in = *self.computes_in.lock();
+        computes_in.filter(|_| stored == DType::F32).unwrap_or(stored)
+    }
+
+    /// Returns the shape and the dtype in which the model gets such values.
+    fn working_form(&self, stored: &ShapedArray) -> ShapedArray {
+        ShapedArray::new(stored.shape(), self.working(stored.dtype()))
+    }
+
     /// Returns an error of the model, with the line of the stage.
     fn failed(&self, why: impl std::fmt::Display) -> Error {
         // candle puts each part of a message on a line of its own.
@@ -308,7 +322,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn prepared_bytes(&self, params: &BTreeMap<String, ShapedArray>) -> Option<u64> {
-        Some(params.values().map(|aval| aval.bytes() as u64).sum())
+        Some(params.values().map(|aval| self.working_form(aval).bytes() as u64).sum())
     }
 
     fn prepare(
@@ -318,6 +332,20 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()> {
         self.run_prepare(&params, prepared)
+    }
+
+    /// The model gets parameters and inputs that are f32 in this dtype; side inputs stay as they
+    /// are. Losses of [`nn`](crate::nn) are f32 all the same.
+    fn compute_in(&self, dtype: DType) -> Result<()> {
+        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::F16) {
+            return Err(Error::kernel(format!(
+                "{} is to compute in {dtype}: candle stages compute in f32, bf16 or f16",
+                self.name
+            )));
+        }
+        *self.computes_in.lock() = Some(dtype);
+        self.probed.lock().clear();
+        Ok(())
     }
 
     fn is_frozen(&self, path: &str) -> bool {
@@ -360,6 +388,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         let params = self.params.iter().flat_map(|(path, (aval, _))| {
             std::iter::once(text(path)).chain(aval.shape().iter().map(|size| *size as u64))
         });
-        place.into_iter().chain(params).collect()
+        let computes_in = self.computes_in.lock().map_or(0, |dtype| text(dtype.name()));
+        place.into_iter().chain(params).chain([computes_in]).collect()
     }
 }

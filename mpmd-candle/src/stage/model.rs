@@ -35,13 +35,27 @@ pub(super) struct Models<M> {
 pub(super) struct Weights {
     tensors: BTreeMap<String, Tensor>,
     places: HashMap<TensorId, usize>,
+    /// For each parameter, true if it has an f32 gradient, to which layers can add.
+    singles: Vec<bool>,
 }
 
 impl Weights {
-    pub(super) fn new(tensors: BTreeMap<String, Tensor>) -> Self {
+    /// `tensors` have (dtype of the array, tensor) of each parameter.
+    pub(super) fn new(tensors: BTreeMap<String, (DType, Tensor)>) -> Self {
+        let singles = tensors.values();
+        let singles =
+            singles.map(|(dtype, tensor)| *dtype == DType::F32 && tensor.is_variable()).collect();
+        let tensors: BTreeMap<_, _> =
+            tensors.into_iter().map(|(path, (_, tensor))| (path, tensor)).collect();
         let places = tensors.values().enumerate();
         let places = places.map(|(place, tensor)| (tensor.id(), place)).collect();
-        Self { tensors, places }
+        Self { tensors, places, singles }
+    }
+
+    /// Returns the parameters with f32 gradients.
+    pub(super) fn singles(&self) -> impl Iterator<Item = &Tensor> {
+        let tensors = self.tensors.values().zip(&self.singles);
+        tensors.filter_map(|(tensor, single)| single.then_some(tensor))
     }
 
     /// Returns (path, tensor) of the parameters.
@@ -64,8 +78,8 @@ impl Weights {
         views: &'v mut [ViewMut<'_>],
     ) -> Result<HashMap<TensorId, &'v mut [f32]>> {
         let mut gradients = HashMap::with_capacity(views.len());
-        for (tensor, view) in self.tensors.values().zip(views) {
-            if tensor.is_variable() && view.global().dtype() == DType::F32 {
+        for ((tensor, single), view) in self.tensors.values().zip(&self.singles).zip(views) {
+            if *single {
                 gradients.insert(tensor.id(), view.as_mut_slice::<f32>()?);
             }
         }
@@ -102,11 +116,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             }
             None => {
                 let tensors = params.iter().map(|(path, view)| {
-                    let tensor = match self.is_frozen(path) {
-                        true => bridge::tensor_of(view)?,
-                        false => bridge::var_of(view)?.into_inner(),
-                    };
-                    Ok((path.clone(), tensor))
+                    let stored = view.global().dtype();
+                    let tensor =
+                        bridge::tensor_in(view, self.working(stored), !self.is_frozen(path))?;
+                    Ok((path.clone(), (stored, tensor)))
                 });
                 Arc::new(Weights::new(tensors.collect::<Result<_>>()?))
             }

@@ -8,6 +8,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use mpmd_core::kernel::{View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::StageContext;
 use mpmd_core::{Error, Result};
+use mpmd_layout::aval::DType as ArrayType;
 use mpmd_layout::tree::Tree;
 
 use super::CandleStage;
@@ -49,7 +50,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let with_gradient = records && self.needs_dx();
         let structure = x.structure();
         let x = x.into_leaves();
-        let x = x.iter().map(|view| input(view, with_gradient)).collect::<Result<Vec<_>>>()?;
+        let input = |view: &View<'_>| self.input(view, with_gradient);
+        let x = x.iter().map(input).collect::<Result<Vec<_>>>()?;
         let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
         let tree = values::<X>(&structure, &x)?;
         let (out, weights) = self.with_models(cx, |cx, models| {
@@ -84,7 +86,16 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let model = if records { models.trained() } else { self.plain(models)? };
         let x = X::from_values(x);
         let y = pass::enter(pass, || (self.forward)(model, x, &mut cx));
-        Ok(y.map_err(|why| self.failed(why))?.into_values())
+        let y = y.map_err(|why| self.failed(why))?.into_values();
+        // A loss is f32, whatever the model computes in.
+        let leaves = y.structure();
+        let wide = |Value(leaf)| match leaf.rank() {
+            0 if self.working(ArrayType::F32) != ArrayType::F32 => leaf.to_dtype(DType::F32),
+            _ => Ok(leaf),
+        };
+        let wide = y.into_leaves().into_iter().map(|leaf| Ok(Value(wide(leaf)?)));
+        let wide = wide.collect::<candle_core::Result<Vec<_>>>().map_err(|why| self.failed(why))?;
+        Ok(Tree::from_leaves(&leaves, wide)?)
     }
 
     /// Computes all gradients of a microbatch, and adds those of the parameters to `gradient`.
@@ -153,6 +164,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         Ok(())
     }
 
+    /// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
+    fn input(&self, view: &View<'_>, with_gradient: bool) -> Result<Tensor> {
+        let dtype = self.working(view.global().dtype());
+        let float = bridge::candle_type(dtype)?.is_float();
+        bridge::tensor_in(view, dtype, with_gradient && float)
+    }
+
     /// Runs candle's backward pass from the gradients `dy` of the outputs.
     pub(super) fn backpropagate(
         &self,
@@ -192,20 +210,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
 /// Returns a pass that postpones the gradients of all trainable f32 parameters.
 pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
-    let is_deferred = |tensor: &Tensor| tensor.is_variable() && tensor.dtype() == DType::F32;
-    let trainable = weights.iter().filter(|(_, tensor)| is_deferred(tensor));
     let gradients: HashMap<_, &'static mut [f32]> =
-        trainable.map(|(_, tensor)| (tensor.id(), Default::default())).collect();
+        weights.singles().map(|tensor| (tensor.id(), Default::default())).collect();
     Pass { gradients, deferred: Some(Vec::new()), ..Pass::default() }
-}
-
-/// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
-fn input(view: &View<'_>, with_gradient: bool) -> Result<Tensor> {
-    let float = bridge::candle_type(view.global().dtype())?.is_float();
-    match with_gradient && float {
-        true => Ok(bridge::var_of(view)?.into_inner()),
-        false => bridge::tensor_of(view),
-    }
 }
 
 /// Builds the tree of tensors of this structure.
@@ -225,7 +232,7 @@ fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
     let Some(dx) = dx else { return Ok(()) };
     for (x, mut view) in graph.x.iter().zip(dx.into_leaves()) {
         match store.as_ref().and_then(|store| store.get(x)) {
-            Some(gradient) => bridge::write(gradient, &mut view)?,
+            Some(gradient) => bridge::write_gradient(gradient, &mut view)?,
             None => view.zero(),
         }
     }

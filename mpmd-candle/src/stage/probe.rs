@@ -187,13 +187,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut weights = Named::new();
         for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
             let part = part_of(aval, sharding, device)?;
-            weights.insert(path.clone(), bridge::zeros(&part, !self.is_frozen(path))?);
+            let zeros = bridge::zeros(&self.working_form(&part), !self.is_frozen(path))?;
+            weights.insert(path.clone(), (part.dtype(), zeros));
         }
         let mut models = self.models(Arc::new(Weights::new(weights)))?;
         let mut x = Vec::new();
         for aval in at.x.leaves() {
             let float = bridge::candle_type(aval.dtype())?.is_float();
-            let part = part_of(aval, &input, device)?;
+            let part = self.working_form(&part_of(aval, &input, device)?);
             x.push(bridge::zeros(&part, at.needs_dx && float)?);
         }
         let mut parts = Named::new();

@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use mpmd_candle::{Cx, stage};
+use mpmd_core::aval::DType;
 use mpmd_core::kernel::elementwise;
 use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 
-use crate::model::{self, Settings, microbatches, pipeline};
+use crate::model::{self, Settings, microbatches, pipeline, shapes};
 
 const MICROBATCHES: usize = 4;
 const STEPS: u64 = 3;
@@ -23,6 +24,7 @@ struct Run {
     schedule: &'static str,
     recompute: bool,
     replay: bool,
+    computes_in: DType,
 }
 
 const PLAIN: Run = Run {
@@ -31,6 +33,7 @@ const PLAIN: Run = Run {
     schedule: "gpipe",
     recompute: false,
     replay: false,
+    computes_in: DType::F32,
 };
 
 /// Updates the parameters of all stages by plain gradient descent.
@@ -52,12 +55,16 @@ fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Resu
 
 /// Returns the bits of the losses of some steps, with the losses of an evaluation at the end.
 fn losses(run: Run) -> Vec<u32> {
-    let Run { settings, processes, schedule, recompute, replay } = run;
+    let Run { settings, processes, schedule, recompute, replay, computes_in } = run;
     let stages = settings.stages;
     let results = Simulation::new(processes, stages.max(processes)).run(|p| {
         let mut model = pipeline(p, settings)?;
         (0..stages).for_each(|stage| model.recompute(stage, recompute));
         model.replay(replay);
+        if computes_in != DType::F32 {
+            model.compute_in(computes_in)?;
+            model.probe(p, &shapes(stages))?;
+        }
         let schedule = Schedule::named(schedule, stages, MICROBATCHES, None)?;
         let ends = [model.mesh(0).clone(), model.mesh(stages - 1).clone()];
         let ends = [&ends[0], &ends[1]];
@@ -66,6 +73,8 @@ fn losses(run: Run) -> Vec<u32> {
             let batch = microbatches(p, ends, stages, (step, MICROBATCHES))?;
             let output = model.train_step(p, &schedule, batch)?;
             losses.push(output.loss.sum.clone());
+            let gradients = output.gradients.iter().flatten();
+            assert!(gradients.into_iter().all(|(_, gradient)| gradient.dtype() == DType::F32));
             update(p, &mut model, output)?;
             p.step_end()?;
         }
@@ -124,6 +133,31 @@ fn replayed_steps_draw_new_dropout_masks() {
     let settings = Settings { dropout: 0.3, ..Settings::default() };
     let plain = losses(Run { settings, ..PLAIN });
     assert_eq!(losses(Run { settings, replay: true, processes: 2, ..PLAIN }), plain);
+}
+
+#[test]
+fn models_compute_in_bf16_over_f32_parameters() {
+    let single: Vec<f32> = losses(PLAIN).into_iter().map(f32::from_bits).collect();
+    for split in [false, true] {
+        let settings = Settings { dropout: 0.3, split, ..Settings::default() };
+        let plain = Run { settings, computes_in: DType::Bf16, ..PLAIN };
+        let bits = losses(plain);
+        for schedule in ["1f1b", "zb-h1"] {
+            let run = Run { schedule, processes: 2, recompute: true, replay: true, ..plain };
+            assert_eq!(losses(run), bits, "{schedule}, split {split}");
+        }
+    }
+    let half: Vec<f32> =
+        losses(Run { computes_in: DType::Bf16, ..PLAIN }).into_iter().map(f32::from_bits).collect();
+    // Later steps grow apart, since the rate is high.
+    let (half, single) = (half[0], single[0]);
+    assert!(half != single && (half - single).abs() < 0.01 * single, "{half} {single}");
+    let refused = Simulation::new(1, 2).run(|p| {
+        let mut model = pipeline(p, Settings::default())?;
+        Ok(model.compute_in(DType::I32).unwrap_err().to_string())
+    });
+    let refused = refused.into_iter().next().unwrap().unwrap();
+    assert!(refused.contains("compute in f32, bf16 or f16"), "{refused}");
 }
 
 /// Trains one step of two stages of the model, of which only parameters that match `trainable` are

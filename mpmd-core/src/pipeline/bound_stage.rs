@@ -12,7 +12,7 @@ use super::stage::{Passes, Stage, StageSignature};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Structure, Tree, TreeError};
@@ -84,6 +84,8 @@ pub(super) struct BoundStage {
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
     pub(super) kernels: Vec<KernelSet>,
+    /// The dtype that the passes compute in, if it is not that of the parameters.
+    computes_in: Option<DType>,
 }
 
 /// Returns the error for a pass that the schedule has and the stage has no kernel for.
@@ -119,6 +121,7 @@ impl BoundStage {
             state: None,
             prepared: Prepared::new(None),
             kernels: Vec::new(),
+            computes_in: None,
         };
         stage.forget_shapes()?;
         Ok(stage)
@@ -131,6 +134,7 @@ impl BoundStage {
         let is_same = stage.is_none();
         if let Some(stage) = &stage {
             paths.iter().for_each(|path| stage.freeze(path));
+            self.computes_in.map_or(Ok(()), |dtype| stage.compute_in(dtype))?;
         }
         let stage = stage.unwrap_or_else(|| self.stage.clone());
         let place = |place: &ParamPlace| ParamPlace {
@@ -152,6 +156,7 @@ impl BoundStage {
             state: self.state.clone(),
             prepared: Prepared::new(None),
             kernels: Vec::new(),
+            computes_in: self.computes_in,
         };
         again.forget_shapes()?;
         if is_same {
@@ -492,6 +497,13 @@ impl BoundStage {
 
     pub(super) fn passes(&self) -> Passes {
         self.stage.passes()
+    }
+
+    /// Sets the dtype that the passes compute in.
+    pub(super) fn compute_in(&mut self, dtype: DType) -> Result<()> {
+        self.stage.compute_in(dtype)?;
+        self.computes_in = Some(dtype);
+        self.forget_shapes()
     }
 
     /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as

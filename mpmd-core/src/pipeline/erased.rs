@@ -10,7 +10,7 @@ use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Shapes, View, ViewMut};
 use mpmd_device::cuda::source::Source;
-use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::Tree;
@@ -69,6 +69,7 @@ pub(super) trait ErasedStage: Send + Sync {
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()>;
     fn probe(&self, program: &mut Program, at: ProbeOf<'_>) -> Result<()>;
+    fn compute_in(&self, dtype: DType) -> Result<()>;
     fn name(&self) -> &str;
     fn statics(&self) -> Vec<u64>;
     fn computes_on_host(&self) -> bool;
@@ -202,6 +203,10 @@ impl<S: Stage> ErasedStage for S {
             stage: at.stage,
         };
         Stage::probe(self, program, &probe)
+    }
+
+    fn compute_in(&self, dtype: DType) -> Result<()> {
+        Stage::compute_in(self, dtype)
     }
 
     fn name(&self) -> &str {

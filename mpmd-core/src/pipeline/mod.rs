@@ -44,6 +44,7 @@ use crate::api::object::MpmdObject;
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
+use mpmd_layout::aval::DType;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::Tree;
 use mpmd_record::trace::Label;
@@ -250,6 +251,25 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.graph.stage(stage);
         self.graph.recomputes[stage] = yes;
         self.captures.clear();
+    }
+
+    /// Has all stages compute in `dtype`, where their parameters are f32: with `DType::Bf16` on
+    /// devices with tensor cores. The parameters stay f32, and so do their gradients; each stage
+    /// converts the parameters once after each update. Outputs of a stage have the dtype that its
+    /// model gives them, so those between stages become half as large.
+    ///
+    /// # Errors
+    ///
+    /// If a stage cannot compute in this dtype: see [`Stage::compute_in`].
+    #[track_caller]
+    pub fn compute_in(&mut self, dtype: DType) -> Result<()> {
+        let at = Location::caller();
+        self.captures.clear();
+        for stage in 0..self.graph.stages.len() {
+            let set = self.graph.change(stage, |stage| stage.compute_in(dtype));
+            set.map_err(|why| refused(why, at, "Pipeline::compute_in", None))?;
+        }
+        Ok(())
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule

@@ -208,6 +208,21 @@ pub trait Stage: Send + Sync + 'static {
         Ok(())
     }
 
+    /// Has the passes compute in this dtype, where the parameters are f32:
+    /// [`Pipeline::compute_in`](super::Pipeline::compute_in) calls it before any pass. Gradients
+    /// of parameters stay f32. Default: an error.
+    ///
+    /// # Errors
+    ///
+    /// If the stage cannot compute in this dtype.
+    fn compute_in(&self, dtype: DType) -> Result<()> {
+        let name = self.name();
+        Err(Error::kernel(format!(
+            "stage {name} is to compute in {dtype}, and has no `compute_in`: it computes in the \
+             dtypes of its parameters"
+        )))
+    }
+
     /// Returns the name of the stage for messages. Default: the name of the type.
     fn name(&self) -> &str {
         plain_name::<Self>()

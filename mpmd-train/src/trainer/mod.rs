@@ -12,6 +12,7 @@ mod saves;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
+use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage};
 use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Program, Recovery, Result};
@@ -102,6 +103,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     pub fn clip(mut self, limit: f64) -> Self {
         self.optimizer.set_clip(Some(limit));
         self
+    }
+
+    /// Has the stages compute in `dtype`, as with `DType::Bf16`; parameters, their gradients, the
+    /// optimiser's state, losses and norms stay f32. See [`Pipeline::compute_in`].
+    ///
+    /// # Errors
+    ///
+    /// If a stage cannot compute in this dtype.
+    pub fn compute(mut self, dtype: DType) -> Result<Self> {
+        self.pipeline.compute_in(dtype)?;
+        Ok(self)
     }
 
     /// Sets the seed of the random keys of all microbatches.
