@@ -15,6 +15,7 @@
 
 mod args;
 mod gemm;
+pub mod layers;
 mod scratch;
 mod staged;
 

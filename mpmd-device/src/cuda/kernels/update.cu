@@ -1,29 +1,12 @@
 // Optimisers: sums of squares, the figures of a step, and updates of parameters. All have the same
 // bits as on the host: no contraction, IEEE square roots and divisions, one fixed order of sums.
 
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-#define FIRST (blockIdx.x * (u64)blockDim.x + threadIdx.x)
-#define STEP (gridDim.x * (u64)blockDim.x)
-
 // Lanes of a block, and the elements that it adds up: `square_sum` in mpmd-train has the same order.
 #define LANES 256
 #define BLOCK 4096
 
 static __device__ inline double widen(float x) { return x; }
 static __device__ inline double widen(double x) { return x; }
-
-static __device__ inline float from_bf16(u16 half) { return __uint_as_float((u32)half << 16); }
-
-static __device__ inline float from_f16(u16 half) {
-    u32 sign = (u32)(half & 0x8000u) << 16, exponent = (half >> 10) & 0x1fu, mantissa = half & 0x3ffu;
-    if (exponent == 31u) return __uint_as_float(sign | 0x7f800000u | (mantissa << 13));
-    if (exponent > 0u) return __uint_as_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
-    float value = (float)mantissa * 5.9604644775390625e-8f;
-    return sign ? -value : value;
-}
 
 // Each block writes the sum of its elements: lane by lane, then by a binary tree over the lanes.
 #define BLOCK_SUMS(NAME, TYPE, TERM)                                                                   \
