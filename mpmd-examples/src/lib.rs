@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod kernel_gpt;
 pub mod pipeline;
 pub mod sample;
 pub mod training;

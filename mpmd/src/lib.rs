@@ -276,10 +276,11 @@ pub mod cuda {
     //! [`Context::cuda`](crate::kernel::Context::cuda) gives a kernel that runs on a CUDA device a
     //! [`Cuda`]. It launches functions of a [`Source`] over a [`Grid`] and multiplies matrices with
     //! [`Gemm`]. An [`Arg`] is an argument of a function. A kernel that uses
-    //! [`Gemm`] lists [`CUBLAS`].
+    //! [`Gemm`] lists [`CUBLAS`]. [`layers`] has the layers of models: norms, attention, losses.
 
     pub use mpmd_core::cuda::{
         Arg, CUBLAS, Cuda, CudaError, Gemm, Grid, Math, NoCuda, Part, Scratch, Source, Version,
+        layers,
     };
 }
 

@@ -11,14 +11,17 @@
 //! exit code is then 128 plus the signal's number.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::Context as _;
 use clap::Parser;
+use mpmd::aval::DType;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
+use mpmd::cuda::Math;
 use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
@@ -28,6 +31,7 @@ use mpmd::train::data::{SEPARATOR, Text, Windows};
 use mpmd::train::stop::{StopFlag, exit_code, stop_name};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, ProcessId};
+use mpmd_examples::kernel_gpt;
 use mpmd_examples::sample::{next_byte, printable};
 use mpmd_examples::training::{self, Figures};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
@@ -94,6 +98,13 @@ struct Args {
     /// Print the stored and the computed shardings of each stage's parameters, then exit
     #[arg(long)]
     show_sharding: bool,
+    /// Train with stages of CUDA kernels in place of candle's: with --device cuda
+    #[arg(long, conflicts_with_all = ["fsdp", "tensor_parallel"])]
+    kernels: bool,
+    /// Numbers that the stages compute with; parameters, gradients and losses stay f32. With
+    /// --kernels also tf32: products of matrices on tensor cores
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    compute: Compute,
     /// Text for the model to continue after the training
     #[arg(long, default_value = "/// The ")]
     prompt: String,
@@ -125,6 +136,14 @@ struct Args {
     elastic: bool,
     #[command(flatten)]
     job: JobArgs,
+}
+
+/// The numbers that stages compute with.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, clap::ValueEnum)]
+enum Compute {
+    F32,
+    Tf32,
+    Bf16,
 }
 
 /// (pattern of parameter paths, tactic): see [`mpmd::sharding::rules`].
@@ -195,8 +214,15 @@ fn run(
     let (total, peak) = (args.steps as u64, args.learning_rate);
     let rate = Rate::WarmupCosine { peak, floor: 0.05 * peak, warmup: 40.min(total / 4), total };
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
-    let pipeline = plan.pipeline(p, &meshes, None, loss)?;
+    let pipeline = match args.kernels {
+        true => plan.kernel_pipeline(p, &meshes)?,
+        false => plan.pipeline(p, &meshes, None, loss)?,
+    };
     let trainer = Trainer::new(p, pipeline, plan.schedule.clone(), AdamW::default())?;
+    let trainer = match args.compute {
+        Compute::Bf16 => trainer.compute(DType::Bf16)?,
+        Compute::F32 | Compute::Tf32 => trainer,
+    };
     let mut trainer = trainer.rate(rate).clip(1.0).seed(args.seed).stop_on(&stop);
     let checkpoints = |folder| Checkpoints::new(folder).setting("heads", args.sizes.heads);
     let load = args.load.as_ref().map(checkpoints);
@@ -331,11 +357,48 @@ impl<'a> Plan<'a> {
         Ok(pipeline)
     }
 
+    /// Creates the same pipeline of stages that issue CUDA kernels.
+    fn kernel_pipeline(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> anyhow::Result<Model<Loss<MpmdArray>>> {
+        let math = match self.args.compute {
+            Compute::F32 => Math::F32,
+            Compute::Tf32 => Math::Tf32,
+            Compute::Bf16 => anyhow::bail!("--kernels computes in f32 or tf32"),
+        };
+        let (end, mut front) = (meshes.len() - 1, None::<Model<MpmdArray>>);
+        let name = |i: usize| format!("part {i}");
+        let (sizes, blocks) = (self.args.sizes, |i| self.blocks(i));
+        for (i, mesh) in meshes[..end].iter().enumerate() {
+            // Both kinds of stages have the same parameters.
+            let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
+            let params = part.init(p, mesh, self.args.seed)?;
+            let part = kernel_gpt::Front::new(name(i), sizes, blocks(i), i == 0, math);
+            front = Some(match front {
+                None => Pipeline::first(part, mesh, params)?,
+                Some(front) => front.then(part, mesh, params)?,
+            });
+        }
+        let part = stage(self.part(end), loss)?;
+        let params = part.init(p, &meshes[end], self.args.seed)?;
+        let part = kernel_gpt::Last::new(name(end), sizes, blocks(end), end == 0, math);
+        Ok(match front {
+            None => Pipeline::first(part, &meshes[end], params)?,
+            Some(front) => front.then(part, &meshes[end], params)?,
+        })
+    }
+
+    /// Returns the blocks of a stage.
+    fn blocks(&self, stage: usize) -> Range<usize> {
+        let bound = |stage: usize| stage * self.args.sizes.layers / self.schedule.stages();
+        bound(stage)..bound(stage + 1)
+    }
+
     /// Returns the constructor of a stage's part of the model.
     fn part(&self, stage: usize) -> impl Fn(VarBuilder<'static>) -> candle::Result<Part> + use<> {
-        let (sizes, stages) = (self.args.sizes, self.schedule.stages());
-        let bound = |stage: usize| stage * sizes.layers / stages;
-        let blocks = bound(stage)..bound(stage + 1);
+        let (sizes, stages, blocks) = (self.args.sizes, self.schedule.stages(), self.blocks(stage));
         move |vb| Part::new(&vb, sizes, blocks.clone(), [stage == 0, stage + 1 == stages])
     }
 
@@ -430,7 +493,7 @@ fn sample(
 ) -> Result<Vec<u8>> {
     let (time, copies) = (args.sizes.time, args.fsdp);
     let rows = model.mesh(0).sharding(spec![DATA_AXIS]);
-    let shape = ShapedArray::new(&[copies, time], mpmd::aval::DType::U8);
+    let shape = ShapedArray::new(&[copies, time], DType::U8);
     let first = Sharding::single_device(p.topology().devices_of(ProcessId(0))[0]);
     model.probe(p, &MicrobatchShapes::new(shape.clone()))?;
     let mut bytes = args.prompt.clone().into_bytes();

@@ -37,6 +37,14 @@ impl<'a> Part<'a> {
         Self { skipped: self.skipped.saturating_add(elements), ..self }
     }
 
+    /// Returns the first `elements` values, or all if there are fewer.
+    #[must_use]
+    pub fn first(self, elements: usize) -> Self {
+        let end = self.skipped.saturating_add(elements).min(self.elements);
+        // A part that begins beyond the end stays an error.
+        Self { elements: end.max(self.skipped.min(self.elements)), ..self }
+    }
+
     pub(super) fn scratch(place: DevicePlace, dtype: DType, elements: usize) -> Self {
         Self { memory: Memory::Device(place), dtype, skipped: 0, elements, writable: true }
     }
@@ -229,6 +237,12 @@ mod tests {
         assert_eq!(
             [part(0), part(3), part(10), part(11), part(usize::MAX)],
             [Some(10), Some(7), Some(0), None, None]
+        );
+        let first =
+            |from, count| Part::scratch(place, DType::F32, 10).at(from).first(count).elements();
+        assert_eq!(
+            [first(0, 4), first(8, 4), first(3, 0), first(11, 1), first(1, usize::MAX)],
+            [Some(4), Some(2), Some(0), None, Some(9)]
         );
     }
 }

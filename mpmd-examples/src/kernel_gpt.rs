@@ -1,0 +1,477 @@
+//! The model of [`transformer`](crate::transformer) as stages that are written by hand: each pass
+//! issues CUDA kernels and products of matrices, and nothing waits for the device.
+//!
+//! A worked example of [`Stage`] on CUDA devices. The parameters have the names, the shapes and the
+//! initial values of the candle model, so both train alike. What the backward pass needs is kept in
+//! arrays, the residuals, so the memory of a step is known before it runs.
+
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use mpmd::aval::DType;
+use mpmd::cuda::layers::{
+    self, Attention, CrossEntropy, Curve, Embedding, Heads, Norm, activate, activate_backward,
+    add_bias, add_to, sum_rows,
+};
+use mpmd::cuda::{CUBLAS, Cuda, Gemm, Math, Part, Source};
+use mpmd::kernel::{Views, ViewsMut};
+use mpmd::pipeline::{
+    Loss, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
+};
+use mpmd::prelude::*;
+
+use crate::transformer::{BYTES, Sizes};
+
+/// Number added to a row's variance.
+const EPS: f32 = 1e-5;
+
+/// Some blocks of the model as a stage, with the embedding before the first block. `Out` is
+/// `MpmdArray`, or on the last stage `Loss<MpmdArray>`.
+pub struct KernelStage<Out> {
+    name: String,
+    sizes: Sizes,
+    blocks: Range<usize>,
+    embeds: bool,
+    math: Math,
+    out: PhantomData<fn() -> Out>,
+}
+
+/// A stage before the last one.
+pub type Front = KernelStage<MpmdArray>;
+/// The last stage.
+pub type Last = KernelStage<Loss<MpmdArray>>;
+
+impl<Out> KernelStage<Out> {
+    /// Creates the stage of the blocks `blocks`. It has the embedding if `embeds` is set. `math` is
+    /// the precision of products of matrices.
+    pub fn new(name: String, sizes: Sizes, blocks: Range<usize>, embeds: bool, math: Math) -> Self {
+        Self { name, sizes, blocks, embeds, math, out: PhantomData }
+    }
+
+    fn sources() -> Vec<&'static Source> {
+        [layers::sources(DType::F32), vec![&CUBLAS]].concat()
+    }
+
+    /// Returns the work of the stage on a device, for a microbatch of this shape.
+    fn work<'c>(&self, cx: &StageContext<'_, 'c>, tokens: &[usize]) -> Result<Work<'c>> {
+        let cuda = cx.cuda().ok_or_else(|| {
+            Error::kernel(format!("{} has kernels for CUDA devices alone", self.name))
+        })?;
+        let (batch, time) = (tokens[0], tokens[1]);
+        let Sizes { width, heads, .. } = self.sizes;
+        let attention = Attention::causal(batch, heads, time, width / heads);
+        let rows = batch * time;
+        let norm = Norm { rows, width, eps: EPS, remove_mean: true };
+        Ok(Work { cuda, math: self.math, rows, time, width, norm, attention })
+    }
+
+    /// Returns the shapes of the residuals: those of the embedding, of each block, and of the head.
+    fn residuals(&self, x: &ShapedArray, head: bool) -> Vec<PlacedShape> {
+        let (rows, Sizes { width, heads, .. }) = (x.shape()[0] * x.shape()[1], self.sizes);
+        let matrix = |columns: usize| f32s([rows, columns]);
+        let bytes = ShapedArray::new(&x.shape()[..2], DType::U8);
+        let mut kept = Vec::new();
+        if self.embeds {
+            kept.push(bytes.clone());
+        }
+        for _ in self.blocks.clone() {
+            let [one, three, four] = [1, 3, 4].map(|times| matrix(times * width));
+            let (pairs, of_heads) = (matrix(2), matrix(2 * heads));
+            kept.extend([one.clone(), pairs.clone(), one.clone(), three, of_heads, one.clone()]);
+            kept.extend([one.clone(), pairs, one, four.clone(), four]);
+        }
+        if head {
+            kept.extend([matrix(width), matrix(2), matrix(width), matrix(BYTES), matrix(2), bytes]);
+        }
+        kept.into_iter().map(PlacedShape::replicated).collect()
+    }
+
+    /// Runs the embedding and the blocks. Returns the rows after the last block, which are the last
+    /// of `kept` that it takes.
+    fn run_blocks<'v>(
+        &self,
+        work: &Work<'_>,
+        params: &Named<View<'v>>,
+        x: &View<'v>,
+        kept: &mut impl Iterator<Item = Part<'v>>,
+    ) -> Result<Part<'v>> {
+        let mut next = || kept.next().ok_or_else(|| Error::kernel("too few residuals"));
+        let cuda = &work.cuda;
+        let mut rows = match self.embeds {
+            true => {
+                let (tokens, rows) = (next()?, next()?);
+                cuda.copy(x, tokens)?;
+                let positions = Some((part(params, "embed.positions")?, work.time));
+                work.embedding().forward(
+                    cuda,
+                    part(params, "embed.bytes")?,
+                    tokens,
+                    positions,
+                    rows,
+                )?;
+                rows
+            }
+            false => {
+                let rows = next()?;
+                cuda.copy(x, rows)?;
+                rows
+            }
+        };
+        for block in self.blocks.clone() {
+            let mut array = || next();
+            let [pairs, norm1, qkv, of_heads, context] =
+                [array()?, array()?, array()?, array()?, array()?];
+            let [middle, pairs2, norm2, up, hidden, after] =
+                [array()?, array()?, array()?, array()?, array()?, array()?];
+            let of = |name: &str| part(params, &format!("blocks.{block}.{name}"));
+            let width = work.width;
+
+            work.norm(rows, [of("norm1.weight")?, of("norm1.bias")?], norm1, pairs)?;
+            work.times(norm1, of("qkv.weight")?, qkv, [3 * width, width])?;
+            let bias = Some(of("qkv.bias")?);
+            add_bias(cuda, (work.rows, 3 * width), qkv, bias, None, qkv)?;
+            work.attention.forward(cuda, work.heads(qkv), work.joined(context), of_heads)?;
+            work.times(context, of("out.weight")?, middle, [width, width])?;
+            let bias = Some(of("out.bias")?);
+            add_bias(cuda, (work.rows, width), middle, bias, Some(rows), middle)?;
+
+            work.norm(middle, [of("norm2.weight")?, of("norm2.bias")?], norm2, pairs2)?;
+            work.times(norm2, of("up.weight")?, up, [4 * width, width])?;
+            let bias = Some(of("up.bias")?);
+            activate(cuda, Curve::Gelu, (work.rows, 4 * width), up, bias, hidden)?;
+            work.times(hidden, of("down.weight")?, after, [width, 4 * width])?;
+            let bias = Some(of("down.bias")?);
+            add_bias(cuda, (work.rows, width), after, bias, Some(middle), after)?;
+            rows = after;
+        }
+        Ok(rows)
+    }
+
+    /// Adds the gradients of the blocks' parameters and of the embedding. `d` is the gradient of
+    /// the rows after the last block, and becomes that of the rows before the first one. `kept` are
+    /// the residuals without those of the head.
+    fn run_blocks_backward<'v>(
+        &self,
+        work: &Work<'_>,
+        params: &Named<View<'v>>,
+        kept: &[Part<'v>],
+        d: Part<'v>,
+        sums: &Named<Part<'v>>,
+    ) -> Result<()> {
+        let (cuda, width, rows) = (&work.cuda, work.width, work.rows);
+        let skip = usize::from(self.embeds);
+        let wide = cuda.scratch(DType::F32, rows * 4 * width)?;
+        let narrow = cuda.scratch(DType::F32, rows * width)?;
+        let (wide, narrow): (Part<'_>, Part<'_>) = ((&wide).into(), (&narrow).into());
+        for (at, block) in self.blocks.clone().enumerate().rev() {
+            let [x, pairs, norm1, qkv, of_heads, context, middle, pairs2, norm2, up, hidden] =
+                kept[skip + 11 * at..].first_chunk().copied().ok_or_else(too_few)?;
+            let of = |name: &str| part(params, &format!("blocks.{block}.{name}"));
+            let sum = |name: &str| {
+                let sum = sums.get(&format!("blocks.{block}.{name}"));
+                sum.copied().ok_or_else(|| missing(name))
+            };
+
+            sum_rows(cuda, (rows, width), d, add_to(sum("down.bias")?))?;
+            work.times_turned(d, hidden, sum("down.weight")?, [width, 4 * width])?;
+            work.times_back(d, of("down.weight")?, wide, [width, 4 * width])?;
+            let bias = Some(of("up.bias")?);
+            activate_backward(cuda, Curve::Gelu, (rows, 4 * width), up, bias, wide, wide)?;
+            sum_rows(cuda, (rows, 4 * width), wide, add_to(sum("up.bias")?))?;
+            work.times_turned(wide, norm2, sum("up.weight")?, [4 * width, width])?;
+            work.times_back(wide, of("up.weight")?, narrow, [4 * width, width])?;
+            let weights = [sum("norm2.weight")?, sum("norm2.bias")?];
+            work.norm_backward((middle, pairs2), of("norm2.weight")?, narrow, weights, d)?;
+
+            sum_rows(cuda, (rows, width), d, add_to(sum("out.bias")?))?;
+            work.times_turned(d, context, sum("out.weight")?, [width, width])?;
+            work.times_back(d, of("out.weight")?, narrow, [width, width])?;
+            let results = [work.joined(context), work.joined(narrow)];
+            let gradients = work.heads(wide);
+            work.attention.backward(cuda, work.heads(qkv), results, of_heads, gradients)?;
+            sum_rows(cuda, (rows, 3 * width), wide, add_to(sum("qkv.bias")?))?;
+            work.times_turned(wide, norm1, sum("qkv.weight")?, [3 * width, width])?;
+            work.times_back(wide, of("qkv.weight")?, narrow, [3 * width, width])?;
+            let weights = [sum("norm1.weight")?, sum("norm1.bias")?];
+            work.norm_backward((x, pairs), of("norm1.weight")?, narrow, weights, d)?;
+        }
+        if self.embeds {
+            let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
+            let tokens = kept.first().copied().ok_or_else(too_few)?;
+            work.embedding().backward(cuda, tokens, d, add_to(sum("embed.bytes")?))?;
+            let each = (rows / work.time, work.time * width);
+            sum_rows(cuda, each, d, add_to(sum("embed.positions")?))?;
+        }
+        Ok(())
+    }
+}
+
+/// The products and layers of a microbatch on one device.
+struct Work<'a> {
+    cuda: Cuda<'a>,
+    math: Math,
+    rows: usize,
+    time: usize,
+    width: usize,
+    norm: Norm,
+    attention: Attention<'static>,
+}
+
+impl Work<'_> {
+    fn embedding(&self) -> Embedding {
+        Embedding { tokens: self.rows, entries: BYTES, width: self.width }
+    }
+
+    fn gemm(&self, m: usize, n: usize, k: usize) -> Gemm {
+        Gemm::new(m, n, k).math(self.math)
+    }
+
+    /// `y = x wᵀ`, with `w` `[outputs, inputs]`.
+    fn times(
+        &self,
+        x: Part<'_>,
+        w: Part<'_>,
+        y: Part<'_>,
+        [outputs, inputs]: [usize; 2],
+    ) -> Result<()> {
+        self.cuda.gemm(self.gemm(self.rows, outputs, inputs).transpose_b(), x, w, y)
+    }
+
+    /// `d_x = d_y w`, with `w` `[outputs, inputs]`.
+    fn times_back(
+        &self,
+        d_y: Part<'_>,
+        w: Part<'_>,
+        d_x: Part<'_>,
+        [outputs, inputs]: [usize; 2],
+    ) -> Result<()> {
+        self.cuda.gemm(self.gemm(self.rows, inputs, outputs), d_y, w, d_x)
+    }
+
+    /// `d_w += d_yᵀ x`, with `d_w` `[outputs, inputs]`.
+    fn times_turned(
+        &self,
+        d_y: Part<'_>,
+        x: Part<'_>,
+        d_w: Part<'_>,
+        [outputs, inputs]: [usize; 2],
+    ) -> Result<()> {
+        let gemm = self.gemm(outputs, inputs, self.rows).transpose_a().beta(1.0);
+        self.cuda.gemm(gemm, d_y, x, d_w)
+    }
+
+    fn norm(
+        &self,
+        x: Part<'_>,
+        [w, bias]: [Part<'_>; 2],
+        y: Part<'_>,
+        pairs: Part<'_>,
+    ) -> Result<()> {
+        self.norm.forward(&self.cuda, x, (w, Some(bias)), y, pairs)
+    }
+
+    /// Adds the gradients of a norm's weights, and that of its input to `d_x`.
+    fn norm_backward(
+        &self,
+        (x, pairs): (Part<'_>, Part<'_>),
+        weight: Part<'_>,
+        d_y: Part<'_>,
+        [d_weight, d_bias]: [Part<'_>; 2],
+        d_x: Part<'_>,
+    ) -> Result<()> {
+        let d_bias = Some(add_to(d_bias));
+        self.norm.backward_weight(&self.cuda, x, d_y, pairs, add_to(d_weight), d_bias)?;
+        self.norm.backward(&self.cuda, x, weight, d_y, pairs, add_to(d_x))
+    }
+
+    /// Query, key and value, which lie side by side for each head.
+    fn heads<'p>(&self, qkv: Part<'p>) -> [Heads<'p>; 3] {
+        let dim = self.attention.dim;
+        let at = |offset: usize| {
+            Heads::in_rows(qkv.at(offset * dim), self.time, 3 * self.width, 3 * dim)
+        };
+        [0, 1, 2].map(at)
+    }
+
+    /// The results of all heads side by side.
+    fn joined<'p>(&self, context: Part<'p>) -> Heads<'p> {
+        Heads::in_rows(context, self.time, self.width, self.attention.dim)
+    }
+}
+
+type Named<T> = BTreeMap<String, T>;
+
+fn part<'v>(params: &Named<View<'v>>, name: &str) -> Result<Part<'v>> {
+    params.get(name).map(Part::from).ok_or_else(|| missing(name))
+}
+
+fn missing(name: &str) -> Error {
+    Error::kernel(format!("there is no parameter {name}"))
+}
+
+fn too_few() -> Error {
+    Error::kernel("too few residuals")
+}
+
+/// The shape of the rows that a stage takes or gives: `[batch, time, width]`.
+fn rows_of(x: &ShapedArray, width: usize) -> Result<ShapedArray> {
+    match x.shape() {
+        [batch, time, ..] => Ok(f32s([*batch, *time, width])),
+        _ => Err(Error::kernel(format!("{x}: expected [batch, time, …]"))),
+    }
+}
+
+impl Stage for Front {
+    type Params = Named<MpmdArray>;
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(
+        &self,
+        _: &Named<ShapedArray>,
+        x: &ShapedArray,
+        _: &SideShapes,
+    ) -> Result<StageSignature<ShapedArray>> {
+        let out = rows_of(x, self.sizes.width)?;
+        Ok(StageSignature::new(out).residual(self.residuals(x, false)))
+    }
+
+    fn forward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: Named<View<'_>>,
+        x: View<'_>,
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
+        let mut kept: Vec<ViewMut<'_>> = cx.residual_mut()?;
+        let work = self.work(cx, x.shape())?;
+        let mut kept = kept.iter_mut().map(Part::from).chain([Part::from(&mut y)]);
+        self.run_blocks(&work, &params, &x, &mut kept).map(drop)
+    }
+
+    fn backward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: Named<View<'_>>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        mut gradient: Named<ViewMut<'_>>,
+    ) -> Result<()> {
+        let kept: Vec<View<'_>> = cx.residual()?;
+        let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
+        let work = self.work(cx, dy.shape())?;
+        let sums = gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
+        let d = work.cuda.scratch(DType::F32, work.rows * work.width)?;
+        work.cuda.copy(&dy, &d)?;
+        self.run_blocks_backward(&work, &params, &kept, (&d).into(), &sums)?;
+        dx.map_or(Ok(()), |mut dx| work.cuda.copy(&d, &mut dx))
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        Self::sources()
+    }
+}
+
+impl Stage for Last {
+    type Params = Named<MpmdArray>;
+    type In = MpmdArray;
+    type Out = Loss<MpmdArray>;
+
+    fn infer(
+        &self,
+        _: &Named<ShapedArray>,
+        x: &ShapedArray,
+        _: &SideShapes,
+    ) -> Result<StageSignature<Loss<ShapedArray>>> {
+        rows_of(x, self.sizes.width)?;
+        let loss = Loss::new(f32s([]), f32s([]));
+        Ok(StageSignature::new(loss).residual(self.residuals(x, true)))
+    }
+
+    fn forward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: Views<'_, Self::Params>,
+        x: View<'_>,
+        mut y: Loss<ViewMut<'_>>,
+    ) -> Result<()> {
+        let mut kept: Vec<ViewMut<'_>> = cx.residual_mut()?;
+        let side: Named<View<'_>> = cx.side()?;
+        let work = self.work(cx, x.shape())?;
+        let cuda = &work.cuda;
+        let mut kept = kept.iter_mut().map(Part::from);
+        let rows = self.run_blocks(&work, &params, &x, &mut kept)?;
+        let kept: Vec<Part<'_>> = kept.collect();
+        let [pairs, norm, logits, normalizers, targets] =
+            kept.first_chunk().copied().ok_or_else(too_few)?;
+        let weights = [part(&params, "head.norm.weight")?, part(&params, "head.norm.bias")?];
+        work.norm(rows, weights, norm, pairs)?;
+        work.times(norm, part(&params, "head.weight")?, logits, [BYTES, work.width])?;
+        cuda.copy(part(&side, "targets")?, targets)?;
+        let total = cuda.scratch(DType::F32, 2)?;
+        let loss = CrossEntropy { rows: work.rows, classes: BYTES, targets, weights: None };
+        loss.forward(cuda, logits, &total, normalizers)?;
+        cuda.copy(total.at(0).first(1), &mut y.sum)?;
+        cuda.copy(total.at(1), &mut y.weight)
+    }
+
+    fn backward(
+        &self,
+        cx: &mut StageContext<'_, '_>,
+        params: Views<'_, Self::Params>,
+        dy: Loss<View<'_>>,
+        dx: Option<ViewMut<'_>>,
+        mut gradient: ViewsMut<'_, Self::Params>,
+    ) -> Result<()> {
+        let kept: Vec<View<'_>> = cx.residual()?;
+        let tokens = kept.last().ok_or_else(too_few)?.shape();
+        let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
+        let (kept, head) = kept.split_at_checked(kept.len().wrapping_sub(6)).ok_or_else(too_few)?;
+        let [x, pairs, norm, logits, normalizers, targets] =
+            head.first_chunk().copied().ok_or_else(too_few)?;
+        let work = self.work(cx, tokens)?;
+        let (cuda, rows, width) = (&work.cuda, work.rows, work.width);
+        let sums: Named<Part<'_>> =
+            gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
+        let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
+
+        let d_logits = cuda.scratch(DType::F32, rows * BYTES)?;
+        let loss = CrossEntropy { rows, classes: BYTES, targets, weights: None };
+        // A number of the host needs no copy to the device.
+        let d_loss = match dy.sum.scalar::<f32>() {
+            Ok(number) => (number, None),
+            Err(_) => (1.0, Some(Part::from(&dy.sum))),
+        };
+        loss.backward(cuda, logits, normalizers, d_loss, &d_logits)?;
+        let d_logits = Part::from(&d_logits);
+        work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;
+        let [d_norm, d] =
+            [cuda.scratch(DType::F32, rows * width)?, cuda.scratch(DType::F32, rows * width)?];
+        work.times_back(d_logits, part(&params, "head.weight")?, (&d_norm).into(), [BYTES, width])?;
+        cuda.zero(&d)?;
+        let weights = [sum("head.norm.weight")?, sum("head.norm.bias")?];
+        let weight = part(&params, "head.norm.weight")?;
+        work.norm_backward((x, pairs), weight, (&d_norm).into(), weights, (&d).into())?;
+        drop(d_norm);
+        self.run_blocks_backward(&work, &params, kept, (&d).into(), &sums)?;
+        dx.map_or(Ok(()), |mut dx| cuda.copy(&d, &mut dx))
+    }
+
+    /// Named arrays: the targets.
+    fn side(&self) -> SideInput {
+        SideInput::of::<Named<MpmdArray>>()
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        Self::sources()
+    }
+}
