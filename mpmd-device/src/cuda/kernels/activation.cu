@@ -4,11 +4,11 @@
 // Functions and slopes beyond this number are those of infinity.
 #define BOUND 1e4f
 
-static __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // The factor of `x` in GELU, (1 + tanh u) / 2 = 1 / (1 + e^-2u), and the derivative of 2u. Here u
 // is sqrt(2 / pi) (x + 0.044715 x^3).
-static __device__ inline float gelu_weight(float x, float *slope) {
+DEVICE float gelu_weight(float x, float *slope) {
     const float twice = 1.5957691216f, cube = twice * 0.044715f;
     float square = x * x;
     *slope = twice + 3.0f * cube * square;
@@ -17,7 +17,7 @@ static __device__ inline float gelu_weight(float x, float *slope) {
 
 // The distribution function of the normal distribution, and its density. Formula 7.1.26 of
 // Abramowitz and Stegun, "Handbook of Mathematical Functions": the error is below 1e-7.
-static __device__ inline float normal(float x, float *density) {
+DEVICE float normal(float x, float *density) {
     float power = expf(-0.5f * x * x), t = 1.0f / (1.0f + 0.3275911f * 0.70710678f * fabsf(x));
     float series = 1.0614054f;
     series = series * t - 1.453152f;
@@ -29,13 +29,13 @@ static __device__ inline float normal(float x, float *density) {
     return x > 0.0f ? 1.0f - tail : tail;
 }
 
-static __device__ inline float curve(u32 which, float x) {
+DEVICE float curve(u32 which, float x) {
     float unused, from = fmaxf(x, -BOUND);
     if (which == 0) return from * gelu_weight(x, &unused);
     return from * (which == 1 ? normal(x, &unused) : sigmoid(x));
 }
 
-static __device__ inline float slope(u32 which, float x) {
+DEVICE float slope(u32 which, float x) {
     float more;
     x = x > BOUND ? BOUND : x < -BOUND ? -BOUND : x;
     if (which == 1) {

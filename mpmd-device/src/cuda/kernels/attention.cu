@@ -64,7 +64,7 @@ struct Place : Sizes {
 // Loads the tile of N vectors that begins at `from`, `token` elements apart. `count` of them exist;
 // others, and elements from `dim` on, become zeros.
 template <int D, int N>
-static __device__ inline void load_tile(float *tile, const T *from, u64 token, u64 count, u64 dim) {
+DEVICE void load_tile(float *tile, const T *from, u64 token, u64 count, u64 dim) {
     bool vector = dim % 4 == 0 && token % 4 == 0 && is_aligned(from);
     for (u32 i = threadIdx.x; i < N * D / 4; i += 256) {
         u32 row = i / (D / 4), column = i % (D / 4) * 4;
@@ -85,7 +85,7 @@ static __device__ inline void load_tile(float *tile, const T *from, u64 token, u
 
 // Sets `s` to the products of the rows of tiles `a` and `b`.
 template <int D, int N>
-static __device__ inline void rows_by_rows(float (&s)[N / 16][N / 16], const float *a, const float *b) {
+DEVICE void rows_by_rows(float (&s)[N / 16][N / 16], const float *a, const float *b) {
     EACH(i, N / 16) EACH(j, N / 16) s[i][j] = 0.0f;
     #pragma unroll 4
     for (int d = 0; d < D; d += 4) {
@@ -103,7 +103,7 @@ static __device__ inline void rows_by_rows(float (&s)[N / 16][N / 16], const flo
 
 // Adds to `out` the product of the square tile `p` and tile `v`.
 template <int D, int N>
-static __device__ inline void square_by_tile(float4 (&out)[N / 16][D / 64], const float *p, const float *v) {
+DEVICE void square_by_tile(float4 (&out)[N / 16][D / 64], const float *p, const float *v) {
     #pragma unroll 2
     for (int k = 0; k < N; k += 4) {
         float x[N / 16][4];
@@ -129,7 +129,7 @@ static __device__ inline void square_by_tile(float4 (&out)[N / 16][D / 64], cons
 }
 
 // Stores one element of each of a thread's rows and columns in a square tile.
-template <int N> static __device__ inline void store_square(float *tile, const float (&s)[N / 16][N / 16]) {
+template <int N> DEVICE void store_square(float *tile, const float (&s)[N / 16][N / 16]) {
     #pragma unroll
     EACH(i, N / 16)
         #pragma unroll
@@ -137,7 +137,7 @@ template <int N> static __device__ inline void store_square(float *tile, const f
 }
 
 // Stores four elements of a result, as far as they exist.
-static __device__ inline void store_result(T *to, float4 x, u64 column, u64 dim) {
+DEVICE void store_result(T *to, float4 x, u64 column, u64 dim) {
     if (column < dim) store(to + column, x.x);
     if (column + 1 < dim) store(to + column + 1, x.y);
     if (column + 2 < dim) store(to + column + 2, x.z);
@@ -146,7 +146,7 @@ static __device__ inline void store_result(T *to, float4 x, u64 column, u64 dim)
 
 // Stores the rows of a result that exist.
 template <int D, int N>
-static __device__ inline void store_tile(T *to, u64 token, u64 count, u64 dim, const float4 (&out)[N / 16][D / 64]) {
+DEVICE void store_tile(T *to, u64 token, u64 count, u64 dim, const float4 (&out)[N / 16][D / 64]) {
     #pragma unroll
     EACH(i, N / 16)
         #pragma unroll
@@ -154,13 +154,13 @@ static __device__ inline void store_tile(T *to, u64 token, u64 count, u64 dim, c
 }
 
 // Joins the numbers of the 16 threads of a row.
-template <class Join> static __device__ inline float join_row(float x) {
+template <class Join> DEVICE float join_row(float x) {
     for (int step = 8; step > 0; step /= 2) x = Join::of(x, __shfl_xor_sync(ALL, x, step));
     return x;
 }
 
 template <int D, int N>
-static __device__ inline void forward(Heads q, Heads k, Heads v, Heads out, float *normalizers, const Sizes &sizes) {
+DEVICE void forward(Heads q, Heads k, Heads v, Heads out, float *normalizers, const Sizes &sizes) {
     extern __shared__ __align__(16) float room[];
     float *queries = room, *others = queries + N * (D + 4), *square = others + N * (D + 4);
     // The tiles with the most keys come first.
@@ -226,7 +226,7 @@ static __device__ inline void forward(Heads q, Heads k, Heads v, Heads out, floa
 
 // From products of queries and keys, `s`, and of gradients and values, `d`: the probability of a
 // key, and the gradient of the product.
-static __device__ inline void gradient(
+DEVICE void gradient(
     const Place &at, u64 query, u64 key, const float *normalizers, const float *means, float &s, float &d
 ) {
     if (!at.sees(query, key)) {
@@ -240,7 +240,7 @@ static __device__ inline void gradient(
 }
 
 template <int D, int N>
-static __device__ inline void backward_queries(
+DEVICE void backward_queries(
     Heads q, Heads k, Heads v, Heads d_out, Heads d_q, const float *normalizers, const float *means, const Sizes &sizes
 ) {
     extern __shared__ __align__(16) float room[];
@@ -274,7 +274,7 @@ static __device__ inline void backward_queries(
 }
 
 template <int D, int N>
-static __device__ inline void backward_keys(
+DEVICE void backward_keys(
     Heads q, Heads k, Heads v, Heads d_out, Heads d_k, Heads d_v, const float *normalizers, const float *means,
     const Sizes &sizes
 ) {
@@ -341,18 +341,18 @@ extern "C" __global__ void attention_means(HEADS(out), HEADS(d_out), u64 heads, 
 }
 
 #define KERNELS(D, N)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 1)                                                                  \
         attention_##D(HEADS(q), HEADS(k), HEADS(v), HEADS(out), float *normalizers, SIZES) {                           \
         forward<D, N>(THESE(q), THESE(k), THESE(v), THESE(out), normalizers, THE_SIZES);                               \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) attention_queries_##D(                                           \
+    extern "C" __global__ void __launch_bounds__(256, 1) attention_queries_##D(                                           \
         HEADS(q), HEADS(k), HEADS(v), HEADS(d_out), HEADS(d_q), const float *normalizers, const float *means, SIZES    \
     ) {                                                                                                                \
         backward_queries<D, N>(                                                                                        \
             THESE(q), THESE(k), THESE(v), THESE(d_out), THESE(d_q), normalizers, means, THE_SIZES                      \
         );                                                                                                             \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) attention_keys_##D(                                              \
+    extern "C" __global__ void __launch_bounds__(256, 1) attention_keys_##D(                                              \
         HEADS(q), HEADS(k), HEADS(v), HEADS(d_out), HEADS(d_k), HEADS(d_v), const float *normalizers,                  \
         const float *means, SIZES                                                                                      \
     ) {                                                                                                                \

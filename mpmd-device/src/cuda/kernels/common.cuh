@@ -5,33 +5,35 @@ typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
+#define DEVICE [[maybe_unused]] static __device__ inline
+
 // The first element of a thread and the step to its next one. A grid may have fewer threads than
 // elements.
 #define FIRST (blockIdx.x * (u64)blockDim.x + threadIdx.x)
 #define STEP (gridDim.x * (u64)blockDim.x)
 
-static __device__ inline float float_of(u32 bits) {
+DEVICE float float_of(u32 bits) {
     union { u32 bits; float value; } both;
     both.bits = bits;
     return both.value;
 }
 
-static __device__ inline u32 bits_of(float value) {
+DEVICE u32 bits_of(float value) {
     union { u32 bits; float value; } both;
     both.value = value;
     return both.bits;
 }
 
-static __device__ inline float from_bf16(u16 half) { return float_of((u32)half << 16); }
+DEVICE float from_bf16(u16 half) { return float_of((u32)half << 16); }
 
-static __device__ inline u16 to_bf16(float value) {
+DEVICE u16 to_bf16(float value) {
     u32 bits = bits_of(value);
     // A NaN stays a NaN.
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40u);
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static __device__ inline float from_f16(u16 half) {
+DEVICE float from_f16(u16 half) {
     u32 sign = (u32)(half & 0x8000u) << 16;
     u32 exponent = (half >> 10) & 0x1fu;
     u32 mantissa = half & 0x3ffu;
@@ -43,7 +45,7 @@ static __device__ inline float from_f16(u16 half) {
     return sign ? -value : value;
 }
 
-static __device__ inline u16 to_f16(float value) {
+DEVICE u16 to_f16(float value) {
     u32 bits = bits_of(value);
     u32 sign = (bits >> 16) & 0x8000u;
     u32 exponent = (bits >> 23) & 0xffu;
@@ -74,38 +76,38 @@ static __device__ inline u16 to_f16(float value) {
 // Half-precision numbers of kernels that are written for any type `T`.
 struct bf16 { u16 bits; };
 
-static __device__ inline float load(const float *at) { return *at; }
-static __device__ inline float load(const bf16 *at) { return from_bf16(at->bits); }
-static __device__ inline void store(float *at, float value) { *at = value; }
-static __device__ inline void store(bf16 *at, float value) { at->bits = to_bf16(value); }
+DEVICE float load(const float *at) { return *at; }
+DEVICE float load(const bf16 *at) { return from_bf16(at->bits); }
+DEVICE void store(float *at, float value) { *at = value; }
+DEVICE void store(bf16 *at, float value) { at->bits = to_bf16(value); }
 
 // Four elements that lie at a multiple of their size.
-static __device__ inline float4 load4(const float *at) { return *(const float4 *)at; }
-static __device__ inline float4 load4(const bf16 *at) {
+DEVICE float4 load4(const float *at) { return *(const float4 *)at; }
+DEVICE float4 load4(const bf16 *at) {
     ushort4 x = *(const ushort4 *)at;
     return make_float4(from_bf16(x.x), from_bf16(x.y), from_bf16(x.z), from_bf16(x.w));
 }
-static __device__ inline void store4(float *at, float4 x) { *(float4 *)at = x; }
-static __device__ inline void store4(bf16 *at, float4 x) {
+DEVICE void store4(float *at, float4 x) { *(float4 *)at = x; }
+DEVICE void store4(bf16 *at, float4 x) {
     *(ushort4 *)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w));
 }
 
-static __device__ inline float4 operator+(float4 x, float4 y) {
+DEVICE float4 operator+(float4 x, float4 y) {
     return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
 }
 
-static __device__ inline float4 scaled(float4 x, float by) { return make_float4(x.x * by, x.y * by, x.z * by, x.w * by); }
+DEVICE float4 scaled(float4 x, float by) { return make_float4(x.x * by, x.y * by, x.z * by, x.w * by); }
 
 // True if `load4` can read there. A null pointer counts.
-template <class E> static __device__ inline bool is_aligned(const E *at) { return (u64)at % (4 * sizeof(E)) == 0; }
+template <class E> DEVICE bool is_aligned(const E *at) { return (u64)at % (4 * sizeof(E)) == 0; }
 
 // Sets an element, or adds to it.
-template <class E> static __device__ inline void put(E *at, float value, u32 adds) {
+template <class E> DEVICE void put(E *at, float value, u32 adds) {
     store(at, adds ? load(at) + value : value);
 }
 
 // An index of 1, 4 or 8 bytes. A negative one becomes very large.
-static __device__ inline u64 index_at(const void *indices, u32 bytes, u64 at) {
+DEVICE u64 index_at(const void *indices, u32 bytes, u64 at) {
     if (bytes == 1) return ((const unsigned char *)indices)[at];
     return bytes == 4 ? ((const u32 *)indices)[at] : ((const u64 *)indices)[at];
 }
@@ -119,7 +121,7 @@ struct Largest { static __device__ inline float of(float x, float y) { return fm
 
 // The sum or the largest of the numbers of all threads of a block, in a fixed order. All threads
 // get it. `room` has 32 numbers of shared memory. The number of threads is a multiple of 32.
-template <class Join> static __device__ inline float block_join(float x, float *room) {
+template <class Join> DEVICE float block_join(float x, float *room) {
     for (int step = 16; step > 0; step /= 2) x = Join::of(x, __shfl_xor_sync(ALL, x, step));
     __syncthreads();
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
@@ -128,11 +130,11 @@ template <class Join> static __device__ inline float block_join(float x, float *
     for (u32 warp = 1; warp < blockDim.x / 32; warp++) x = Join::of(x, room[warp]);
     return x;
 }
-static __device__ inline float block_sum(float x, float *room) { return block_join<Sum>(x, room); }
-static __device__ inline float block_largest(float x, float *room) { return block_join<Largest>(x, room); }
+DEVICE float block_sum(float x, float *room) { return block_join<Sum>(x, room); }
+DEVICE float block_largest(float x, float *room) { return block_join<Largest>(x, room); }
 
 // For blocks of 32 x 8 threads: the sum over y, in order, for threads with y = 0.
-static __device__ inline float join_rows(float x) {
+DEVICE float join_rows(float x) {
     __shared__ float parts[8][33];
     __syncthreads();
     parts[threadIdx.y][threadIdx.x] = x;

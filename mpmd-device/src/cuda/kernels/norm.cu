@@ -1,6 +1,6 @@
 // Layer norm and RMS norm. A block has one row; statistics are (mean, 1 / standard deviation).
 
-extern "C" __global__ void norm(
+extern "C" __global__ void norm_forward(
     u64 width, float eps, u32 remove_mean, const T *x, const T *weight, const T *bias, T *y, float *statistics
 ) {
     __shared__ float room[32];

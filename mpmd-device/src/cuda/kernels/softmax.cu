@@ -2,7 +2,7 @@
 // of the exponentials).
 
 // The normalizer of a row, for all threads of a block.
-static __device__ inline float2 normalizer(u64 width, const T *x, float *room) {
+DEVICE float2 normalizer(u64 width, const T *x, float *room) {
     float largest = NOTHING, sum = 0.0f;
     for (u64 i = threadIdx.x; i < width; i += blockDim.x) largest = fmaxf(largest, load(x + i));
     largest = block_largest(largest, room);

@@ -61,7 +61,7 @@ impl Norm {
             y.into(),
             statistics.into(),
         ];
-        call.launch("norm", call.grid(rows, THREADS)?, &args)
+        call.launch("norm_forward", call.grid(rows, THREADS)?, &args)
     }
 
     /// Computes the gradient of `x` from `d_y`, both `[rows, width]`, and the `statistics` of the
