@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::ensure;
+use mpmd::aval::DType;
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
@@ -26,6 +27,18 @@ use crate::unexpected;
 
 /// Number of checkpoints that stay in their folder.
 const KEPT: usize = 2;
+
+/// The numbers that a model computes with.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, clap::ValueEnum)]
+pub enum Compute {
+    /// Those of its weights.
+    #[default]
+    F32,
+    /// bf16, which has the range of f32 and 8 bits.
+    Bf16,
+    /// f16, which has 11 bits; gradients below 6e-8 are lost.
+    F16,
+}
 
 /// Arguments of a training.
 #[derive(Clone, Debug, clap::Args)]
@@ -70,6 +83,10 @@ pub struct TrainArgs {
     /// Weight decay of the matrices
     #[arg(long, value_name = "DECAY", default_value_t = 0.01, value_parser = not_negative)]
     pub weight_decay: f64,
+    /// Numbers that the model computes with, where its weights are f32; these, their gradients, the
+    /// optimiser's state and losses stay f32
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    pub compute: Compute,
     /// Train only matrices of LoRA with this rank, beside the weights of all projections
     #[arg(long, value_name = "RANK", value_parser = at_least(1))]
     pub lora: Option<usize>,
@@ -288,6 +305,11 @@ pub fn trainer(
     let (peak, warmup, total) = (args.lr, args.warmup, args.steps as u64);
     let rate = Rate::WarmupLinear { peak, floor: peak / 10.0, warmup, total };
     let trainer = Trainer::new(p, pipeline, schedule, adamw)?.rate(rate).seed(args.seed);
+    let trainer = match args.compute {
+        Compute::F32 => trainer,
+        Compute::Bf16 => trainer.compute(DType::Bf16)?,
+        Compute::F16 => trainer.compute(DType::F16)?,
+    };
     Ok(match args.clip {
         Some(clip) => trainer.clip(clip),
         None => trainer,

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use mpmd::candle::candle_core::DType;
 use mpmd::candle::nn::ops::{sigmoid, softmax_last_dim};
 use mpmd::candle::nn::{Activation, Module, VarBuilder, grouped, linear_no_bias};
 use mpmd::candle::{Cx, Device, Result, Tensor};
@@ -83,7 +84,9 @@ impl Experts {
     ) -> Result<Tensor> {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;
-        let shares = softmax_last_dim(&self.router.forward(&x)?)?;
+        // Shares and sums are f32, whatever the model computes in.
+        let dtype = x.dtype();
+        let shares = softmax_last_dim(&self.router.forward(&x)?.to_dtype(DType::F32)?)?;
         let per_token = self.config.per_token;
         let taken: Vec<_> = shares.to_vec2()?.iter().map(|of| taken(of, per_token)).collect();
         balance.map_or(Ok(()), |balance| balance.add(&shares, &taken))?;
@@ -98,12 +101,13 @@ impl Experts {
         let own = self.gate.experts()?;
         let first = self.over.first_expert(own, cx)?;
         let routes = Arc::new(Routes::new(&taken, first..first + own));
-        let rows = self.over.for_experts(&x, cx)?.apply_op1(Spread(routes.clone()))?;
+        let rows = self.over.for_experts(&x.to_dtype(DType::F32)?, cx)?;
+        let rows = rows.apply_op1(Spread(routes.clone()))?.to_dtype(dtype)?;
         let gate = self.activation.forward(&self.gate.forward(&rows, &routes.rows)?)?;
         let inner = (gate * self.up.forward(&rows, &routes.rows)?)?;
         let results = self.down.forward(&inner, &routes.rows)?;
-        let sum = results.apply_op2(&weights, Sum(routes))?;
-        let mut sum = self.over.sum_of_experts(sum, cx)?;
+        let sum = results.to_dtype(DType::F32)?.apply_op2(&weights, Sum(routes))?;
+        let mut sum = self.over.sum_of_experts(sum, cx)?.to_dtype(dtype)?;
         if let Some((mlp, factor)) = &self.shared {
             let shared = mlp.forward(&x, cx)?;
             sum = (sum + shared.broadcast_mul(&sigmoid(&factor.forward(&x)?)?)?)?;

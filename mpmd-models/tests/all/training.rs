@@ -126,6 +126,25 @@ fn twenty_steps_of_adamw_equal_those_of_torch() {
 }
 
 #[test]
+fn families_train_in_bf16_over_f32_weights() {
+    for name in ALL {
+        let expected = expected(name).losses;
+        for lora in ["", "--lora 2"].iter().take(if name == ALL[0] { 2 } else { 1 }) {
+            let [one, two] = [((1, 1), "1f1b"), ((2, 2), "zb-h1")].map(|(job, schedule)| {
+                losses(name, job, schedule, &format!("{lora} --compute bf16"))
+            });
+            assert_eq!(one, two, "{name} {lora}: the same bits in stages");
+            assert_ne!(one, expected, "{name}");
+            if lora.is_empty() {
+                let far = |(found, expected): (&f64, &f64)| (found - expected).abs();
+                let worst = one.iter().zip(&expected).map(far).fold(0.0, f64::max);
+                assert!(worst < 0.05, "{name}: {worst} from torch's losses in f32");
+            }
+        }
+    }
+}
+
+#[test]
 fn ten_steps_with_balanced_experts_equal_those_of_torch() {
     let has_experts = |name: &&str| !expected(name).balanced_losses.is_empty();
     let names: Vec<&str> = ALL.into_iter().filter(has_experts).collect();
