@@ -156,6 +156,7 @@ impl Figures {
                 "step: {microbatches} microbatches of {rows} windows of {time} bytes, in the \
                  order of {name}"
             );
+            println!("compute: {}", trainer.computed_by(p));
         }
         let done = if p.epoch() > 1 { trainer.steps() } else { 0 };
         let file = losses_out.map(|path| LossFile::create(path, done)).transpose()?;

@@ -201,6 +201,9 @@ pub fn run(
         }
         let data = data(p, source, args)?;
         let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
+        if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
+            say(&trainer.computed_by(p));
+        }
         let mut run = Run::steps(args.steps as u64);
         if let Some(file) = &args.metrics {
             run = run.metrics(file);

@@ -14,6 +14,12 @@ use super::verdict::{Finding, Verdict, finding};
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
 
+/// What the devices compute, and what the host.
+const COMPUTING: &str = "\
+devices: kernels with CUDA sources, stages written with them, matrix products, sums of gradients,
+  optimisers, moves; of programs built with the feature `candle-cuda` also candle's stages
+host: other candle stages, candle functions, kernels from closures, sums of evaluations";
+
 /// The facts about CUDA. Without a driver only the reason is known.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -86,6 +92,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
         collectives(nccl, joined, if joined { stops } else { Verdict::Ok }),
         sharing(&driver.gpus, own_pids),
         turns(driver.gpus.len()),
+        finding("cuda computing", COMPUTING, Verdict::Ok, ""),
     ];
     match first_uses {
         None => {}

@@ -499,6 +499,11 @@ impl BoundStage {
         self.stage.passes()
     }
 
+    /// Returns true if the passes compute in host memory on any device.
+    pub(super) fn computes_on_host(&self) -> bool {
+        self.stage.computes_on_host()
+    }
+
     /// Sets the dtype that the passes compute in.
     pub(super) fn compute_in(&mut self, dtype: DType) -> Result<()> {
         self.stage.compute_in(dtype)?;

@@ -45,7 +45,7 @@ use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::aval::DType;
-use mpmd_layout::topology::Mesh;
+use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 use mpmd_record::trace::Label;
 
@@ -270,6 +270,20 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             set.map_err(|why| refused(why, at, "Pipeline::compute_in", None))?;
         }
         Ok(())
+    }
+
+    /// Returns the kind of the devices that compute stage `stage`. That is the host, a CPU, if the
+    /// stage [computes there](Stage::computes_on_host) although its devices are others.
+    ///
+    /// # Panics
+    ///
+    /// If the stage does not exist.
+    #[track_caller]
+    pub fn computed_by(&self, program: &Program, stage: usize) -> DeviceKind {
+        let stage = self.graph.stage(stage);
+        let first = stage.mesh().devices().first();
+        let kind = first.and_then(|device| program.topology().kind_of(*device));
+        kind.filter(|_| !stage.computes_on_host()).unwrap_or(DeviceKind::Cpu)
     }
 
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule

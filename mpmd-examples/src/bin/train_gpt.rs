@@ -305,6 +305,11 @@ impl<'a> Plan<'a> {
         ] {
             anyhow::ensure!(size.is_multiple_of(*parts), "{size} {what} do not divide by {parts}");
         }
+        match (args.kernels, args.compute) {
+            (false, Compute::Tf32) => anyhow::bail!("--compute tf32 needs --kernels"),
+            (true, Compute::Bf16) => anyhow::bail!("--kernels computes in f32 or tf32"),
+            _ => {}
+        }
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
         let Args { schedule, chunks, stages, microbatches, .. } = args;
         let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;
@@ -358,15 +363,10 @@ impl<'a> Plan<'a> {
     }
 
     /// Creates the same pipeline of stages that issue CUDA kernels.
-    fn kernel_pipeline(
-        &self,
-        p: &mut Program,
-        meshes: &[Mesh],
-    ) -> anyhow::Result<Model<Loss<MpmdArray>>> {
+    fn kernel_pipeline(&self, p: &mut Program, meshes: &[Mesh]) -> Result<Model<Loss<MpmdArray>>> {
         let math = match self.args.compute {
-            Compute::F32 => Math::F32,
             Compute::Tf32 => Math::Tf32,
-            Compute::Bf16 => anyhow::bail!("--kernels computes in f32 or tf32"),
+            Compute::F32 | Compute::Bf16 => Math::F32,
         };
         let (end, mut front) = (meshes.len() - 1, None::<Model<MpmdArray>>);
         let name = |i: usize| format!("part {i}");

@@ -26,7 +26,7 @@ pub(super) const STAGES: [Stage; 12] = [
     Stage { name: "dispatch", limit: 25, run: dispatch },
     Stage { name: "reshard", limit: 40, run: reshard },
     Stage { name: "programs", limit: 50, run: programs },
-    Stage { name: "gpt", limit: 45, run: gpt },
+    Stage { name: "gpt", limit: 55, run: gpt },
     Stage { name: "memcheck", limit: 60, run: memcheck },
     // Last: a driver may wait for a dead process for ever.
     Stage { name: "kills", limit: 60, run: |turn| tests::run(turn, Kind::Kill, 2) },
@@ -121,25 +121,40 @@ fn programs(turn: &mut Turn<'_>) {
 }
 
 /// Trains on CUDA devices and on CPU devices. The losses must be equal: stages of candle compute on
-/// the host.
+/// the host. Those of stages of kernels must be near. Then trains a larger model of kernels.
 fn gpt(turn: &mut Turn<'_>) {
     let sizes = turn.sized(
         "--steps 20 --sample 20",
         "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --sample 2",
     );
-    let [cuda, cpu] = ["cuda", "cpu"].map(|device| {
-        let losses = turn.place.scratch.join(format!("losses-{device}"));
-        let text = turn.place.kit.folder.join("text");
-        let (out, text) = (losses.to_string_lossy(), text.to_string_lossy());
-        let how = ["--processes", "2", "--stages", "2", "--device", device, "--losses-out", &out];
-        turn.program(
-            "train_gpt",
-            &[&how[..], &sizes.split(' ').collect::<Vec<_>>(), &[&text]].concat(),
-        );
+    let text = turn.place.kit.folder.join("text");
+    let text = text.to_string_lossy();
+    let [kernels, cuda, cpu] = ["cuda --kernels", "cuda", "cpu"].map(|device| {
+        let losses = turn.place.scratch.join(format!("losses-{}", device.replace(' ', "")));
+        let out = losses.to_string_lossy();
+        let how = ["--processes", "2", "--stages", "2", "--losses-out", &out, "--device"];
+        let given = device.split(' ').chain(sizes.split(' ')).collect::<Vec<_>>();
+        turn.program("train_gpt", &[&how[..], &given, &[&text]].concat());
         std::fs::read_to_string(&losses).unwrap_or_default()
     });
     if cuda.is_empty() || cuda != cpu {
         turn.failed("the losses on CUDA and CPU devices differ", &format!("{cuda}\n{cpu}"));
+    }
+    let losses = |lines: &str| -> Vec<f64> {
+        lines.lines().filter_map(|line| line.split(' ').nth(1)?.parse().ok()).collect()
+    };
+    let (near, far) = (losses(&kernels), losses(&cpu));
+    let is_near = |(near, far): (&f64, &f64)| (near - far).abs() <= 1e-4 * far;
+    if near.is_empty() || near.len() != far.len() || !near.iter().zip(&far).all(is_near) {
+        turn.failed("the losses of kernels are not those of the CPU", &format!("{kernels}\n{cpu}"));
+    }
+    if !turn.place.software {
+        let large = "--kernels --width 1024 --layers 8 --heads 16 --time 512 --batch 8 \
+                     --microbatches 4 --steps 12 --sample 0 --device cuda --stages 1 --processes 1";
+        for compute in ["f32", "tf32"] {
+            let given: Vec<&str> = large.split(' ').chain(["--compute", compute, &text]).collect();
+            turn.program("train_gpt", &given);
+        }
     }
 }
 
