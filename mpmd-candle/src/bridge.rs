@@ -162,7 +162,8 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
     if dtype != view.global().dtype() {
         let converted = tensor_in(view, dtype, false)?;
         return with_type!(dtype, T => {
-            read(&converted, |values: &[T]| tensor.inplace_op1(&Overwrite(values)))?.map_err(refused)
+            let written = read(&converted, |values: &[T]| tensor.inplace_op1(&Overwrite(values)))?;
+            written.map_err(refused)
         });
     }
     with_type!(dtype, T => {

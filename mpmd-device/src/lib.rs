@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+pub mod accelerator;
 pub mod collective;
 pub mod copy;
 pub mod cpu;

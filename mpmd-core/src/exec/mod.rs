@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
-use mpmd_device::cuda::{self, Gpu};
+use mpmd_device::accelerator::{Accelerator, Communicators};
 use mpmd_proto::router::{Cargo, Router};
 use mpmd_transport::{Payload, Pool, Transport};
 
@@ -92,8 +92,8 @@ pub(crate) struct Runtime {
     chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
-    /// NCCL communicators of this process's CUDA devices.
-    pub(crate) communicators: cuda::Communicators,
+    /// NCCL communicators of this process's accelerators.
+    pub(crate) communicators: Communicators,
     holders: Mutex<Holders>,
     under_way: Mutex<UnderWay>,
     /// The last operation before the step that is being captured, `u64::MAX` if no step is being
@@ -131,8 +131,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) check_replicas: bool,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
-    /// CUDA device ordinals of this process's devices of kind `cuda`, in order.
-    pub(crate) cuda: Vec<u32>,
+    /// The driver's numbers of this process's accelerators, in order.
+    pub(crate) ordinals: Vec<u32>,
     pub(crate) trace: Trace,
 }
 
@@ -140,10 +140,10 @@ pub(crate) struct RuntimeConfig {
 pub(crate) struct LocalDevice {
     pub(crate) id: DeviceId,
     pub(crate) pool: Pool,
-    /// The GPU of a CUDA device, `None` for a CPU device. The device's thread issues work to it and
+    /// The accelerator, `None` for a CPU device. The device's thread issues work to it and
     /// never waits for that work.
-    pub(crate) gpu: Option<Arc<Gpu>>,
-    /// The trace time at which the work of a GPU ended last, as the host saw it.
+    pub(crate) accelerator: Option<Arc<Accelerator>>,
+    /// The trace time at which the work of an accelerator ended last, as the host saw it.
     seen_end: AtomicU64,
     queue: Worker,
 }

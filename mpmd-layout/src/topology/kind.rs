@@ -26,6 +26,11 @@ impl DeviceKind {
         }
     }
 
+    /// True if devices of this kind have memory of their own, which the host cannot read.
+    pub fn is_accelerator(self) -> bool {
+        self == Self::Cuda
+    }
+
     /// Returns the kind that has this name, or `None` if there is none. Case matters.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)

@@ -321,6 +321,13 @@ impl Topology {
         self.device(device).map(|device| device.kind)
     }
 
+    /// True if a process owns at least one device with memory of its own.
+    pub fn has_accelerator(&self, process: ProcessId) -> bool {
+        DeviceKind::ALL
+            .into_iter()
+            .any(|kind| kind.is_accelerator() && self.has_kind(process, kind))
+    }
+
     /// True if a process owns at least one device of this kind.
     pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
         self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))

@@ -22,7 +22,7 @@ pub(crate) const RULES: &[Rule] =
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
 pub(crate) const PRODUCTION_RULES: &[Rule] =
-    &[one_way_in, planners_are_pure, blocking_in_one_module];
+    &[one_way_in, one_face_of_devices, planners_are_pure, blocking_in_one_module];
 
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
@@ -40,6 +40,13 @@ const TRANSPORTS: &[&str] = &[
     "mpmd_transport::mixed",
     "mpmd_transport::tcp",
 ];
+
+/// Execution, which uses devices by `mpmd_device::accelerator`.
+const DEVICE_USERS: &[&str] = &["mpmd-core/src/exec"];
+
+/// The names of kinds of devices.
+const DEVICE_KINDS: &[&str] =
+    &["mpmd_device::cuda", "mpmd_layout::topology::DeviceKind::Cuda", "DeviceKind::Cuda"];
 
 /// The crates that compute from their inputs alone.
 const PLANNERS: &[&str] = &["mpmd-layout/src", "mpmd-schedule/src"];
@@ -199,6 +206,19 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
     named
         .map(|(line, path)| {
             finding(line, format!("one-way-in: {path} is for exec and program only"))
+        })
+        .collect()
+}
+
+/// Finds names of a kind of device in execution (invariant *one-face*).
+fn one_face_of_devices(source: &Source) -> Vec<Finding> {
+    if !is_in(source, DEVICE_USERS) {
+        return Vec::new();
+    }
+    let named = names_of(source, DEVICE_KINDS).into_iter();
+    named
+        .map(|(line, path)| {
+            finding(line, format!("one-face: names {path}: take it from mpmd_device::accelerator"))
         })
         .collect()
 }
@@ -368,6 +388,17 @@ mod tests {
         }
         let good = "use mpmd_transport::memory::Pool;\nuse mpmd_proto::router::Failure;";
         assert_eq!(broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good), NONE);
+    }
+
+    #[test]
+    fn kinds_of_devices_in_execution_are_found() {
+        let bad = "use mpmd_device::cuda::Gpu;\nfn f() { mpmd_device::cuda::sharing(x) }\n\
+            use mpmd_layout::topology::DeviceKind;\nfn g() -> bool { k == DeviceKind::Cuda }";
+        let check = |path| broken(one_face_of_devices, path, bad);
+        assert_eq!(check("mpmd-core/src/exec/moves/reach.rs"), [1, 2, 4]);
+        assert_eq!(check("mpmd-core/src/kernel/context.rs"), NONE);
+        let good = "use mpmd_device::accelerator::Accelerator;\nfn f(k: DeviceKind) {}";
+        assert_eq!(broken(one_face_of_devices, "mpmd-core/src/exec/mod.rs", good), NONE);
     }
 
     #[test]

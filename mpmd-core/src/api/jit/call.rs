@@ -37,7 +37,7 @@ pub(super) struct DeviceCall<K: Kernel> {
     pub(super) made: Vec<Option<NewObject>>,
     /// Memory for the objects with declared bytes, in the plan's order.
     pub(super) held: Vec<Reservation>,
-    /// Initial contents of each output, in order. Used only on CUDA devices, as is `unfilled`: the
+    /// Initial contents of each output, in order. Used only on accelerators, as is `unfilled`: the
     /// inputs that were taken before they were filled.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
@@ -206,9 +206,9 @@ impl<K: Kernel> Work for DeviceCall<K> {
     fn run(mut self: Box<Self>) {
         let Some(issued) = self.issued.take() else { return };
         let plan = &issued.bound.plan;
-        match plan.runtime.devices[plan.seats[issued.seat].local_index].gpu.clone() {
+        match plan.runtime.devices[plan.seats[issued.seat].local_index].accelerator.clone() {
             None => self.run_here(issued),
-            Some(gpu) => self.run_on_cuda(&gpu, issued),
+            Some(accelerator) => self.run_on_cuda(&accelerator, issued),
         }
     }
 }
@@ -320,7 +320,7 @@ impl<'a, K: Kernel> Call<'a, K> {
             .try_for_each(ObjectCell::check)
     }
 
-    /// Allocates `bytes` of host staging memory, from which CUDA devices copy. Fails if there is no
+    /// Allocates `bytes` of host staging memory, from which accelerators copy. Fails if there is no
     /// memory.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
         let runtime = self.runtime();

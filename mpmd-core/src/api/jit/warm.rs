@@ -2,32 +2,32 @@
 
 use crate::exec::Runtime;
 use crate::kernel::Kernel;
-use mpmd_device::cuda::CudaError;
+use mpmd_device::accelerator::DeviceError;
 use mpmd_layout::topology::Mesh;
 
 /// The compilations of a bound kernel: (local device index, result), for each of this process's
-/// CUDA devices in the mesh.
+/// accelerators in the mesh.
 #[derive(Default)]
-pub(super) struct Warm(Vec<(usize, Result<(), CudaError>)>);
+pub(super) struct Warm(Vec<(usize, Result<(), DeviceError>)>);
 
 impl Warm {
-    /// Compiles the kernel's CUDA code for this process's CUDA devices in the mesh. Asks the kernel
+    /// Compiles the kernel's CUDA code for this process's accelerators in the mesh. Asks the kernel
     /// for its sources only if there is such a device.
     pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
         let devices = runtime.devices.iter().enumerate();
         let ours = devices.filter(|(_, device)| mesh.devices().contains(&device.id));
         let mut sources = None;
         let compiled = ours.filter_map(|(index, device)| {
-            let gpu = device.gpu.as_ref()?;
+            let accelerator = device.accelerator.as_ref()?;
             let sources = sources.get_or_insert_with(|| kernel.cuda());
-            Some((index, gpu.prepare(&device.pool, sources)))
+            Some((index, accelerator.prepare(&device.pool, sources)))
         });
         Self(compiled.collect())
     }
 
     /// Returns the result of the compilation for the device with this local index. The error is the
     /// same for every call.
-    pub(super) fn result(&self, local_index: usize) -> Result<(), CudaError> {
+    pub(super) fn result(&self, local_index: usize) -> Result<(), DeviceError> {
         let found = self.0.iter().find(|(index, _)| *index == local_index);
         found.map_or(Ok(()), |(_, result)| result.clone())
     }

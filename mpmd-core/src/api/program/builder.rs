@@ -355,7 +355,7 @@ impl Builder {
             membership.watch(&runtime);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
-        let cuda = &runtime.config.cuda;
+        let cuda = &runtime.config.ordinals;
         tracing::debug!(process = me.0, processes, transport, ?cuda, "a program starts");
         Ok(runtime)
     }
@@ -461,7 +461,7 @@ impl Builder {
         Ok(trace)
     }
 
-    fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
+    fn config(&self, trace: Trace, ordinals: Vec<u32>) -> RuntimeConfig {
         let peer_timeout = self.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         RuntimeConfig {
             epoch: self.epoch,
@@ -475,7 +475,7 @@ impl Builder {
             check_uncommitted: self.checks_uncommitted(),
             check_replicas: self.check_replicas.unwrap_or(false),
             sync: self.sync.unwrap_or(false),
-            cuda,
+            ordinals,
             trace,
         }
     }
@@ -606,7 +606,7 @@ mod tests {
         let dry_run = program().dry_run(2).unwrap();
         assert!(dry_run.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
         match (program().alone(), cuda::found()) {
-            (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.cuda, [0]),
+            (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.ordinals, [0]),
             (Err(Error::Cuda(error)), Err(why)) => assert_eq!(error, why),
             (program, _) => panic!("{:?}", program.err()),
         }

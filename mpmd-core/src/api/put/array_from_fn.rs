@@ -95,11 +95,11 @@ impl Program {
                 let info = ShardInfo::new(aval.clone(), region);
                 let (here, fill, guard, what) =
                     (runtime.clone(), fill.clone(), guard.clone(), what.clone());
-                let on_gpu = runtime.gpu_of(device, kind).is_some();
+                let on_accelerator = runtime.accelerator_of(device, kind).is_some();
                 let job = move || {
                     here.status.device_starts(local_index, op, what);
                     let started = here.trace.now();
-                    let (buffer, copied) = match on_gpu {
+                    let (buffer, copied) = match on_accelerator {
                         true => (here.staging.allocate(info.bytes()), Some(reservation)),
                         false => (reservation.allocate(), None),
                     };

@@ -35,7 +35,7 @@ struct Source {
     region: Region,
     bytes: usize,
     /// True if the region is in the memory of a CUDA device.
-    on_gpu: bool,
+    on_accelerator: bool,
     slot: AsyncBuffer,
 }
 
@@ -118,9 +118,9 @@ impl Source {
         number: usize,
         ((array, buddies), layout): &ArrayToCopy<'_>,
     ) -> Vec<Self> {
-        let source = |home, region: &Region, on_gpu, slot| {
+        let source = |home, region: &Region, on_accelerator, slot| {
             let bytes = region.elements() * array.dtype().size();
-            Self { array: number, home, region: region.clone(), bytes, on_gpu, slot }
+            Self { array: number, home, region: region.clone(), bytes, on_accelerator, slot }
         };
         let own = layout.iter().filter(|(device, _)| runtime.local_index(*device).is_some());
         let own = own.filter_map(|(device, region)| match &array.repr {
@@ -129,8 +129,8 @@ impl Source {
             }
             Repr::Placed(placed) => {
                 let kind = placed.made.sharding.memory_kind();
-                let on_gpu = runtime.gpu_of(device, kind).is_some();
-                Some(source(device, region, on_gpu, placed.slot(device)?.clone()))
+                let on_accelerator = runtime.accelerator_of(device, kind).is_some();
+                Some(source(device, region, on_accelerator, placed.slot(device)?.clone()))
             }
         });
         let homes: HashMap<&Region, DeviceId> =
@@ -147,8 +147,8 @@ impl Source {
 impl Copying {
     /// Queues the copy of a region for the moment when it is there. Does not block.
     fn begin(self: &Arc<Self>, source: Source) {
-        let Source { array, home, region, on_gpu, slot, .. } = source;
-        let slot = match on_gpu {
+        let Source { array, home, region, on_accelerator, slot, .. } = source;
+        let slot = match on_accelerator {
             true => self.runtime.in_host_memory(self.guard.op(), &slot),
             false => slot,
         };

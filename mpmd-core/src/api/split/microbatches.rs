@@ -144,7 +144,7 @@ impl Cut {
         guard: OpGuard,
     ) {
         let Self { whole, part, item, op } = self;
-        if runtime.gpu_of(shard.device, kind).is_some() {
+        if runtime.accelerator_of(shard.device, kind).is_some() {
             return runtime.copy_on_device(
                 shard.device,
                 op,

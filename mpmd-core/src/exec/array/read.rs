@@ -245,11 +245,13 @@ impl MpmdArray {
 }
 
 impl Placed {
-    /// Returns the local shards as async buffers in host memory. Copies from CUDA devices begin
+    /// Returns the local shards as async buffers in host memory. Copies from accelerators begin
     /// now.
     fn in_host_memory(&self) -> Vec<AsyncBuffer> {
         let Made { runtime, sharding, .. } = &*self.made;
-        let slot = |shard: &LocalShard| match runtime.gpu_of(shard.device, sharding.memory_kind()) {
+        let slot = |shard: &LocalShard| match runtime
+            .accelerator_of(shard.device, sharding.memory_kind())
+        {
             Some(_) => runtime.in_host_memory(self.origin.op, &shard.slot),
             None => shard.slot.clone(),
         };

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
-use mpmd_device::cuda::{self, Gpu};
+use mpmd_device::accelerator;
 use mpmd_proto::router;
 use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::memory::Arena;
@@ -33,7 +33,7 @@ use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 /// Interval of the ticker thread.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
-/// The time that a process may take to open its CUDA devices, in addition to the peer timeout. A
+/// The time that a process may take to open its accelerators, in addition to the peer timeout. A
 /// driver may take seconds for a first context or allocation, and until then a process is silent.
 const DEVICES_START_WITHIN: Duration = Duration::from_secs(120);
 
@@ -45,8 +45,8 @@ impl Runtime {
     ///
     /// # Errors
     ///
-    /// If a thread cannot be started, a CUDA device cannot be opened, or sharing of CUDA memory
-    /// cannot be set up.
+    /// If a thread cannot be started, an accelerator cannot be opened, or sharing of accelerator
+    /// memory cannot be set up.
     pub(crate) fn start(
         me: ProcessId,
         topology: Topology,
@@ -77,7 +77,7 @@ impl Runtime {
             zero_copy: zero_copy.clone(),
         });
         for process in (0..topology.processes() as u32).map(ProcessId) {
-            if topology.has_kind(process, DeviceKind::Cuda) {
+            if topology.has_accelerator(process) {
                 router.allow_start(process, DEVICES_START_WITHIN);
             }
         }
@@ -86,7 +86,8 @@ impl Runtime {
             bytes_sent: counters(&topology),
             messages_sent: counters(&topology),
             status: Status::new(devices.iter().map(|device| {
-                let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
+                let kind = topology.kind_of(device.id).filter(|kind| kind.is_accelerator());
+                let kind = kind.map_or_else(String::new, |kind| format!(" ({kind})"));
                 format!("device {}{kind}", device.id)
             })),
             parker: Parker::new(transport.clone(), config.spin, room),
@@ -106,7 +107,7 @@ impl Runtime {
             chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::Never)?,
             mailbox: Mailbox::default(),
-            communicators: cuda::Communicators::default(),
+            communicators: accelerator::Communicators::default(),
             holders: Mutex::default(),
             under_way: Mutex::default(),
             capture_from: AtomicU64::new(u64::MAX),
@@ -173,45 +174,44 @@ fn open_devices(
     arena: &Arena,
     spin: Spin,
 ) -> std::io::Result<Vec<LocalDevice>> {
-    let mut ordinals = config.cuda.iter();
-    let open = |id: &DeviceId| {
-        let gpu = match topology.device(*id).map(|device| device.kind) {
-            Some(DeviceKind::Cuda) => {
-                let ordinal = ordinals.next().ok_or_else(|| {
-                    std::io::Error::other(format!(
-                        "no CUDA device ordinal is configured for device {id}"
-                    ))
-                })?;
-                Some(Gpu::open(*ordinal).map_err(std::io::Error::other)?)
-            }
-            Some(DeviceKind::Cpu) | None => None,
-        };
-        if let Some(gpu) = &gpu {
-            arena.on_map(gpu.pin());
+    let mut ordinals = config.ordinals.iter().copied();
+    let mut open = |id: &DeviceId| {
+        let kind = topology.device(*id).map_or(DeviceKind::Cpu, |device| device.kind);
+        let accelerator = accelerator::open(kind, &mut ordinals).map_err(std::io::Error::other)?;
+        if let Some(accelerator) = &accelerator {
+            arena.on_map(accelerator.pin());
             if config.trace.is_on() {
                 let trace = config.trace.clone();
-                gpu.keep_time(Box::new(move || trace.now())).map_err(std::io::Error::other)?;
+                accelerator
+                    .keep_time(Box::new(move || trace.now()))
+                    .map_err(std::io::Error::other)?;
             }
         }
         let name = format!("device {id} of process {me}");
-        let pool = match &gpu {
+        let pool = match &accelerator {
             None => Pool::in_arena(name, config.device_memory, arena),
-            Some(gpu) => {
-                Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator()))
-            }
+            Some(accelerator) => Pool::in_arena(
+                name,
+                config.device_memory,
+                &arena.device_beside(accelerator.allocator()),
+            ),
         };
         let queue = Worker::start(format!("mpmd-{id}"), spin)?;
-        Ok(LocalDevice { id: *id, pool, gpu, seen_end: AtomicU64::new(0), queue })
+        Ok(LocalDevice { id: *id, pool, accelerator, seen_end: AtomicU64::new(0), queue })
     };
-    let devices =
-        topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;
-    let gpus: Vec<_> = devices.iter().filter_map(|local| local.gpu.clone()).collect();
-    cuda::reach_each_other(&gpus);
+    let devices = topology
+        .devices_of(me)
+        .iter()
+        .map(&mut open)
+        .collect::<std::io::Result<Vec<LocalDevice>>>()?;
+    let accelerators: Vec<_> =
+        devices.iter().filter_map(|local| local.accelerator.clone()).collect();
+    accelerator::reach_each_other(&accelerators);
     Ok(devices)
 }
 
-/// Sets up sharing of CUDA memory with the other processes that have CUDA devices. Does nothing if
-/// this process or all others have none.
+/// Sets up sharing of accelerator memory with the other processes that have accelerators. Does
+/// nothing if this process or all others have none.
 fn share_devices(
     me: ProcessId,
     topology: &Topology,
@@ -219,15 +219,16 @@ fn share_devices(
     devices: &[LocalDevice],
     transport: Option<&dyn Transport>,
 ) -> std::io::Result<()> {
-    let gpus: Vec<_> = devices.iter().filter_map(|device| device.gpu.clone()).collect();
+    let accelerators: Vec<_> =
+        devices.iter().filter_map(|device| device.accelerator.clone()).collect();
     let has = |process: usize| {
         let process = ProcessId(process as u32);
         let mut kinds = topology.devices_of(process).iter().filter_map(|id| topology.device(*id));
-        process != me && kinds.any(|device| device.kind == DeviceKind::Cuda)
+        process != me && kinds.any(|device| device.kind.is_accelerator())
     };
     let with: Vec<bool> = (0..topology.processes()).map(has).collect();
     let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
-    let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
+    let Some(sharing) = accelerator::sharing(accelerators) else { return Ok(()) };
     let patience = config.peer_timeout.saturating_add(DEVICES_START_WITHIN);
     transport.share_devices(sharing, &with, patience).map_err(std::io::Error::other)
 }

@@ -1,4 +1,4 @@
-//! Copies to CUDA devices from host memory that they cannot reach: memory lent by another process,
+//! Copies to accelerators from host memory that they cannot reach: memory lent by another process,
 //! or values of the user.
 //!
 //! The bytes go through pinned memory of this process, one chunk at a time: copy workers pack one

@@ -3,7 +3,7 @@
 //! `put` starts a `device_put`, and `transfer` is one region of it. `send` packs pieces and offers
 //! them to the [router](mpmd_proto::router), `receive` takes them from it. `together` joins small
 //! pieces to one message. `driver` carries events between router and transport. `assembly` puts a
-//! shard together from its pieces; `chunks` copies to CUDA devices from host memory that they
+//! shard together from its pieces; `chunks` copies to accelerators from host memory that they
 //! cannot reach. `exchange` sends the messages of collectives, inside a process by way of
 //! `mailbox`. `reach` knows the memory that devices and peers can read.
 

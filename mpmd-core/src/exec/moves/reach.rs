@@ -1,9 +1,9 @@
-//! Reachability of memory: CUDA memory from this process, and memory of other processes.
+//! Reachability of memory: accelerator memory from this process, and memory of other processes.
 
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
-use mpmd_device::cuda::{CudaError, Gpu, Part};
+use mpmd_device::accelerator::{Accelerator, DeviceError, Part};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
@@ -15,33 +15,44 @@ use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::{DeviceId, DeviceKind};
 
 impl Runtime {
-    /// Returns the GPU that has the memory of a shard on a device of this process. `None` if the
-    /// shard is in host memory.
-    pub(crate) fn gpu_of(&self, device: DeviceId, kind: MemoryKind) -> Option<&Arc<Gpu>> {
+    /// Returns the accelerator that has the memory of a shard on a device of this process. `None`
+    /// if the shard is in host memory.
+    pub(crate) fn accelerator_of(
+        &self,
+        device: DeviceId,
+        kind: MemoryKind,
+    ) -> Option<&Arc<Accelerator>> {
         if kind == MemoryKind::Host {
             return None;
         }
-        self.devices.iter().find(|local| local.id == device).and_then(|local| local.gpu.as_ref())
+        self.devices
+            .iter()
+            .find(|local| local.id == device)
+            .and_then(|local| local.accelerator.as_ref())
     }
 
-    /// True if shards on a device of any process are in CUDA memory. The result is the same on
-    /// every process.
-    pub(crate) fn is_on_gpu(&self, device: DeviceId, kind: MemoryKind) -> bool {
-        kind == MemoryKind::Device && self.topology.kind_of(device) == Some(DeviceKind::Cuda)
+    /// True if shards on a device of any process are in accelerator memory. The result is the same
+    /// on every process.
+    pub(crate) fn is_on_accelerator(&self, device: DeviceId, kind: MemoryKind) -> bool {
+        kind == MemoryKind::Device
+            && self.topology.kind_of(device).is_some_and(DeviceKind::is_accelerator)
     }
 
-    /// Returns the GPU of this process that copies from `place`: the GPU that has the memory if it
-    /// is here, otherwise any. `None` if this process has no GPU.
-    pub(crate) fn gpu_for(&self, place: DevicePlace) -> Option<&Arc<Gpu>> {
-        let gpus = || self.devices.iter().filter_map(|local| local.gpu.as_ref());
-        gpus().find(|gpu| gpu.ordinal() == place.device).or_else(|| gpus().next())
+    /// Returns the accelerator of this process that copies from `place`: the accelerator that has
+    /// the memory if it is here, otherwise any. `None` if this process has no accelerator.
+    pub(crate) fn accelerator_for(&self, place: DevicePlace) -> Option<&Arc<Accelerator>> {
+        let accelerators = || self.devices.iter().filter_map(|local| local.accelerator.as_ref());
+        accelerators()
+            .find(|accelerator| accelerator.ordinal() == place.device)
+            .or_else(|| accelerators().next())
     }
 
-    /// True if CUDA memory goes to and from `peer` zero-copy. The result is the same on both sides.
+    /// True if accelerator memory goes to and from `peer` zero-copy. The result is the same on both
+    /// sides.
     ///
     /// If false, the bytes are copied through host memory.
     pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
-        let takes = |process| self.topology.has_kind(process, DeviceKind::Cuda);
+        let takes = |process| self.topology.has_accelerator(process);
         let transport = self.transport.as_ref();
         takes(self.me)
             && takes(peer)
@@ -52,18 +63,19 @@ impl Runtime {
     /// to one of the two. Then a part of the shard that is not contiguous is sent as the whole
     /// shard. The result is the same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
-        self.zero_copy(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
+        self.zero_copy(peer)
+            && (!self.is_on_accelerator(device, kind) || self.carries_device_memory(peer))
     }
 
-    /// Logs, for each peer with CUDA devices, the path of CUDA arrays to it: zero-copy or through
+    /// Logs, for each peer with accelerators, the path of their arrays to it: zero-copy or through
     /// host memory.
     pub(crate) fn say_ways(&self) {
-        if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
+        if !self.topology.has_accelerator(self.me) {
             return;
         }
         let others =
             (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
-        let others = others.filter(|peer| self.topology.has_kind(*peer, DeviceKind::Cuda));
+        let others = others.filter(|peer| self.topology.has_accelerator(*peer));
         let (in_place, through_host): (Vec<_>, Vec<_>) = others
             .map(|peer| (peer.0, self.carries_device_memory(peer)))
             .partition(|(_, carries)| *carries);
@@ -74,7 +86,7 @@ impl Runtime {
             process,
             ?in_place,
             ?through_host,
-            "paths of CUDA memory to other processes"
+            "paths of accelerator memory to other processes"
         );
     }
 
@@ -120,14 +132,14 @@ impl Runtime {
         to: OwnedBuffer,
         then: impl FnOnce(Result<OwnedBuffer, Arc<Failure>>) + Send + 'static,
     ) {
-        let Some(gpu) = bytes.device().and_then(|place| self.gpu_for(place)) else {
+        let Some(accelerator) = bytes.device().and_then(|place| self.accelerator_for(place)) else {
             return then(Err(self.failed_on_device(
                 op,
-                "received CUDA memory, but this process has no CUDA device",
+                "received accelerator memory, but this process has no accelerator",
             )));
         };
         let runtime = self.clone();
-        gpu.outward().copy_out(bytes, to, part, move |copied| {
+        accelerator.outward().copy_out(bytes, to, part, move |copied| {
             let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
             // If the bytes were never made, that failure is the cause.
             when_made(source, move |made| then(made.and(copied)));
@@ -135,11 +147,11 @@ impl Runtime {
     }
 
     /// Creates the failure of a copy from or to a device.
-    pub(crate) fn copy_failed(&self, op: u64, error: &CudaError) -> Arc<Failure> {
+    pub(crate) fn copy_failed(&self, op: u64, error: &DeviceError) -> Arc<Failure> {
         self.failed_on_device(op, &error.to_string())
     }
 
-    /// Creates the failure of an operation on a CUDA device, for the reason `why`.
+    /// Creates the failure of an operation on an accelerator, for the reason `why`.
     pub(crate) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))

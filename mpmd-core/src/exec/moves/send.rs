@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
+use mpmd_device::accelerator::Part;
 use mpmd_device::copy::copy_region;
-use mpmd_device::cuda::Part;
 use mpmd_proto::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
@@ -55,10 +55,10 @@ impl Send {
         });
     }
 
-    /// Registers the send of a region of a shard in a CUDA device's memory. Peers that take device
+    /// Registers the send of a region of a shard in an accelerator's memory. Peers that take device
     /// memory get the shard itself, even before it is filled. The others get a copy that begins as
     /// soon as the device can. If the shard fails, the peers are told.
-    pub(crate) fn begin_from_gpu(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
+    pub(crate) fn begin_from_accelerator(self, runtime: &Arc<Runtime>, slot: &AsyncBuffer) {
         let carried = |peer: &ProcessId| runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) =
             self.transfer.peers.iter().copied().partition(carried);

@@ -207,7 +207,7 @@ impl Scene {
             check_replicas: false,
             sync: false,
             device_memory: None,
-            cuda: Vec::new(),
+            ordinals: Vec::new(),
             trace: Trace::default(),
         };
         let topology = Topology::even(3, 1);

@@ -1,13 +1,11 @@
-//! A shard in a CUDA device's memory that is assembled from pieces.
+//! A shard in an accelerator's memory that is assembled from pieces.
 
 use std::mem::replace;
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
+use mpmd_device::accelerator::{Accelerator, Addition, Part};
 use mpmd_device::copy::copy_region;
-use mpmd_device::cuda::kernels::ADD;
-use mpmd_device::cuda::work::Grid;
-use mpmd_device::cuda::{Gpu, Part, RawArg, RawStream};
 use mpmd_proto::router::Failure;
 use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
@@ -19,12 +17,11 @@ use crate::exec::moves::reach::when_made;
 use crate::exec::moves::transfer::Transfer;
 use crate::exec::waits::async_buffer::{AsyncBuffer, IssuedPromises, Resolver};
 use crate::exec::{OpGuard, Outcome, Runtime};
-use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
-/// A shard in a CUDA device's memory that is assembled from pieces. It is complete when the copies
+/// A shard in an accelerator's memory that is assembled from pieces. It is complete when the copies
 /// of all its pieces are over.
 ///
 /// The device copies the pieces. A copy is issued as soon as its bytes are there, or the work that
@@ -36,11 +33,11 @@ use mpmd_layout::topology::DeviceId;
 /// order of arrival, so the bits equal those of a sum on the host.
 pub(crate) struct DeviceAssembly {
     runtime: Arc<Runtime>,
-    gpu: Arc<Gpu>,
+    accelerator: Arc<Accelerator>,
     op: u64,
     region: Region,
     item_bytes: usize,
-    sum: Option<Sum>,
+    sum: Option<Addition>,
     open: Mutex<Option<Open>>,
     ending: Arc<Ending>,
 }
@@ -64,30 +61,6 @@ struct Piece {
     source: Option<AsyncBuffer>,
     // Last, so that it is dropped after the bytes.
     guard: OpGuard,
-}
-
-/// The device function that adds numbers of one type.
-#[derive(Clone, Copy)]
-pub(crate) struct Sum {
-    function: &'static str,
-    /// Real numbers per element: two for complex types.
-    numbers: usize,
-}
-
-impl Sum {
-    /// Returns the function that adds elements of a dtype, or `None` if devices do not add them.
-    pub(crate) fn of(dtype: DType) -> Option<Self> {
-        let (function, numbers) = match dtype {
-            DType::F32 => ("add_f32", 1),
-            DType::C64 => ("add_f32", 2),
-            DType::F64 => ("add_f64", 1),
-            DType::C128 => ("add_f64", 2),
-            DType::F16 => ("add_f16", 1),
-            DType::Bf16 => ("add_bf16", 1),
-            _ => return None,
-        };
-        Some(Self { function, numbers })
-    }
 }
 
 enum Memory {
@@ -117,14 +90,14 @@ struct Ended {
 }
 
 impl DeviceAssembly {
-    /// Creates a shard in memory of `gpu`. With several partial sums, `sum` is their addition, and
-    /// the reservation has room for two shards.
+    /// Creates a shard in memory of `accelerator`. With several partial sums, `sum` is their
+    /// addition, and the reservation has room for two shards.
     pub(crate) fn new(
         shard: NewShard,
         runtime: Arc<Runtime>,
-        gpu: Arc<Gpu>,
+        accelerator: Arc<Accelerator>,
         item_bytes: usize,
-        sum: Option<Sum>,
+        sum: Option<Addition>,
     ) -> Arc<Self> {
         let NewShard { op, region, missing, reservation, resolver, guard } = shard;
         let memory = Memory::Reserved(reservation);
@@ -132,7 +105,7 @@ impl DeviceAssembly {
             Mutex::new(Some(Open { resolver, memory, missing, term: 0, waiting: Vec::new() }));
         let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
         let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
-        Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
+        Arc::new(Self { runtime, accelerator, op, region, item_bytes, sum, open, ending })
     }
 
     /// True if the shard still takes pieces.
@@ -149,7 +122,7 @@ impl DeviceAssembly {
 
     /// True if these bytes are in this device's own memory and may stay there.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
-        let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
+        let here = bytes.device().is_some_and(|place| place.device == self.accelerator.ordinal());
         here && !bytes.is_far() && !bytes.is_limited()
     }
 
@@ -264,7 +237,7 @@ impl DeviceAssembly {
                 when_made(source, move |made| ending.over(made.and(copied)));
                 drop(until);
             };
-            self.gpu.inward().copy_in(bytes, buffer, part, Box::new(then));
+            self.accelerator.inward().copy_in(bytes, buffer, part, Box::new(then));
         });
         if let Err(failure) = failed {
             self.fail(failure);
@@ -279,7 +252,7 @@ impl DeviceAssembly {
             let then = move |result: Result<(), _>| {
                 ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
             };
-            self.gpu.inward().zero(buffer, Box::new(then));
+            self.accelerator.inward().zero(buffer, Box::new(then));
         });
         match failed {
             Ok(()) => self.placed(),
@@ -325,26 +298,19 @@ impl DeviceAssembly {
 
     /// Issues the addition of the second buffer to the shard, on the device.
     fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
-        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
+        let (Some(_), Some(_), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
             return;
         };
-        let count = self.region.elements() * sum.numbers;
-        let args = [
-            RawArg::number((count as u64).to_ne_bytes(), 8),
-            RawArg::memory(to, true),
-            RawArg::memory(from, false),
-        ];
         let ending = self.ending.one_more();
         let then = move |result: Result<(), _>| {
             ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
         };
-        let work = |stream: &RawStream| {
-            self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args)
-        };
         let fence =
-            self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
-        shard.add_fence(fence.clone());
-        beside.add_fence(fence);
+            sum.issue(&self.accelerator, self.region.elements(), [shard, beside], Box::new(then));
+        if let Some(fence) = fence {
+            shard.add_fence(fence.clone());
+            beside.add_fence(fence);
+        }
     }
 
     fn fail(&self, failure: Arc<Failure>) {
@@ -381,7 +347,7 @@ impl DeviceAssembly {
 }
 
 impl Runtime {
-    /// Starts a copy of `values` to a CUDA device, in memory that was reserved for it. Resolves
+    /// Starts a copy of `values` to an accelerator, in memory that was reserved for it. Resolves
     /// `resolver` with the shard when the copy is issued.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
@@ -392,12 +358,12 @@ impl Runtime {
         resolver: Resolver,
         guard: OpGuard,
     ) {
-        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else { return };
         let all = Region::full(&[values.len()]);
         let shard = DeviceAssembly::new(
             NewShard { op, region: all, missing: vec![1], reservation, resolver, guard },
             self.clone(),
-            gpu.clone(),
+            accelerator.clone(),
             1,
             None,
         );
@@ -416,7 +382,7 @@ impl Runtime {
         resolver: Resolver,
         guard: OpGuard,
     ) {
-        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else { return };
         let pool = self.devices.iter().find(|local| local.id == device).map(|local| &local.pool);
         let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
             Some(Ok(reservation)) => reservation,
@@ -427,11 +393,11 @@ impl Runtime {
             }
             None => return,
         };
-        let (runtime, gpu) = (self.clone(), gpu.clone());
+        let (runtime, accelerator) = (self.clone(), accelerator.clone());
         let shard = DeviceAssembly::new(
             NewShard { op, region: part.clone(), missing: vec![1], reservation, resolver, guard },
             runtime,
-            gpu,
+            accelerator,
             item,
             None,
         );
@@ -477,22 +443,5 @@ impl Ending {
             issued.end(failed.map_or(Ok(()), Err));
         }
         drop(guard);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn devices_add_all_floats_and_complex_numbers() {
-        let added = DType::ALL.into_iter().filter_map(|dtype| Some((dtype, Sum::of(dtype)?)));
-        let names = added.map(|(dtype, Sum { function, numbers })| {
-            let bits = 8 * dtype.size() / numbers;
-            assert!(function.ends_with(&format!("f{bits}")), "{dtype}: {function}");
-            dtype.name()
-        });
-        let names: Vec<_> = names.collect();
-        assert_eq!(names, ["bf16", "f16", "f32", "f64", "c64", "c128"]);
     }
 }

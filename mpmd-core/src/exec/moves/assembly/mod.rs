@@ -1,18 +1,18 @@
 //! Shards that are assembled from pieces.
 //!
 //! Copy workers and transports write the pieces of a shard in host memory. The device copies the
-//! pieces of a shard in a CUDA device's memory. The bytes of a piece may be in either memory.
+//! pieces of a shard in an accelerator's memory. The bytes of a piece may be in either memory.
 
 mod device;
 mod host;
 
 use std::sync::Arc;
 
-use mpmd_device::cuda::Part;
+use mpmd_device::accelerator::Part;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-pub(crate) use device::{DeviceAssembly, Sum};
+pub(crate) use device::DeviceAssembly;
 pub(crate) use host::HostAssembly;
 
 use crate::exec::moves::transfer::Transfer;
@@ -25,7 +25,7 @@ use mpmd_layout::region::Region;
 pub(crate) enum Assembly {
     /// A shard in host memory.
     Host(Arc<HostAssembly>),
-    /// A shard in a CUDA device's memory.
+    /// A shard in an accelerator's memory.
     Device(Arc<DeviceAssembly>),
 }
 

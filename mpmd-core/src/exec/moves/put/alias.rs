@@ -18,23 +18,23 @@ impl OnlyPiece<'_> {
     /// Returns true if the shard of `device` with this region can share the memory of its source.
     ///
     /// The piece must be the whole source shard and the whole target shard. Both must be of one
-    /// process and in the same memory kind. A CUDA device shares memory with no other device.
+    /// process and in the same memory kind. An accelerator shares memory with no other device.
     pub(crate) fn can_alias(
         &self,
         runtime: &Runtime,
         (device, kind): (DeviceId, MemoryKind),
         region: &Region,
     ) -> bool {
-        let on_gpu = runtime.is_on_gpu(device, kind);
+        let on_accelerator = runtime.is_on_accelerator(device, kind);
         let one_memory = match self.from {
-            None => !on_gpu,
+            None => !on_accelerator,
             Some((from, from_kind)) if from == device => from_kind == kind,
             Some((from, from_kind)) => {
                 let process = |device| runtime.topology.process_of(device);
                 from_kind == kind
                     && process(from) == process(device)
-                    && !on_gpu
-                    && !runtime.is_on_gpu(from, kind)
+                    && !on_accelerator
+                    && !runtime.is_on_accelerator(from, kind)
             }
         };
         one_memory && self.region == region && self.held == region

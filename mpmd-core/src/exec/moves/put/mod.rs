@@ -11,9 +11,8 @@ use std::fmt;
 use std::sync::{Arc, Once};
 
 use mpmd_base::ProcessId;
+use mpmd_device::accelerator::{Addition, DeviceError};
 use mpmd_device::copy::contiguous_bytes;
-use mpmd_device::cuda::CudaError;
-use mpmd_device::cuda::kernels::ADD;
 
 use crate::exec::moves::transfer::Transfer;
 use crate::exec::moves::transfer::{Origin, Target, from_host, in_place};
@@ -23,7 +22,6 @@ use start::Start;
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{LocalShard, Made};
 use crate::exec::dry_run::KnownDescriptor;
-use crate::exec::moves::assembly::Sum;
 use crate::exec::{AsyncBuffer, OpGuard, Runtime};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{self, ReshardError};
@@ -52,8 +50,8 @@ pub(crate) struct PutPlan {
     /// Indices of the move's descriptors in the plan of a dry run: (without, with) memory shared
     /// with the source.
     pub(crate) known_descriptors: [KnownDescriptor; 2],
-    /// The compilation of the function that adds partial sums, for each CUDA device that needs it.
-    sums: Vec<(DeviceId, Result<(), CudaError>)>,
+    /// The compilation of the function that adds partial sums, for each accelerator that needs it.
+    sums: Vec<(DeviceId, Result<(), DeviceError>)>,
 }
 
 /// Describes a `device_put` in messages.
@@ -140,15 +138,16 @@ impl PutPlan {
             let kept = match transfer.origin {
                 Origin::Process(from) => {
                     let in_place = runtime.zero_copy(from) && transfer.is_by_itself();
-                    let to_gpu = places.any(|device| runtime.gpu_of(device, to_kind).is_some());
-                    (!transfer.peers.is_empty() || to_gpu) && !in_place
+                    let to_accelerator =
+                        places.any(|device| runtime.accelerator_of(device, to_kind).is_some());
+                    (!transfer.peers.is_empty() || to_accelerator) && !in_place
                 }
                 Origin::Device(device) => {
-                    let on_gpu = runtime.gpu_of(device, kind).is_some();
+                    let on_accelerator = runtime.accelerator_of(device, kind).is_some();
                     transfer.peers.iter().any(|peer| {
                         let lends = runtime.lends(device, kind, *peer);
                         (transfer.run.is_none() && !lends)
-                            || (on_gpu && !runtime.carries_device_memory(*peer))
+                            || (on_accelerator && !runtime.carries_device_memory(*peer))
                     })
                 }
                 Origin::Host => false,
@@ -195,15 +194,16 @@ impl PutPlan {
         let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_descriptors = Default::default();
-        let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
+        let adds =
+            |target: &&Target| target.pieces.len() > 1 && Addition::of(aval.dtype()).is_some();
         let sums: Vec<_> = targets
             .iter()
             .filter(adds)
             .filter_map(|target| {
-                let gpu = runtime.gpu_of(target.device, to_kind)?;
+                let accelerator = runtime.accelerator_of(target.device, to_kind)?;
                 let pool = &runtime.devices[target.local_index].pool;
                 bytes += target.region.elements() * item;
-                Some((target.device, gpu.prepare(pool, &[&ADD])))
+                Some((target.device, Addition::prepare(accelerator, pool)))
             })
             .collect();
         Ok(Self {
@@ -282,16 +282,16 @@ impl PutPlan {
 
     /// Returns the device function that adds the partial sums of a shard, or `None` if the host
     /// adds them or there are none.
-    fn sum_on_device(&self, target: &Target) -> Option<Sum> {
+    fn sum_on_device(&self, target: &Target) -> Option<Addition> {
         if target.pieces.len() < 2 {
             return None;
         }
         let (_, ready) = self.sums.iter().find(|(device, _)| *device == target.device)?;
-        let sum = Sum::of(self.what.aval.dtype())?;
+        let sum = Addition::of(self.what.aval.dtype())?;
         let ready = ready.as_ref().inspect_err(|error| {
             static SAID: Once = Once::new();
             SAID.call_once(
-                || tracing::warn!(%error, "partial sums of CUDA devices are added up by the host"),
+                || tracing::warn!(%error, "partial sums of accelerators are added up by the host"),
             );
         });
         ready.ok().map(|()| sum)

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use mpmd_device::cuda::Gpu;
+use mpmd_device::accelerator::{Accelerator, Addition};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
 use crate::exec::array::host_array::HostArray;
-use crate::exec::moves::assembly::{NewShard, Sum};
+use crate::exec::moves::assembly::NewShard;
 use crate::exec::moves::receive::Receive;
 use crate::exec::moves::send::Send;
 use crate::exec::moves::transfer::{Origin, Target, Transfer};
@@ -31,12 +31,12 @@ pub(super) struct Start<'a> {
 
 impl Start<'_> {
     /// Registers the send of a region of a local shard to the peers that get it from this process.
-    /// The send starts once the shard is filled, or in CUDA memory once it is issued.
+    /// The send starts once the shard is filled, or in accelerator memory once it is issued.
     pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
         let send = self.send_of(transfer);
-        if self.runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
-            send.begin_from_gpu(self.runtime, slot);
+        if self.runtime.accelerator_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
+            send.begin_from_accelerator(self.runtime, slot);
         } else {
             send.begin(self.runtime, slot);
         }
@@ -66,15 +66,15 @@ impl Start<'_> {
         let PutWhat { aval, to, .. } = &*plan.what;
         let (resolver, slot) = AsyncBuffer::new();
         let bytes = target.region.elements() * plan.item_bytes();
-        let gpu = runtime.gpu_of(target.device, to.memory_kind());
+        let accelerator = runtime.accelerator_of(target.device, to.memory_kind());
         // Partial sums that a device adds need a second buffer of the shard's size.
         let sum = plan.sum_on_device(target);
         let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some())).collect();
         let reserved =
             runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
-        match (reserved, gpu) {
-            (Ok(reservation), Some(gpu)) => {
-                (slot, self.open_on_gpu(target, gpu, sum, reservation, resolver))
+        match (reserved, accelerator) {
+            (Ok(reservation), Some(accelerator)) => {
+                (slot, self.open_on_accelerator(target, accelerator, sum, reservation, resolver))
             }
             (Ok(reservation), None) if target.pieces.is_empty() => {
                 self.zeros(reservation, resolver);
@@ -121,13 +121,13 @@ impl Start<'_> {
         }
     }
 
-    /// Opens a shard in a CUDA device's memory. Returns its assembly, in host memory if the host
+    /// Opens a shard in an accelerator's memory. Returns its assembly, in host memory if the host
     /// adds its partial sums. `None` if it is filled with zeros or has failed.
-    fn open_on_gpu(
+    fn open_on_accelerator(
         &self,
         target: &Target,
-        gpu: &Arc<Gpu>,
-        sum: Option<Sum>,
+        accelerator: &Arc<Accelerator>,
+        sum: Option<Addition>,
         reservation: Reservation,
         resolver: Resolver,
     ) -> Option<Assembly> {
@@ -147,7 +147,7 @@ impl Start<'_> {
                 guard: guard.clone(),
             },
             runtime.clone(),
-            gpu.clone(),
+            accelerator.clone(),
             item,
             sum,
         );
@@ -246,14 +246,14 @@ impl Start<'_> {
             (Origin::Host, Source::Shards(_)) => {}
             (Origin::Device(device), _) => {
                 let Some(slot) = self.source.slot(device) else { return };
-                // A CUDA device's shard is taken once its work is issued; the copy is ordered
+                // An accelerator's shard is taken once its work is issued; the copy is ordered
                 // behind it. Other shards are taken once they are filled.
-                let on_gpu =
-                    runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
+                let on_accelerator =
+                    runtime.accelerator_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
                 for shard in shards {
                     let (runtime, transfer, guard) =
                         (runtime.clone(), transfer.clone(), guard.clone());
-                    let source = on_gpu.then(|| slot.clone());
+                    let source = on_accelerator.then(|| slot.clone());
                     let place = move |outcome: &Outcome| match outcome {
                         Ok(buffer) => {
                             shard.place(&runtime, &transfer, buffer.clone(), source, &guard)
@@ -263,7 +263,7 @@ impl Start<'_> {
                             shard.end(Err(failure.clone()));
                         }
                     };
-                    if on_gpu {
+                    if on_accelerator {
                         slot.on_issued(place);
                     } else {
                         slot.on_end(place);
