@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use mpmd::aval::DType;
 use mpmd::cuda::layers::{
     self, Attention, CrossEntropy, Curve, Embedding, Heads, Norm, activate, activate_backward,
     add_bias, add_to, sum_rows,
 };
-use mpmd::cuda::{CUBLAS, Cuda, Gemm, Math, Part, Source};
+use mpmd::cuda::{CUBLAS, Cuda, Gemm, Math, Part, Scratch, Source};
 use mpmd::kernel::{Views, ViewsMut};
 use mpmd::pipeline::{
     Loss, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
@@ -34,6 +35,8 @@ pub struct KernelStage<Out> {
     blocks: Range<usize>,
     embeds: bool,
     math: Math,
+    /// The dtype of activations, and of the parameters as kernels read them; f32 unless it is set.
+    dtype: OnceLock<DType>,
     out: PhantomData<fn() -> Out>,
 }
 
@@ -44,13 +47,35 @@ pub type Last = KernelStage<Loss<MpmdArray>>;
 
 impl<Out> KernelStage<Out> {
     /// Creates the stage of the blocks `blocks`. It has the embedding if `embeds` is set. `math` is
-    /// the precision of products of matrices.
+    /// the precision of products of f32 matrices.
     pub fn new(name: String, sizes: Sizes, blocks: Range<usize>, embeds: bool, math: Math) -> Self {
-        Self { name, sizes, blocks, embeds, math, out: PhantomData }
+        Self { name, sizes, blocks, embeds, math, dtype: OnceLock::new(), out: PhantomData }
     }
 
-    fn sources() -> Vec<&'static Source> {
-        [layers::sources(DType::F32), vec![&CUBLAS]].concat()
+    fn dtype(&self) -> DType {
+        self.dtype.get().copied().unwrap_or(DType::F32)
+    }
+
+    fn set_dtype(&self, dtype: DType) -> Result<()> {
+        let known = matches!(dtype, DType::F32 | DType::Bf16);
+        match known && *self.dtype.get_or_init(|| dtype) == dtype {
+            true => Ok(()),
+            false => Err(Error::kernel(format!("{} cannot compute in {dtype}", self.name))),
+        }
+    }
+
+    fn sources(&self) -> Vec<&'static Source> {
+        [layers::sources(self.dtype()), vec![&CUBLAS]].concat()
+    }
+
+    /// Returns the shape of the rows that the stage takes or gives: `[batch, time, width]`.
+    fn rows_of(&self, x: &ShapedArray) -> Result<ShapedArray> {
+        match x.shape() {
+            [batch, time, ..] => {
+                Ok(ShapedArray::new(&[*batch, *time, self.sizes.width], self.dtype()))
+            }
+            _ => Err(Error::kernel(format!("{x}: expected [batch, time, …]"))),
+        }
     }
 
     /// Returns the work of the stage on a device, for a microbatch of this shape.
@@ -63,13 +88,15 @@ impl<Out> KernelStage<Out> {
         let attention = Attention::causal(batch, heads, time, width / heads);
         let rows = batch * time;
         let norm = Norm { rows, width, eps: EPS, remove_mean: true };
-        Ok(Work { cuda, math: self.math, rows, time, width, norm, attention })
+        let (math, dtype) = (self.math, self.dtype());
+        Ok(Work { cuda, dtype, math, rows, time, width, norm, attention })
     }
 
     /// Returns the shapes of the residuals: those of the embedding, of each block, and of the head.
     fn residuals(&self, x: &ShapedArray, head: bool) -> Vec<PlacedShape> {
         let (rows, Sizes { width, heads, .. }) = (x.shape()[0] * x.shape()[1], self.sizes);
-        let matrix = |columns: usize| f32s([rows, columns]);
+        let matrix = |columns: usize| ShapedArray::new(&[rows, columns], self.dtype());
+        let figures = |columns: usize| f32s([rows, columns]);
         let bytes = ShapedArray::new(&x.shape()[..2], DType::U8);
         let mut kept = Vec::new();
         if self.embeds {
@@ -77,12 +104,19 @@ impl<Out> KernelStage<Out> {
         }
         for _ in self.blocks.clone() {
             let [one, three, four] = [1, 3, 4].map(|times| matrix(times * width));
-            let (pairs, of_heads) = (matrix(2), matrix(2 * heads));
+            let (pairs, of_heads) = (figures(2), figures(2 * heads));
             kept.extend([one.clone(), pairs.clone(), one.clone(), three, of_heads, one.clone()]);
             kept.extend([one.clone(), pairs, one, four.clone(), four]);
         }
         if head {
-            kept.extend([matrix(width), matrix(2), matrix(width), matrix(BYTES), matrix(2), bytes]);
+            kept.extend([
+                matrix(width),
+                figures(2),
+                matrix(width),
+                matrix(BYTES),
+                figures(2),
+                bytes,
+            ]);
         }
         kept.into_iter().map(PlacedShape::replicated).collect()
     }
@@ -92,7 +126,7 @@ impl<Out> KernelStage<Out> {
     fn run_blocks<'v>(
         &self,
         work: &Work<'_>,
-        params: &Named<View<'v>>,
+        params: &Named<Part<'v>>,
         x: &View<'v>,
         kept: &mut impl Iterator<Item = Part<'v>>,
     ) -> Result<Part<'v>> {
@@ -154,15 +188,15 @@ impl<Out> KernelStage<Out> {
     fn run_blocks_backward<'v>(
         &self,
         work: &Work<'_>,
-        params: &Named<View<'v>>,
+        params: &Named<Part<'v>>,
         kept: &[Part<'v>],
         d: Part<'v>,
         sums: &Named<Part<'v>>,
     ) -> Result<()> {
         let (cuda, width, rows) = (&work.cuda, work.width, work.rows);
         let skip = usize::from(self.embeds);
-        let wide = cuda.scratch(DType::F32, rows * 4 * width)?;
-        let narrow = cuda.scratch(DType::F32, rows * width)?;
+        let wide = cuda.scratch(work.dtype, rows * 4 * width)?;
+        let narrow = cuda.scratch(work.dtype, rows * width)?;
         let (wide, narrow): (Part<'_>, Part<'_>) = ((&wide).into(), (&narrow).into());
         for (at, block) in self.blocks.clone().enumerate().rev() {
             let [x, pairs, norm1, qkv, of_heads, context, middle, pairs2, norm2, up, hidden] =
@@ -210,6 +244,7 @@ impl<Out> KernelStage<Out> {
 /// The products and layers of a microbatch on one device.
 struct Work<'a> {
     cuda: Cuda<'a>,
+    dtype: DType,
     math: Math,
     rows: usize,
     time: usize,
@@ -218,7 +253,20 @@ struct Work<'a> {
     attention: Attention<'static>,
 }
 
-impl Work<'_> {
+impl<'a> Work<'a> {
+    /// Converts the parameters to the dtype that the stage computes in. Returns none if that is
+    /// f32.
+    fn converted(&self, params: &Named<View<'_>>) -> Result<Named<Scratch<'a>>> {
+        let mut converted = Named::new();
+        for (name, param) in params.iter().filter(|_| self.dtype != DType::F32) {
+            let elements = param.region().elements();
+            let to = self.cuda.scratch(self.dtype, elements)?;
+            layers::convert(&self.cuda, elements, param, &to)?;
+            converted.insert(name.clone(), to);
+        }
+        Ok(converted)
+    }
+
     fn embedding(&self) -> Embedding {
         Embedding { tokens: self.rows, entries: BYTES, width: self.width }
     }
@@ -302,8 +350,16 @@ impl Work<'_> {
 
 type Named<T> = BTreeMap<String, T>;
 
-fn part<'v>(params: &Named<View<'v>>, name: &str) -> Result<Part<'v>> {
-    params.get(name).map(Part::from).ok_or_else(|| missing(name))
+/// Returns the parameters as kernels read them: those converted, or all as they are.
+fn parts<'v>(params: &'v Named<View<'_>>, converted: &'v Named<Scratch<'_>>) -> Named<Part<'v>> {
+    match converted.is_empty() {
+        true => params.iter().map(|(name, param)| (name.clone(), param.into())).collect(),
+        false => converted.iter().map(|(name, param)| (name.clone(), param.into())).collect(),
+    }
+}
+
+fn part<'v>(params: &Named<Part<'v>>, name: &str) -> Result<Part<'v>> {
+    params.get(name).copied().ok_or_else(|| missing(name))
 }
 
 fn missing(name: &str) -> Error {
@@ -312,14 +368,6 @@ fn missing(name: &str) -> Error {
 
 fn too_few() -> Error {
     Error::kernel("too few residuals")
-}
-
-/// The shape of the rows that a stage takes or gives: `[batch, time, width]`.
-fn rows_of(x: &ShapedArray, width: usize) -> Result<ShapedArray> {
-    match x.shape() {
-        [batch, time, ..] => Ok(f32s([*batch, *time, width])),
-        _ => Err(Error::kernel(format!("{x}: expected [batch, time, …]"))),
-    }
 }
 
 impl Stage for Front {
@@ -333,7 +381,7 @@ impl Stage for Front {
         x: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<ShapedArray>> {
-        let out = rows_of(x, self.sizes.width)?;
+        let out = self.rows_of(x)?;
         Ok(StageSignature::new(out).residual(self.residuals(x, false)))
     }
 
@@ -346,6 +394,8 @@ impl Stage for Front {
     ) -> Result<()> {
         let mut kept: Vec<ViewMut<'_>> = cx.residual_mut()?;
         let work = self.work(cx, x.shape())?;
+        let converted = work.converted(&params)?;
+        let params = parts(&params, &converted);
         let mut kept = kept.iter_mut().map(Part::from).chain([Part::from(&mut y)]);
         self.run_blocks(&work, &params, &x, &mut kept).map(drop)
     }
@@ -361,8 +411,10 @@ impl Stage for Front {
         let kept: Vec<View<'_>> = cx.residual()?;
         let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
         let work = self.work(cx, dy.shape())?;
+        let converted = work.converted(&params)?;
+        let params = parts(&params, &converted);
         let sums = gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
-        let d = work.cuda.scratch(DType::F32, work.rows * work.width)?;
+        let d = work.cuda.scratch(work.dtype, work.rows * work.width)?;
         work.cuda.copy(&dy, &d)?;
         self.run_blocks_backward(&work, &params, &kept, (&d).into(), &sums)?;
         dx.map_or(Ok(()), |mut dx| work.cuda.copy(&d, &mut dx))
@@ -372,8 +424,12 @@ impl Stage for Front {
         &self.name
     }
 
+    fn compute_in(&self, dtype: DType) -> Result<()> {
+        self.set_dtype(dtype)
+    }
+
     fn cuda(&self) -> Vec<&'static Source> {
-        Self::sources()
+        self.sources()
     }
 }
 
@@ -388,7 +444,7 @@ impl Stage for Last {
         x: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
-        rows_of(x, self.sizes.width)?;
+        self.rows_of(x)?;
         let loss = Loss::new(f32s([]), f32s([]));
         Ok(StageSignature::new(loss).residual(self.residuals(x, true)))
     }
@@ -403,6 +459,8 @@ impl Stage for Last {
         let mut kept: Vec<ViewMut<'_>> = cx.residual_mut()?;
         let side: Named<View<'_>> = cx.side()?;
         let work = self.work(cx, x.shape())?;
+        let converted = work.converted(&params)?;
+        let params = parts(&params, &converted);
         let cuda = &work.cuda;
         let mut kept = kept.iter_mut().map(Part::from);
         let rows = self.run_blocks(&work, &params, &x, &mut kept)?;
@@ -412,7 +470,8 @@ impl Stage for Last {
         let weights = [part(&params, "head.norm.weight")?, part(&params, "head.norm.bias")?];
         work.norm(rows, weights, norm, pairs)?;
         work.times(norm, part(&params, "head.weight")?, logits, [BYTES, work.width])?;
-        cuda.copy(part(&side, "targets")?, targets)?;
+        let given = side.get("targets").ok_or_else(|| missing("targets"))?;
+        cuda.copy(given, targets)?;
         let total = cuda.scratch(DType::F32, 2)?;
         let loss = CrossEntropy { rows: work.rows, classes: BYTES, targets, weights: None };
         loss.forward(cuda, logits, &total, normalizers)?;
@@ -435,12 +494,14 @@ impl Stage for Last {
         let [x, pairs, norm, logits, normalizers, targets] =
             head.first_chunk().copied().ok_or_else(too_few)?;
         let work = self.work(cx, tokens)?;
+        let converted = work.converted(&params)?;
+        let params = parts(&params, &converted);
         let (cuda, rows, width) = (&work.cuda, work.rows, work.width);
         let sums: Named<Part<'_>> =
             gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
         let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
 
-        let d_logits = cuda.scratch(DType::F32, rows * BYTES)?;
+        let d_logits = cuda.scratch(work.dtype, rows * BYTES)?;
         let loss = CrossEntropy { rows, classes: BYTES, targets, weights: None };
         // A number of the host needs no copy to the device.
         let d_loss = match dy.sum.scalar::<f32>() {
@@ -451,7 +512,7 @@ impl Stage for Last {
         let d_logits = Part::from(&d_logits);
         work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;
         let [d_norm, d] =
-            [cuda.scratch(DType::F32, rows * width)?, cuda.scratch(DType::F32, rows * width)?];
+            [cuda.scratch(work.dtype, rows * width)?, cuda.scratch(work.dtype, rows * width)?];
         work.times_back(d_logits, part(&params, "head.weight")?, (&d_norm).into(), [BYTES, width])?;
         cuda.zero(&d)?;
         let weights = [sum("head.norm.weight")?, sum("head.norm.bias")?];
@@ -471,7 +532,11 @@ impl Stage for Last {
         &self.name
     }
 
+    fn compute_in(&self, dtype: DType) -> Result<()> {
+        self.set_dtype(dtype)
+    }
+
     fn cuda(&self) -> Vec<&'static Source> {
-        Self::sources()
+        self.sources()
     }
 }

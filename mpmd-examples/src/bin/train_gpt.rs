@@ -101,8 +101,8 @@ struct Args {
     /// Train with stages of CUDA kernels in place of candle's: with --device cuda
     #[arg(long, conflicts_with_all = ["fsdp", "tensor_parallel"])]
     kernels: bool,
-    /// Numbers that the stages compute with; parameters, gradients and losses stay f32. With
-    /// --kernels also tf32: products of matrices on tensor cores
+    /// Numbers that the stages compute with; parameters, gradients and losses stay f32. With tf32,
+    /// for --kernels alone, only products of matrices are rounded, on tensor cores
     #[arg(long, value_name = "TYPE", default_value = "f32")]
     compute: Compute,
     /// Text for the model to continue after the training
@@ -305,11 +305,8 @@ impl<'a> Plan<'a> {
         ] {
             anyhow::ensure!(size.is_multiple_of(*parts), "{size} {what} do not divide by {parts}");
         }
-        match (args.kernels, args.compute) {
-            (false, Compute::Tf32) => anyhow::bail!("--compute tf32 needs --kernels"),
-            (true, Compute::Bf16) => anyhow::bail!("--kernels computes in f32 or tf32"),
-            _ => {}
-        }
+        let wrong = args.compute == Compute::Tf32 && !args.kernels;
+        anyhow::ensure!(!wrong, "--compute tf32 needs --kernels");
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
         let Args { schedule, chunks, stages, microbatches, .. } = args;
         let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;

@@ -21,7 +21,11 @@ const STEPS: u64 = 20;
 type Model = Pipeline<MpmdArray, Loss<MpmdArray>>;
 
 /// Makes two stages, of one and of two blocks.
-fn model(p: &mut Program, kind: DeviceKind, meshes: &[Mesh]) -> Result<Model> {
+fn model(
+    p: &mut Program,
+    (kind, computes_in): (DeviceKind, DType),
+    meshes: &[Mesh],
+) -> Result<Model> {
     let part = |blocks: std::ops::Range<usize>, ends: [bool; 2]| {
         move |vb: VarBuilder<'static>| Part::new(&vb, SIZES, blocks.clone(), ends)
     };
@@ -41,6 +45,7 @@ fn model(p: &mut Program, kind: DeviceKind, meshes: &[Mesh]) -> Result<Model> {
         }
         _ => Pipeline::first(front, &meshes[0], of_front)?.then(last, &meshes[1], of_last)?,
     };
+    model.compute_in(computes_in)?;
     let bytes = ShapedArray::new(&[BATCH, SIZES.time], DType::U8);
     let targets = std::collections::BTreeMap::from([("targets".to_owned(), bytes.clone())]);
     model.probe(p, &MicrobatchShapes::new(bytes).side(1, &targets))?;
@@ -69,13 +74,13 @@ fn microbatches(p: &mut Program, meshes: &[Mesh], step: u64) -> Result<Vec<Micro
 
 /// Trains on two devices of this kind. Returns the losses, and the bytes that were copied between
 /// host and devices inside of the steps after the first.
-fn train(kind: DeviceKind) -> (Vec<f64>, u64) {
+fn train(kind: DeviceKind, computes_in: DType) -> (Vec<f64>, u64) {
     const COPIES: [&str; 4] =
         ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
     let copied = || -> u64 { COPIES.iter().filter_map(|kind| softcuda::bytes(kind)).sum() };
     let mut p = Program::builder().device_kinds(&[kind]).devices(2).alone().unwrap();
     let meshes = p.mesh(&[("stage", 2), (MODEL_AXIS, 1)]).unwrap().split("stage").unwrap();
-    let mut model = model(&mut p, kind, &meshes).unwrap();
+    let mut model = model(&mut p, (kind, computes_in), &meshes).unwrap();
     let settings = OptimizerSettings::new(AdamW::default()).clip(1.0);
     let mut optimizer = Optimizer::new(&mut p, &model, settings).unwrap();
     let schedule = Schedule::one_f_one_b(2, MICROBATCHES).unwrap();
@@ -101,12 +106,16 @@ fn kernels_train_to_the_losses_of_the_cpu_without_copies_to_the_host() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
-    let (expected, _) = train(DeviceKind::Cpu);
-    let (found, copied) = train(DeviceKind::Cuda);
-    for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
-        let near = (found - expected).abs() <= 1e-5 * expected;
+    let (expected, _) = train(DeviceKind::Cpu, DType::F32);
+    let (found, copied) = train(DeviceKind::Cuda, DType::F32);
+    let (halves, copied_halves) = train(DeviceKind::Cuda, DType::Bf16);
+    let pairs = found.iter().map(|found| (found, 1e-5)).zip(&expected);
+    let pairs = pairs.chain(halves.iter().map(|found| (found, 0.02)).zip(&expected));
+    for (step, ((found, part), expected)) in pairs.enumerate() {
+        let near = (found - expected).abs() <= part * expected;
         assert!(near, "step {step}: {found}, and {expected} on the CPU");
     }
+    assert_ne!(found, halves);
     assert!(expected[STEPS as usize - 1] < 0.5 * expected[0], "nothing was learnt: {expected:?}");
-    assert_eq!(copied, 0, "bytes between host and device in steps");
+    assert_eq!(copied + copied_halves, 0, "bytes between host and device in steps");
 }

@@ -151,7 +151,7 @@ fn gpt(turn: &mut Turn<'_>) {
     if !turn.place.software {
         let large = "--kernels --width 1024 --layers 8 --heads 16 --time 512 --batch 8 \
                      --microbatches 4 --steps 12 --sample 0 --device cuda --stages 1 --processes 1";
-        for compute in ["f32", "tf32"] {
+        for compute in ["f32", "tf32", "bf16"] {
             let given: Vec<&str> = large.split(' ').chain(["--compute", compute, &text]).collect();
             turn.program("train_gpt", &given);
         }
