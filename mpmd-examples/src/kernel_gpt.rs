@@ -65,7 +65,7 @@ impl<Out> KernelStage<Out> {
     }
 
     fn sources(&self) -> Vec<&'static Source> {
-        [layers::sources(self.dtype()), vec![&CUBLAS]].concat()
+        [layers::sources(self.dtype(), self.sizes.width / self.sizes.heads), vec![&CUBLAS]].concat()
     }
 
     /// Returns the shape of the rows that the stage takes or gives: `[batch, time, width]`.
