@@ -104,9 +104,12 @@ mod host;
 mod launch;
 mod mapped;
 mod nccl;
+mod nvcc;
 mod nvrtc;
+mod rand;
 mod settings;
 mod source;
 
 pub use control::{Driver, bytes, calls, driver};
 pub use harness::{environment, install, library, name_of, real, run_again, run_anew};
+pub use nvcc::nvcc;

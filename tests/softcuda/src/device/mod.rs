@@ -480,6 +480,14 @@ api! {
 }
 
 api! {
+    /// Fails: there are no contexts but the primary ones.
+    fn cuCtxDestroy_v2(context: Handle) {
+        let _ = context;
+        Err(Code::INVALID_CONTEXT)
+    }
+}
+
+api! {
     /// Stores the flags of the current context; they change nothing here.
     fn cuCtxSetFlags(flags: u32) {
         current()?.flags.store(flags, Ordering::Relaxed);

@@ -5,6 +5,10 @@ struct __half {
     __half() = default;
     __half(float value);
     operator float() const;
+    __half &operator+=(__half other) { return *this = __half((float)*this + (float)other); }
+    __half &operator-=(__half other) { return *this = __half((float)*this - (float)other); }
+    __half &operator*=(__half other) { return *this = __half((float)*this * (float)other); }
+    __half &operator/=(__half other) { return *this = __half((float)*this / (float)other); }
 };
 typedef __half half;
 static inline float __half2float(__half h) {
@@ -36,3 +40,18 @@ typedef __half2 half2;
 static inline float2 __half22float2(__half2 h) { return {(float)h.x, (float)h.y}; }
 static inline __half2 __float22half2_rn(float2 f) { return {__float2half_rn(f.x), __float2half_rn(f.y)}; }
 static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+// Arithmetic, computed in float and rounded once.
+#define __SC_HALF(T, round)                                                                                        \
+    static inline bool __hisnan(T x) { return isnan((float)x); }                                                   \
+    static inline T __habs(T x) { return round(fabsf((float)x)); }                                                 \
+    static inline T __hmax(T x, T y) { return round(fmaxf((float)x, (float)y)); }                                  \
+    static inline T __hmin(T x, T y) { return round(fminf((float)x, (float)y)); }                                  \
+    static inline T __hmax_nan(T x, T y) { return __hisnan(x) ? x : __hisnan(y) ? y : __hmax(x, y); }              \
+    static inline T __hmin_nan(T x, T y) { return __hisnan(x) ? x : __hisnan(y) ? y : __hmin(x, y); }              \
+    static inline T hsqrt(T x) { return round(sqrtf((float)x)); }                                                  \
+    static inline T hcos(T x) { return round(cosf((float)x)); }                                                    \
+    static inline T hsin(T x) { return round(sinf((float)x)); }                                                    \
+    static inline T hlog(T x) { return round(logf((float)x)); }                                                    \
+    static inline T hexp(T x) { return round(expf((float)x)); }                                                    \
+    static inline T atomicAdd(T *at, T by) { return __sc_atomic(at, [=](T old) { return round((float)old + (float)by); }); }
+__SC_HALF(__half, __float2half_rn)
