@@ -1,4 +1,4 @@
-//! Copies values between the views of a kernel and candle's tensors in host memory.
+//! Copies values between the views of a kernel and candle's tensors, in host memory or on a device.
 
 use candle_core::{
     CpuStorage, DType as CandleType, Device, InplaceOp1, Layout, Storage, Tensor, Var, WithDType,
@@ -7,6 +7,11 @@ use half::{bf16, f16};
 use mpmd_core::kernel::{View, ViewMut};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
+
+use crate::cuda::OnCuda;
+
+/// The CUDA device of a pass; `None` for a pass on the host.
+pub(crate) type Place<'a> = Option<&'a OnCuda<'a>>;
 
 /// Runs `$then` with `$type` as the element type of arrays of dtype `$dtype`. Returns an error for
 /// dtypes that candle lacks.
@@ -69,7 +74,10 @@ pub(crate) fn aval_of(tensor: &Tensor) -> Result<ShapedArray> {
 }
 
 /// Returns a tensor with a copy of the view's values.
-pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
+pub(crate) fn tensor_of(view: &View<'_>, place: Place<'_>) -> Result<Tensor> {
+    if let Some(on) = place {
+        return on.tensor_of(view, false);
+    }
     with_type!(view.global().dtype(), T => {
         let values = view.as_slice::<T>()?;
         Tensor::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
@@ -77,10 +85,14 @@ pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
 }
 
 /// Returns a variable with a copy of the view's values.
-pub(crate) fn var_of(view: &View<'_>) -> Result<Var> {
+pub(crate) fn var_of(view: &View<'_>, place: Place<'_>) -> Result<Tensor> {
+    if let Some(on) = place {
+        return on.tensor_of(view, true);
+    }
     with_type!(view.global().dtype(), T => {
         let values = view.as_slice::<T>()?;
-        Var::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
+        let var = Var::from_slice(values, view.shape(), &Device::Cpu);
+        var.map(Var::into_inner).map_err(refused)
     })
 }
 
@@ -95,7 +107,7 @@ pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
 }
 
 /// Copies the tensor's values to the view. They must have the same shape and dtype.
-pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
     let found = aval_of(tensor)?;
     if found.shape() != view.shape() || found.dtype() != view.global().dtype() {
         let expected = ShapedArray::try_new(view.shape(), view.global().dtype())?;
@@ -103,6 +115,9 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
             "the model returned {found}, and {expected} was declared or found by its probe: its \
              output shape may depend on its inputs' shapes only"
         )));
+    }
+    if let Some(on) = place {
+        return on.write(tensor, view);
     }
     with_type!(found.dtype(), T => {
         read(tensor, |values: &[T]| {
@@ -112,7 +127,10 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
 }
 
 /// Adds the tensor's values to those of the view, which have the same shape and dtype.
-pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
+    if let Some(on) = place {
+        return on.add(tensor, view);
+    }
     macro_rules! add {
         ($type:ty, $sum:expr) => {
             read(tensor, |values: &[$type]| {
@@ -147,7 +165,10 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
 }
 
 /// Overwrites the values of a tensor, which may be a variable, with those of the view.
-pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
+pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Result<()> {
+    if let Some(on) = place {
+        return on.refresh(tensor, view);
+    }
     with_type!(view.global().dtype(), T => {
         let values = view.as_slice::<T>()?;
         tensor.inplace_op1(&Overwrite(values)).map_err(refused)

@@ -313,11 +313,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
 
     fn prepare(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         params: BTreeMap<String, View<'_>>,
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()> {
-        self.run_prepare(&params, prepared)
+        self.run_prepare(cx, &params, prepared)
     }
 
     fn is_frozen(&self, path: &str) -> bool {
@@ -329,7 +329,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn computes_on_host(&self) -> bool {
-        true
+        cfg!(not(feature = "cuda"))
     }
 
     fn draws_random(&self) -> bool {
