@@ -30,7 +30,7 @@ static DESCEND: Source = Source::cuda(
     r#"
     extern "C" __global__ void descend(unsigned long long n, float *w, const float *g) {
         unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
-        if (i < n) w[i] = w[i] - 0.02f * g[i];
+        if (i < n) w[i] = w[i] - 0.002f * g[i];
     }
     "#,
 );
@@ -58,7 +58,7 @@ impl Kernel for Descend {
             return cuda.launch(&DESCEND, "descend", Grid::over(n), &args);
         }
         for (w, g) in w.as_mut_slice::<f32>()?.iter_mut().zip(g.as_slice::<f32>()?) {
-            *w -= 0.02 * g;
+            *w -= 0.002 * g;
         }
         Ok(())
     }
@@ -86,7 +86,7 @@ fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Resu
 fn losses(kind: DeviceKind, run: Run) -> Vec<f32> {
     let Run { settings, schedule, recompute } = run;
     let stages = settings.stages;
-    let mut p = Program::builder().device_kinds(&vec![kind; stages]).alone().unwrap();
+    let mut p = Program::builder().device_kinds(&[kind]).devices(stages).alone().unwrap();
     let mut train = || -> Result<Vec<f32>> {
         let p = &mut p;
         let mut model = pipeline(p, settings)?;
