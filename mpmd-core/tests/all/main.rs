@@ -19,6 +19,7 @@ mod commits;
 mod corners;
 mod cuda_calls;
 mod cuda_kernels;
+mod cuda_layers;
 mod cuda_libraries;
 mod cuda_moves;
 mod cuda_nccl;

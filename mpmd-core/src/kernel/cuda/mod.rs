@@ -16,6 +16,7 @@
 mod args;
 mod foreign;
 mod gemm;
+pub mod layers;
 mod scratch;
 mod staged;
 

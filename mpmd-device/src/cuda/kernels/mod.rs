@@ -1,7 +1,74 @@
 //! CUDA kernels of mpmd itself.
+//!
+//! Each text begins with `common.cuh`. The texts of layers are compiled for one dtype, which they
+//! call `T`: numbers are stored in it, and all arithmetic and all sums are in `f32`. They use no
+//! atomic operations and sum in fixed orders, so equal inputs give equal bits.
+
+use mpmd_layout::aval::DType;
 
 use crate::cuda::source::Source;
 
 /// In-place sums: `add_f32`, `add_f64`, `add_f16`, `add_bf16`. Arguments: number of elements, sums,
 /// summands.
-pub static ADD: Source = Source::cuda("add.cu", include_str!("add.cu")).exact();
+pub static ADD: Source =
+    Source::cuda("add.cu", concat!(include_str!("common.cuh"), include_str!("add.cu"))).exact();
+
+/// One text compiled for `f32` and for `bf16`.
+#[derive(Debug)]
+pub struct Pair {
+    f32: Source,
+    bf16: Source,
+}
+
+impl Pair {
+    /// Returns the source for a dtype. `None` unless it is `f32` or `bf16`.
+    pub fn of(&'static self, dtype: DType) -> Option<&'static Source> {
+        match dtype {
+            DType::F32 => Some(&self.f32),
+            DType::Bf16 => Some(&self.bf16),
+            _ => None,
+        }
+    }
+}
+
+macro_rules! pairs {
+    ($($(#[$doc:meta])* $name:ident: $file:literal,)*) => {
+        $($(#[$doc])* pub static $name: Pair = Pair {
+            f32: pairs!($file, "float", "f32"),
+            bf16: pairs!($file, "bf16", "bf16"),
+        };)*
+
+        /// The sources of all layers.
+        pub static LAYERS: &[&Pair] = &[$(&$name),*];
+    };
+    ($file:literal, $type:literal, $dtype:literal) => {
+        Source::cuda(
+            concat!($file, " of ", $dtype),
+            concat!(
+                include_str!("common.cuh"), "typedef ", $type, " T;\n#line 1 \"", $file, "\"\n",
+                include_str!($file),
+            ),
+        )
+    };
+}
+
+pairs! {
+    /// GELU, SiLU and gated forms of them, with gradients.
+    ACTIVATION: "activation.cu",
+    /// Attention without a matrix of scores in memory, with gradients.
+    ATTENTION: "attention.cu",
+    /// Sums of the columns of a matrix.
+    COLUMNS: "columns.cu",
+    /// Sums, biases, conversions and dropout.
+    ELEMENTWISE: "elementwise.cu",
+    /// Rows of a table by their indices, with the table's gradient.
+    EMBEDDING: "embedding.cu",
+    /// Layer norm and RMS norm, with gradients.
+    NORM: "norm.cu",
+    /// Writes to and attention over caches of keys and values in blocks.
+    PAGED: "paged.cu",
+    /// Rotary position embeddings.
+    ROTARY: "rotary.cu",
+    /// Softmax of rows and cross-entropy, with gradients.
+    SOFTMAX: "softmax.cu",
+}

@@ -1,0 +1,294 @@
+//! Attention without a matrix of scores in memory.
+
+use mpmd_device::cuda::kernels::ATTENTION;
+
+use super::{Arg, Call, Cuda, Part, or_null, product};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// The vectors of heads in an array: that of a head begins at `sequence * strides[0] + token *
+/// strides[1] + head * strides[2]` elements, and is dense.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads<'a> {
+    part: Part<'a>,
+    strides: [usize; 3],
+}
+
+impl<'a> Heads<'a> {
+    /// Describes vectors by the distances in elements between sequences, tokens and heads.
+    pub fn new(part: impl Into<Part<'a>>, strides: [usize; 3]) -> Self {
+        Self { part: part.into(), strides }
+    }
+
+    /// Describes vectors in a matrix `[sequences * time, columns]`: heads are `head` columns apart.
+    ///
+    /// So a matrix with query, key and value of each head side by side has `columns = heads * 3 *
+    /// dim` and `head = 3 * dim`. The parts begin at its elements 0, `dim` and `2 * dim`.
+    pub fn in_rows(part: impl Into<Part<'a>>, time: usize, columns: usize, head: usize) -> Self {
+        Self::new(part, [time.saturating_mul(columns), columns, head])
+    }
+
+    /// Checks that the array has vectors of `dim` elements for these numbers of sequences, tokens
+    /// and heads.
+    fn check(&self, call: &Call<'_>, name: &str, counts: [usize; 3], dim: usize) -> Result<()> {
+        if counts.contains(&0) || dim == 0 {
+            return call.has(&[(name, &self.part, 0)]);
+        }
+        let last = counts
+            .iter()
+            .zip(self.strides)
+            .fold(dim, |sum, (count, stride)| sum.saturating_add(product(&[count - 1, stride])));
+        call.has(&[(name, &self.part, last)])
+    }
+
+    fn args(&self) -> [Arg<'a>; 4] {
+        let [sequence, token, head] = self.strides;
+        [self.part.into(), sequence.into(), token.into(), head.into()]
+    }
+}
+
+/// The keys that each query sees.
+#[derive(Clone, Copy, Debug)]
+pub enum Mask<'a> {
+    /// All keys.
+    None,
+    /// The keys up to the query's own position. With fewer queries than keys, the last query is at
+    /// the last key.
+    Causal,
+    /// The keys from a first one up to the query's own position. The part has the first key's index
+    /// for each query, `u32`; the number is the distance between sequences: 0 if all have the same.
+    CausalFrom(Part<'a>, usize),
+    /// Numbers of `f32` that are added to the scaled scores, dense along keys. The numbers are the
+    /// distances in elements between sequences, heads and queries.
+    Additive(Part<'a>, [usize; 3]),
+}
+
+/// Attention, `softmax(scale q kᵀ + mask) v`, for each head. Memory does not grow with the square
+/// of the number of tokens.
+///
+/// A query that sees no key gives NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Number of heads of queries.
+    pub heads: usize,
+    /// Number of heads of keys and values. Each serves `heads / groups` consecutive heads.
+    pub groups: usize,
+    /// Queries of a sequence.
+    pub queries: usize,
+    /// Keys of a sequence.
+    pub keys: usize,
+    /// Elements of a query, a key, a value and a result: at most 256.
+    pub dim: usize,
+    /// Factor of the products of queries and keys.
+    pub scale: f32,
+    /// A scaled score `x` becomes `cap tanh(x / cap)` before the mask.
+    pub cap: Option<f32>,
+    /// The keys that queries see.
+    pub mask: Mask<'a>,
+}
+
+impl Attention<'_> {
+    /// Describes causal attention of `time` tokens to each other, with `scale` one over the square
+    /// root of `dim`.
+    pub fn causal(batch: usize, heads: usize, time: usize, dim: usize) -> Self {
+        Self {
+            batch,
+            heads,
+            groups: heads,
+            queries: time,
+            keys: time,
+            dim,
+            scale: (dim as f32).sqrt().recip(),
+            cap: None,
+            mask: Mask::Causal,
+        }
+    }
+
+    /// Computes `out`, which has the shape of `q`. `normalizers`, `[batch, heads, queries, 2]` of
+    /// `f32`, becomes the largest score of each query and one over the sum of the exponentials, for
+    /// the backward pass.
+    ///
+    /// # Errors
+    ///
+    /// If sizes, lengths or dtypes do not fit, or the driver refuses.
+    pub fn forward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        [q, k, v]: [Heads<'x>; 3],
+        out: Heads<'x>,
+        normalizers: impl Into<Part<'x>>,
+    ) -> Result<()> {
+        let normalizers = normalizers.into();
+        let call = Call::new(cuda, "attention", &ATTENTION, &q.part)?;
+        let tiles = self.check(&call, [&q, &k, &v], &[("the result", &out)], &normalizers)?;
+        call.writes(&[&out.part, &normalizers])?;
+        let Self { batch, heads, queries, .. } = *self;
+        let Some(tiles) = tiles else { return Ok(()) };
+        let mut args = Vec::new();
+        [q, k, v, out].iter().for_each(|heads| args.extend(heads.args()));
+        args.push(normalizers.into());
+        args.extend(self.sizes());
+        let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
+        let grid = call.grid(blocks, THREADS)?.shared(tiles.shared(2));
+        call.launch(tiles.functions[0], grid, &args)
+    }
+
+    /// Computes the gradients of queries, keys and values from the result, its gradient, and the
+    /// `normalizers` of the forward pass.
+    ///
+    /// # Errors
+    ///
+    /// If sizes, lengths or dtypes do not fit, the device has no memory left, or the driver
+    /// refuses.
+    pub fn backward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        [q, k, v]: [Heads<'x>; 3],
+        [out, d_out]: [Heads<'x>; 2],
+        normalizers: impl Into<Part<'x>>,
+        [d_q, d_k, d_v]: [Heads<'x>; 3],
+    ) -> Result<()> {
+        let normalizers = normalizers.into();
+        let call = Call::new(cuda, "gradient of attention", &ATTENTION, &q.part)?;
+        let of_queries = [("the result", &out), ("d_out", &d_out), ("d_q", &d_q)];
+        let tiles = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
+        let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
+        for (name, heads) in [("d_k", &d_k), ("d_v", &d_v)] {
+            heads.check(&call, name, [batch, keys, groups], dim)?;
+        }
+        call.writes(&[&d_q.part, &d_k.part, &d_v.part])?;
+        let Some(tiles) = tiles else { return Ok(()) };
+        let rows = product(&[batch, heads, queries]);
+        let means = cuda.scratch(DType::F32, rows)?;
+        let mut args: Vec<_> = [out, d_out].iter().flat_map(Heads::args).collect();
+        args.extend([heads.into(), queries.into(), rows.into(), dim.into(), (&means).into()]);
+        call.launch("attention_means", call.grid(rows.div_ceil(8), THREADS)?, &args)?;
+        let of_queries = (&[d_q][..], product(&[queries.div_ceil(tiles.rows), heads, batch]));
+        let of_keys = (&[d_k, d_v][..], product(&[keys.div_ceil(tiles.rows), groups, batch]));
+        for (function, (results, blocks)) in tiles.functions[1..].iter().zip([of_queries, of_keys])
+        {
+            let mut args = Vec::new();
+            [q, k, v, d_out].iter().chain(results).for_each(|heads| args.extend(heads.args()));
+            args.extend([normalizers.into(), (&means).into()]);
+            args.extend(self.sizes());
+            let grid = call.grid(blocks, THREADS)?.shared(tiles.shared(4));
+            call.launch(function, grid, &args)?;
+        }
+        Ok(())
+    }
+
+    /// Checks what both passes take; `of_queries` are arrays with vectors for queries. Returns the
+    /// kernels for these vectors. `None` if there is nothing to compute.
+    fn check(
+        &self,
+        call: &Call<'_>,
+        [q, k, v]: [&Heads<'_>; 3],
+        of_queries: &[(&str, &Heads<'_>)],
+        normalizers: &Part<'_>,
+    ) -> Result<Option<&'static Tiles>> {
+        let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
+        if groups == 0 || !heads.is_multiple_of(groups) {
+            return call.fail(&format!("{heads} heads cannot share {groups} heads of keys"));
+        }
+        let Some(tiles) = TILES.iter().find(|tiles| dim <= tiles.dim) else {
+            return call.fail(&format!("vectors of {dim} elements: expected at most 256"));
+        };
+        for (name, heads_of) in [("q", q)].iter().chain(of_queries) {
+            heads_of.check(call, name, [batch, queries, heads], dim)?;
+        }
+        for (name, heads_of) in [("k", k), ("v", v)] {
+            heads_of.check(call, name, [batch, keys, groups], dim)?;
+        }
+        let rows = product(&[batch, heads, queries]);
+        call.has_f32(&[("normalizers", normalizers, product(&[rows, 2]))])?;
+        match self.mask {
+            Mask::Causal | Mask::CausalFrom(..) if queries > keys => {
+                return call.fail(&format!("{queries} causal queries to {keys} keys"));
+            }
+            Mask::CausalFrom(first, stride) if rows > 0 => {
+                let least = product(&[batch - 1, stride]).saturating_add(queries);
+                call.one("the first keys", &first, DType::U32, least)?;
+            }
+            Mask::Additive(mask, [sequence, head, query]) if rows > 0 => {
+                let strides = [(batch, sequence), (heads, head), (queries, query)];
+                let last = strides.iter().fold(keys, |sum, (count, stride)| {
+                    sum.saturating_add(product(&[count - 1, *stride]))
+                });
+                call.has_f32(&[("the mask", &mask, last)])?;
+            }
+            _ => {}
+        }
+        Ok(Some(tiles).filter(|_| rows > 0 && dim > 0))
+    }
+
+    /// Returns the arguments that all kernels take.
+    fn sizes(&self) -> [Arg<'_>; 14] {
+        let Self { heads, groups, queries, keys, dim, scale, cap, mask, .. } = *self;
+        let causal = matches!(mask, Mask::Causal | Mask::CausalFrom(..));
+        let (first, first_stride) = match mask {
+            Mask::CausalFrom(first, stride) => (Some(first), stride),
+            _ => (None, 0),
+        };
+        let (mask, [sequence, head, query]) = match mask {
+            Mask::Additive(mask, strides) => (Some(mask), strides),
+            _ => (None, [0; 3]),
+        };
+        [
+            heads.into(),
+            groups.into(),
+            queries.into(),
+            keys.into(),
+            dim.into(),
+            scale.into(),
+            cap.unwrap_or(0.0).into(),
+            u32::from(causal).into(),
+            or_null(first),
+            first_stride.into(),
+            or_null(mask),
+            sequence.into(),
+            head.into(),
+            query.into(),
+        ]
+    }
+}
+
+/// The kernels for vectors of up to `dim` elements: forward, gradient of queries, and gradients of
+/// keys and values.
+struct Tiles {
+    dim: usize,
+    /// Vectors of a tile.
+    rows: usize,
+    functions: [&'static str; 3],
+}
+
+static TILES: [Tiles; 3] = [
+    Tiles {
+        dim: 64,
+        rows: 64,
+        functions: ["attention_64", "attention_queries_64", "attention_keys_64"],
+    },
+    Tiles {
+        dim: 128,
+        rows: 64,
+        functions: ["attention_128", "attention_queries_128", "attention_keys_128"],
+    },
+    Tiles {
+        dim: 256,
+        rows: 32,
+        functions: ["attention_256", "attention_queries_256", "attention_keys_256"],
+    },
+];
+
+impl Tiles {
+    /// Returns the shared memory of a block with so many tiles of vectors and a square of scores,
+    /// whose rows all have four numbers more.
+    fn shared(&self, tiles: usize) -> u32 {
+        let numbers = self.rows * (tiles * (self.dim + 4) + self.rows + 4);
+        (numbers * size_of::<f32>()) as u32
+    }
+}

@@ -1,0 +1,80 @@
+//! Sums of the columns of a matrix.
+
+use mpmd_device::cuda::kernels::COLUMNS;
+
+use super::{Call, Cuda, Grid, Part, Target, product};
+use crate::error::{Error, Result};
+use mpmd_layout::aval::DType;
+
+/// Columns of a block.
+const COLUMNS_EACH: usize = 32;
+/// Rows that a block reads at the same time.
+const ROWS_EACH: u32 = 8;
+/// The most chunks of rows.
+const CHUNKS: usize = 64;
+
+/// The rows of a matrix in chunks. Each chunk has sums of its own, which are then added in order.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chunks {
+    /// Number of rows of a chunk; of the last one at most as many.
+    pub(super) rows: usize,
+    pub(super) count: usize,
+}
+
+impl Chunks {
+    pub(super) fn of(rows: usize) -> Self {
+        let each = rows.div_ceil(CHUNKS).max(2 * ROWS_EACH as usize);
+        Self { rows: each, count: rows.div_ceil(each) }
+    }
+
+    /// Returns a grid with a block for some columns of a chunk: columns along x, chunks along y.
+    pub(super) fn grid(self, width: usize) -> Grid {
+        // At most `CHUNKS` along y, and fewer than 2^31 along x for any array that fits a device.
+        let blocks = (width.div_ceil(COLUMNS_EACH) as u32, self.count as u32, 1);
+        Grid { blocks, threads: (COLUMNS_EACH as u32, ROWS_EACH, 1), shared_bytes: 0 }
+    }
+}
+
+/// Computes the sums of the columns of `x`, `[rows, width]`. The sums are `f32`: the gradient of a
+/// bias.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+pub fn sum_rows<'x>(
+    cuda: &Cuda<'_>,
+    (rows, width): (usize, usize),
+    x: impl Into<Part<'x>>,
+    sums: impl Into<Target<'x>>,
+) -> Result<()> {
+    let x = x.into();
+    let call = Call::new(cuda, "sum of rows", &COLUMNS, &x)?;
+    let all = product(&[rows, width]);
+    call.has(&[("x", &x, all)])?;
+    let chunks = Chunks::of(rows);
+    let parts = cuda.scratch(DType::F32, product(&[chunks.count, width]))?;
+    if all > 0 {
+        let args = [rows.into(), width.into(), chunks.rows.into(), x.into(), (&parts).into()];
+        call.launch("column_sums", chunks.grid(width), &args)?;
+    }
+    finish(&call, chunks, width, parts.at(0), sums.into())
+}
+
+/// Adds the sums of chunks, `[chunks, width]`, in order.
+pub(super) fn finish(
+    call: &Call<'_>,
+    chunks: Chunks,
+    width: usize,
+    parts: Part<'_>,
+    Target { part, adds }: Target<'_>,
+) -> Result<()> {
+    call.has_f32(&[("the sums", &part, width)])?;
+    call.writes(&[&part])?;
+    if width == 0 {
+        return Ok(());
+    }
+    let source = COLUMNS.of(call.dtype).ok_or_else(|| Error::kernel("sums of no float"))?;
+    let args =
+        [chunks.count.into(), width.into(), parts.into(), part.into(), u32::from(adds).into()];
+    call.cuda.launch(source, "add_chunks", Grid::over(width), &args)
+}

@@ -1,0 +1,120 @@
+//! Rows of a table by their indices.
+
+use mpmd_device::cuda::kernels::EMBEDDING;
+
+use super::{Call, Cuda, Grid, Part, Target, or_null, product};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// Sorted tokens that a block adds up.
+const CHUNK: usize = 32;
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Gets rows of a table of `entries` rows by `tokens` indices.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Embedding {
+    /// Number of indices.
+    pub tokens: usize,
+    /// Number of rows of the table.
+    pub entries: usize,
+    /// Length of a row.
+    pub width: usize,
+}
+
+impl Embedding {
+    /// Copies the rows of `table` for `indices`, of u8, u32 or i64, to `y`, `[tokens, width]`. Adds
+    /// `positions`, `[time, width]`: row `i` to each token whose number is `i` modulo `time`. An
+    /// index beyond the table gives a row of NaN.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, or the driver refuses.
+    pub fn forward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        table: impl Into<Part<'x>>,
+        indices: impl Into<Part<'x>>,
+        positions: Option<(Part<'x>, usize)>,
+        y: impl Into<Part<'x>>,
+    ) -> Result<()> {
+        let Self { tokens, entries, width } = *self;
+        let (table, indices, y) = (table.into(), indices.into(), y.into());
+        let call = Call::new(cuda, "embedding", &EMBEDDING, &table)?;
+        let all = product(&[tokens, width]);
+        call.has(&[("the table", &table, product(&[entries, width])), ("y", &y, all)])?;
+        let bytes = call.indices("the indices", &indices, tokens)?;
+        let time = positions.map_or(1, |(_, time)| time.max(1));
+        if let Some((positions, _)) = &positions {
+            call.has(&[("the positions", positions, product(&[time, width]))])?;
+        }
+        call.writes(&[&y])?;
+        if all == 0 {
+            return Ok(());
+        }
+        let args = [
+            entries.into(),
+            width.into(),
+            time.into(),
+            table.into(),
+            indices.into(),
+            bytes.into(),
+            or_null(positions.map(|(positions, _)| positions)),
+            y.into(),
+        ];
+        call.launch("embed", call.grid(tokens, THREADS)?, &args)
+    }
+
+    /// Computes the gradient of the table, `f32`, from that of the result. Indices beyond the table
+    /// are left out. The gradient of positions is [`sum_rows`](super::sum_rows) of `d_y` as a
+    /// matrix `[tokens / time, time * width]`.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    pub fn backward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        indices: impl Into<Part<'x>>,
+        d_y: impl Into<Part<'x>>,
+        d_table: impl Into<Target<'x>>,
+    ) -> Result<()> {
+        let Self { tokens, entries, width } = *self;
+        let (indices, d_y) = (indices.into(), d_y.into());
+        let Target { part: d_table, adds } = d_table.into();
+        let call = Call::new(cuda, "gradient of an embedding", &EMBEDDING, &d_y)?;
+        let bytes = call.indices("the indices", &indices, tokens)?;
+        call.has(&[("d_y", &d_y, product(&[tokens, width]))])?;
+        let table = product(&[entries, width]);
+        call.has_f32(&[("d_table", &d_table, table)])?;
+        call.writes(&[&d_table])?;
+        if u32::try_from(tokens).is_err() {
+            return call.fail(&format!("{tokens} tokens are too many"));
+        }
+        if !adds && table > 0 {
+            call.launch("clear", Grid::over(table), &[table.into(), d_table.into()])?;
+        }
+        if product(&[tokens, width]) == 0 {
+            return Ok(());
+        }
+        let order = cuda.scratch(DType::U32, tokens)?;
+        let args = [tokens.into(), indices.into(), bytes.into(), (&order).into()];
+        call.launch("sort_tokens", Grid::over(tokens), &args)?;
+        // For each chunk: the sum of its last index, and of its first one.
+        let chunks = tokens.div_ceil(CHUNK);
+        let open = cuda.scratch(DType::F32, product(&[chunks, 2, width]))?;
+        let args = [
+            tokens.into(),
+            entries.into(),
+            width.into(),
+            indices.into(),
+            bytes.into(),
+            (&order).into(),
+            d_y.into(),
+            (&open).into(),
+            d_table.into(),
+        ];
+        call.launch("embed_backward", call.grid(chunks, THREADS)?, &args)?;
+        call.launch("embed_backward_open", call.grid(chunks, THREADS)?, &args)
+    }
+}

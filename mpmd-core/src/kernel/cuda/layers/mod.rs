@@ -1,0 +1,151 @@
+//! Layers of neural networks for kernels that run on a CUDA device. Products of matrices are
+//! [`Cuda::gemm`].
+//!
+//! The functions issue work and return, like all calls of [`Cuda`]. Arrays of one call have the
+//! same dtype, `f32` or `bf16`, unless a function says otherwise. All arithmetic and all sums are
+//! in `f32`, and so are gradients of parameters. Sums have fixed orders: equal inputs give equal
+//! bits on equal devices. A part may be longer than needed: its first elements are used. A result
+//! may be an input only where a function says so.
+//!
+//! A kernel lists the sources of the layers that it calls in
+//! [`Kernel::cuda`](crate::kernel::Kernel::cuda), or all of them by [`sources`].
+
+mod activation;
+mod attention;
+mod columns;
+mod elementwise;
+mod embedding;
+mod norm;
+mod softmax;
+
+pub use activation::{Curve, activate, activate_backward};
+pub use attention::{Attention, Heads, Mask};
+pub use columns::sum_rows;
+pub use elementwise::{add, add_bias};
+pub use embedding::Embedding;
+pub use mpmd_device::cuda::kernels::{
+    ACTIVATION, ATTENTION, COLUMNS, ELEMENTWISE, EMBEDDING, LAYERS, NORM, PAGED, Pair, ROTARY,
+    SOFTMAX,
+};
+pub use norm::Norm;
+pub use softmax::CrossEntropy;
+
+use super::{Arg, Cuda, Grid, Part, Source};
+use crate::error::{Error, Result};
+use mpmd_layout::aval::DType;
+
+/// Returns the sources of all layers for arrays of `dtype`. None unless it is `f32` or `bf16`.
+pub fn sources(dtype: DType) -> Vec<&'static Source> {
+    LAYERS.iter().filter_map(|pair| pair.of(dtype)).collect()
+}
+
+/// The place of a result. Its old values are overwritten, unless it is made by [`add_to`].
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    part: Part<'a>,
+    adds: bool,
+}
+
+/// Returns the place of a result that is added to the old values.
+pub fn add_to<'a>(part: impl Into<Part<'a>>) -> Target<'a> {
+    Target { part: part.into(), adds: true }
+}
+
+impl<'a, P: Into<Part<'a>>> From<P> for Target<'a> {
+    fn from(part: P) -> Self {
+        Self { part: part.into(), adds: false }
+    }
+}
+
+/// Checks the arguments of a function, and launches it.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    cuda: &'a Cuda<'a>,
+    /// The name of the function in messages.
+    name: &'static str,
+    source: &'static Source,
+    dtype: DType,
+}
+
+impl<'a> Call<'a> {
+    /// Creates a call for arrays of the dtype of `like`.
+    fn new(
+        cuda: &'a Cuda<'a>,
+        name: &'static str,
+        pair: &'static Pair,
+        like: &Part<'_>,
+    ) -> Result<Self> {
+        let dtype = like.dtype();
+        let source = pair
+            .of(dtype)
+            .ok_or_else(|| Error::kernel(format!("{name} of {dtype}: expected f32 or bf16")))?;
+        Ok(Self { cuda, name, source, dtype })
+    }
+
+    /// Checks arrays of the call's dtype: (name, part, least number of elements).
+    fn has(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
+        parts.iter().try_for_each(|(name, part, least)| self.one(name, part, self.dtype, *least))
+    }
+
+    /// Checks arrays of `f32`.
+    fn has_f32(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
+        parts.iter().try_for_each(|(name, part, least)| self.one(name, part, DType::F32, *least))
+    }
+
+    fn one(&self, name: &str, part: &Part<'_>, dtype: DType, least: usize) -> Result<()> {
+        if part.dtype() != dtype {
+            return self.fail(&format!("{name} is of {}: expected {dtype}", part.dtype()));
+        }
+        let elements = part.elements().unwrap_or(0);
+        if elements < least {
+            return self.fail(&format!("{name} has {elements} elements: expected {least}"));
+        }
+        Ok(())
+    }
+
+    /// Checks an array of indices, and returns its bytes per element.
+    fn indices(&self, name: &str, part: &Part<'_>, least: usize) -> Result<u32> {
+        match part.dtype() {
+            DType::U8 | DType::U32 | DType::I64 => {}
+            other => return self.fail(&format!("{name} is of {other}: expected u8, u32 or i64")),
+        }
+        self.one(name, part, part.dtype(), least)?;
+        // At most 8.
+        Ok(part.dtype().size() as u32)
+    }
+
+    /// Checks that results can be written.
+    fn writes(&self, parts: &[&Part<'_>]) -> Result<()> {
+        match parts.iter().all(|part| part.is_writable()) {
+            true => Ok(()),
+            false => self.fail("a result cannot go to values that are only read"),
+        }
+    }
+
+    fn fail<T>(&self, why: &str) -> Result<T> {
+        Err(Error::kernel(format!("{}: {why}", self.name)))
+    }
+
+    fn launch(&self, function: &str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
+        self.cuda.launch(self.source, function, grid, args)
+    }
+
+    /// Returns a grid of `blocks` blocks along x.
+    fn grid(&self, blocks: usize, threads: u32) -> Result<Grid> {
+        match i32::try_from(blocks) {
+            // Not negative.
+            Ok(blocks) => Ok(Grid::new(blocks.max(1) as u32, threads)),
+            Err(_) => self.fail(&format!("{blocks} blocks are more than a device takes")),
+        }
+    }
+}
+
+/// Returns the product of sizes. `usize::MAX` if it is larger: no part has so many elements.
+fn product(sizes: &[usize]) -> usize {
+    sizes.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
+}
+
+/// Returns the argument for an array, or a null pointer.
+fn or_null(part: Option<Part<'_>>) -> Arg<'_> {
+    part.map_or_else(|| 0u64.into(), Arg::from)
+}

@@ -1,0 +1,150 @@
+//! Layer norm and RMS norm.
+
+use mpmd_device::cuda::kernels::NORM;
+
+use super::columns::{Chunks, finish};
+use super::{Call, Cuda, Part, Target, or_null, product};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// Threads of a block, which has one row at a time.
+const THREADS: u32 = 256;
+
+/// Scales each row to variance 1, then scales and shifts each column.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Norm {
+    /// Number of rows.
+    pub rows: usize,
+    /// Length of a row.
+    pub width: usize,
+    /// Number added to the variance.
+    pub eps: f32,
+    /// True if rows get mean 0: a layer norm. Else the mean square takes the place of the variance:
+    /// an RMS norm.
+    pub remove_mean: bool,
+}
+
+impl Norm {
+    /// Computes `y`, `[rows, width]`, from `x` of this shape. `weight` and `bias` have one element
+    /// for each column. `statistics`, `[rows, 2]` of `f32`, becomes the mean of each row and one
+    /// over its standard deviation, for the backward pass. `y` may be `x`.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, or the driver refuses.
+    pub fn forward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        x: impl Into<Part<'x>>,
+        (weight, bias): (Part<'x>, Option<Part<'x>>),
+        y: impl Into<Part<'x>>,
+        statistics: impl Into<Part<'x>>,
+    ) -> Result<()> {
+        let Self { rows, width, eps, remove_mean } = *self;
+        let (x, y, statistics) = (x.into(), y.into(), statistics.into());
+        let call = Call::new(cuda, "norm", &NORM, &x)?;
+        let all = product(&[rows, width]);
+        call.has(&[("x", &x, all), ("the weight", &weight, width), ("y", &y, all)])?;
+        bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
+        call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
+        call.writes(&[&y, &statistics])?;
+        if all == 0 {
+            return Ok(());
+        }
+        let args = [
+            width.into(),
+            eps.into(),
+            u32::from(remove_mean).into(),
+            x.into(),
+            weight.into(),
+            or_null(bias),
+            y.into(),
+            statistics.into(),
+        ];
+        call.launch("norm_forward", call.grid(rows, THREADS)?, &args)
+    }
+
+    /// Computes the gradient of `x` from `d_y`, both `[rows, width]`, and the `statistics` of the
+    /// forward pass. `d_x` may be `d_y`.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, or the driver refuses.
+    pub fn backward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        x: impl Into<Part<'x>>,
+        weight: impl Into<Part<'x>>,
+        d_y: impl Into<Part<'x>>,
+        statistics: impl Into<Part<'x>>,
+        d_x: impl Into<Target<'x>>,
+    ) -> Result<()> {
+        let Self { rows, width, remove_mean, .. } = *self;
+        let (x, weight, d_y, statistics) = (x.into(), weight.into(), d_y.into(), statistics.into());
+        let Target { part: d_x, adds } = d_x.into();
+        let call = Call::new(cuda, "gradient of a norm", &NORM, &x)?;
+        let all = product(&[rows, width]);
+        call.has(&[("x", &x, all), ("the weight", &weight, width)])?;
+        call.has(&[("d_y", &d_y, all), ("d_x", &d_x, all)])?;
+        call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
+        call.writes(&[&d_x])?;
+        if all == 0 {
+            return Ok(());
+        }
+        let args = [
+            width.into(),
+            u32::from(remove_mean).into(),
+            x.into(),
+            weight.into(),
+            d_y.into(),
+            statistics.into(),
+            d_x.into(),
+            u32::from(adds).into(),
+        ];
+        call.launch("norm_backward", call.grid(rows, THREADS)?, &args)
+    }
+
+    /// Computes the gradients of weight and bias, `f32`, from `x`, `d_y` and the `statistics` of
+    /// the forward pass.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    pub fn backward_weight<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        x: impl Into<Part<'x>>,
+        d_y: impl Into<Part<'x>>,
+        statistics: impl Into<Part<'x>>,
+        d_weight: impl Into<Target<'x>>,
+        d_bias: Option<Target<'x>>,
+    ) -> Result<()> {
+        let Self { rows, width, .. } = *self;
+        let (x, d_y, statistics) = (x.into(), d_y.into(), statistics.into());
+        let d_weight = d_weight.into();
+        let call = Call::new(cuda, "weight gradient of a norm", &NORM, &x)?;
+        let all = product(&[rows, width]);
+        call.has(&[("x", &x, all), ("d_y", &d_y, all)])?;
+        call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
+        let chunks = Chunks::of(rows);
+        let sums = cuda.scratch(DType::F32, product(&[2, chunks.count, width]))?;
+        if all > 0 {
+            let args = [
+                rows.into(),
+                width.into(),
+                chunks.rows.into(),
+                x.into(),
+                d_y.into(),
+                statistics.into(),
+                sums.at(0).into(),
+                sums.at(chunks.count * width).into(),
+            ];
+            call.launch("norm_weight_sums", chunks.grid(width), &args)?;
+        }
+        finish(&call, chunks, width, sums.at(0), d_weight)?;
+        match d_bias {
+            Some(d_bias) => finish(&call, chunks, width, sums.at(chunks.count * width), d_bias),
+            None => Ok(()),
+        }
+    }
+}

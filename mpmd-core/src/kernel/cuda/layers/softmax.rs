@@ -1,0 +1,111 @@
+//! Softmax of rows and cross-entropy.
+
+use mpmd_device::cuda::kernels::SOFTMAX;
+
+use super::{Arg, Call, Cuda, Grid, Part, or_null, product};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// Threads of a block, which has one row at a time.
+const THREADS: u32 = 256;
+
+/// The cross-entropy of classes under rows of logits, in nats.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropy<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Length of a row.
+    pub classes: usize,
+    /// The class of each row, of u8, u32 or i64.
+    pub targets: Part<'a>,
+    /// The weight of each row, `f32`. Without, each has weight 1. A row of weight 0 may have any
+    /// target.
+    pub weights: Option<Part<'a>>,
+}
+
+impl CrossEntropy<'_> {
+    /// Sets `total`, two numbers of `f32`, to the sum of all losses times their weights, and to the
+    /// sum of the weights. `normalizers`, `[rows, 2]` of `f32`, becomes the largest logit of each
+    /// row and one over the sum of its exponentials, for [`backward`](Self::backward). A target
+    /// that is no class gives NaN.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, the device has no memory left, or the driver refuses.
+    pub fn forward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        logits: impl Into<Part<'x>>,
+        total: impl Into<Part<'x>>,
+        normalizers: impl Into<Part<'x>>,
+    ) -> Result<()> {
+        let (logits, total, normalizers) = (logits.into(), total.into(), normalizers.into());
+        let call = Call::new(cuda, "cross-entropy", &SOFTMAX, &logits)?;
+        let bytes = self.check(&call, &logits, &normalizers)?;
+        call.has_f32(&[("the total", &total, 2)])?;
+        call.writes(&[&total, &normalizers])?;
+        let Self { rows, classes, targets, weights } = *self;
+        let losses = cuda.scratch(DType::F32, rows)?;
+        if rows > 0 {
+            let args = [
+                classes.into(),
+                logits.into(),
+                targets.into(),
+                bytes.into(),
+                or_null(weights),
+                (&losses).into(),
+                normalizers.into(),
+            ];
+            call.launch("cross_entropy", call.grid(rows, THREADS)?, &args)?;
+        }
+        let args = [rows.into(), (&losses).into(), or_null(weights), total.into()];
+        call.launch("loss_total", Grid::new(1, THREADS), &args)
+    }
+
+    /// Computes the gradient of the logits: `scale` times that of the sum of losses, times the
+    /// number `d_loss` on the device, `f32`, if there is one. `d_logits` may be `logits`.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, or the driver refuses.
+    pub fn backward<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        logits: impl Into<Part<'x>>,
+        normalizers: impl Into<Part<'x>>,
+        (scale, d_loss): (f32, Option<Part<'x>>),
+        d_logits: impl Into<Part<'x>>,
+    ) -> Result<()> {
+        let (logits, normalizers, d_logits) = (logits.into(), normalizers.into(), d_logits.into());
+        let call = Call::new(cuda, "gradient of a cross-entropy", &SOFTMAX, &logits)?;
+        let bytes = self.check(&call, &logits, &normalizers)?;
+        let Self { rows, classes, targets, weights } = *self;
+        call.has(&[("d_logits", &d_logits, product(&[rows, classes]))])?;
+        d_loss.iter().try_for_each(|d_loss| call.has_f32(&[("d_loss", d_loss, 1)]))?;
+        call.writes(&[&d_logits])?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let args: [Arg<'_>; 9] = [
+            classes.into(),
+            logits.into(),
+            targets.into(),
+            bytes.into(),
+            or_null(weights),
+            normalizers.into(),
+            scale.into(),
+            or_null(d_loss),
+            d_logits.into(),
+        ];
+        call.launch("cross_entropy_backward", call.grid(rows, THREADS)?, &args)
+    }
+
+    /// Checks what both passes take. Returns the bytes of a target.
+    fn check(&self, call: &Call<'_>, logits: &Part<'_>, normalizers: &Part<'_>) -> Result<u32> {
+        let Self { rows, classes, targets, weights } = self;
+        call.has(&[("the logits", logits, product(&[*rows, *classes]))])?;
+        call.has_f32(&[("normalizers", normalizers, product(&[*rows, 2]))])?;
+        weights.iter().try_for_each(|weights| call.has_f32(&[("the weights", weights, *rows)]))?;
+        call.indices("the targets", targets, *rows)
+    }
+}

@@ -1,0 +1,74 @@
+// Layer norm and RMS norm. A block has one row; statistics are (mean, 1 / standard deviation).
+
+extern "C" __global__ void norm_forward(
+    u64 width, float eps, u32 remove_mean, const T *x, const T *weight, const T *bias, T *y, float *statistics
+) {
+    __shared__ float room[32];
+    x += blockIdx.x * width;
+    y += blockIdx.x * width;
+    float mean = 0.0f;
+    if (remove_mean) {
+        float sum = 0.0f;
+        for (u64 i = threadIdx.x; i < width; i += blockDim.x) sum += load(x + i);
+        mean = block_sum(sum, room) / (float)width;
+    }
+    float squares = 0.0f;
+    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
+        float d = load(x + i) - mean;
+        squares += d * d;
+    }
+    float scale = 1.0f / sqrtf(block_sum(squares, room) / (float)width + eps);
+    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
+        float value = (load(x + i) - mean) * scale * load(weight + i);
+        store(y + i, bias ? value + load(bias + i) : value);
+    }
+    if (threadIdx.x == 0) {
+        statistics[2 * blockIdx.x] = mean;
+        statistics[2 * blockIdx.x + 1] = scale;
+    }
+}
+
+extern "C" __global__ void norm_backward(
+    u64 width, u32 remove_mean, const T *x, const T *weight, const T *d_y, const float *statistics, T *d_x, u32 adds
+) {
+    __shared__ float room[32];
+    x += blockIdx.x * width;
+    d_y += blockIdx.x * width;
+    d_x += blockIdx.x * width;
+    float mean = statistics[2 * blockIdx.x], scale = statistics[2 * blockIdx.x + 1];
+    // Mean and variance depend on all elements of the row: their parts of the gradient.
+    float sum = 0.0f, along = 0.0f;
+    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
+        float d = load(d_y + i) * load(weight + i);
+        sum += d;
+        along += d * ((load(x + i) - mean) * scale);
+    }
+    sum = block_sum(sum, room) / (float)width;
+    along = block_sum(along, room) / (float)width;
+    float shift = remove_mean ? sum : 0.0f;
+    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
+        float d = load(d_y + i) * load(weight + i);
+        put(d_x + i, scale * (d - shift - (load(x + i) - mean) * scale * along), adds);
+    }
+}
+
+// Sums over a chunk of rows for the gradients of weight and bias, for 32 columns.
+extern "C" __global__ void norm_weight_sums(
+    u64 rows, u64 width, u64 chunk, const T *x, const T *d_y, const float *statistics, float *d_weight, float *d_bias
+) {
+    u64 column = blockIdx.x * 32 + threadIdx.x, end = min(rows, (blockIdx.y + 1) * chunk);
+    float weight = 0.0f, bias = 0.0f;
+    if (column < width) {
+        for (u64 row = blockIdx.y * chunk + threadIdx.y; row < end; row += 8) {
+            float d = load(d_y + row * width + column);
+            weight += d * ((load(x + row * width + column) - statistics[2 * row]) * statistics[2 * row + 1]);
+            bias += d;
+        }
+    }
+    weight = join_rows(weight);
+    bias = join_rows(bias);
+    if (column < width && threadIdx.y == 0) {
+        d_weight[blockIdx.y * width + column] = weight;
+        d_bias[blockIdx.y * width + column] = bias;
+    }
+}
