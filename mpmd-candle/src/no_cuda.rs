@@ -6,7 +6,11 @@ use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor};
 use mpmd_core::Result as CoreResult;
+use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, View, ViewMut};
+use mpmd_layout::aval::DType;
+
+use crate::nn::activation::Curve;
 
 /// Access to candle's device during a pass on a CUDA device. There is none.
 pub(crate) struct OnCuda<'a>(Infallible, PhantomData<&'a ()>);
@@ -73,4 +77,59 @@ pub(crate) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
 
 pub(crate) fn embedding(_: &Tensor, _: &Tensor, _: &[usize]) -> Option<Result<Tensor>> {
     None
+}
+
+pub(crate) fn activated(_: [&Tensor; 3], _: Curve, _: &[usize]) -> Option<Result<Tensor>> {
+    None
+}
+
+pub(crate) fn activate(_: &Tensor, _: Curve) -> Option<Result<Tensor>> {
+    None
+}
+
+pub(crate) fn norm(
+    _: &Tensor,
+    _: &Tensor,
+    _: Option<&Tensor>,
+    _: (bool, f64),
+) -> Option<Result<Tensor>> {
+    None
+}
+
+/// The keys that queries see.
+pub(crate) enum Sight {
+    All,
+    Causal,
+    From(Tensor),
+    Additive(Tensor),
+}
+
+pub(crate) fn attention(
+    _: [&Tensor; 3],
+    sight: Sight,
+    _: f64,
+    _: f64,
+) -> Option<Result<Tensor>> {
+    match sight {
+        Sight::From(tensor) | Sight::Additive(tensor) => drop(tensor),
+        Sight::All | Sight::Causal => {}
+    }
+    None
+}
+
+pub(crate) fn self_attention(_: &Tensor, _: usize, _: bool, _: f64) -> Option<Result<Tensor>> {
+    None
+}
+
+pub(crate) fn cross_entropy(
+    _: &Tensor,
+    _: &Tensor,
+    _: Option<&Tensor>,
+) -> Option<Result<(Tensor, Tensor)>> {
+    None
+}
+
+/// Returns no sources of kernels.
+pub(crate) fn kernels(_: impl Iterator<Item = DType>) -> Vec<&'static Source> {
+    Vec::new()
 }

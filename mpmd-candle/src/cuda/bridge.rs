@@ -70,6 +70,21 @@ impl OnCuda<'_> {
         f(self.part(on_cuda(&storage).map_err(refused)?, layout, false)?)
     }
 
+    /// Calls `f` with the elements of a tensor from its first one to the end of its memory. The
+    /// tensor's strides count in them.
+    pub(super) fn with_rest<R>(
+        &self,
+        tensor: &Tensor,
+        f: impl FnOnce(Part<'static>) -> Result<R>,
+    ) -> Result<R> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let storage = on_cuda(&storage).map_err(refused)?;
+        let count = tensor.dims().iter().zip(tensor.stride());
+        let last: usize = count.map(|(size, stride)| size.saturating_sub(1) * stride).sum();
+        let rest = Layout::contiguous_with_offset(last + 1, layout.start_offset());
+        f(self.part(storage, &rest, false)?)
+    }
+
     /// Returns memory for a tensor, with arbitrary values.
     pub(super) fn uninitialized(
         &self,

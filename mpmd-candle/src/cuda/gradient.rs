@@ -1,10 +1,12 @@
 //! The gradients of parameters on a CUDA device.
 
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
+use mpmd_core::cuda::layers::{Target, add_to};
 use mpmd_core::cuda::Part;
 use mpmd_core::kernel::ViewMut;
 
 use super::OnCuda;
+use super::op::{issue, tensor};
 
 /// The gradient of a parameter that layers add to.
 pub(crate) enum DeviceGradient<'a> {
@@ -46,6 +48,23 @@ impl DeviceGradient<'_> {
             Self::Tensor(_, shape) => {
                 let behind = shape.dims()[0] - group - 1;
                 self.add(&more.unsqueeze(0)?.pad_with_zeros(0, group, behind)?)
+            }
+        }
+    }
+
+    /// Adds the gradient of one use, which `issue` computes in f32.
+    pub(crate) fn add_by(
+        &mut self,
+        work: impl FnOnce(&OnCuda<'_>, Target<'_>) -> mpmd_core::Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Part(on, sums) => {
+                work(on, add_to(*sums)).map_err(candle_core::Error::wrap)
+            }
+            Self::Tensor(_, shape) => {
+                let shape = shape.clone();
+                let more = issue(|on| on.made(&shape, DType::F32, |part| work(on, part.into())))?;
+                self.add(&tensor(more, &shape))
             }
         }
     }

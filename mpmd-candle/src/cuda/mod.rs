@@ -14,6 +14,7 @@
 mod bridge;
 mod gradient;
 mod layers;
+mod op;
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -71,6 +71,12 @@ impl Linear {
     ///
     /// As `forward`.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
+        if let (Some(curve), Some(bias)) = (activation.curve(), &self.bias)
+            && let Ok(shape) = self.shape(x)
+            && let Some(y) = cuda::activated([x, &self.weight, bias], curve, &shape)
+        {
+            return in_layer(self.name.as_deref(), y);
+        }
         let fast = self.bias.as_ref().filter(|bias| are_fast(&[x, &self.weight, bias]));
         let (Some(curve), Some(bias)) = (activation.curve(), fast) else {
             return activation.forward(&self.forward(x)?);

@@ -15,6 +15,7 @@ use std::panic::Location;
 use candle_nn::VarBuilder;
 use fancy_regex::Regex;
 use mpmd_base::block::Mutex;
+use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::{
     Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
@@ -330,6 +331,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
 
     fn computes_on_host(&self) -> bool {
         cfg!(not(feature = "cuda"))
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        crate::cuda::kernels(self.params.values().map(|(aval, _)| aval.dtype()))
     }
 
     fn draws_random(&self) -> bool {

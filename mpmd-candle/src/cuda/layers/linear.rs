@@ -1,14 +1,17 @@
 //! Linear layers: products by cuBLAS, through candle.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
 use candle_core::op::Add;
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use mpmd_core::cuda::layers;
 
+use super::activation::curve_of;
 use crate::cuda::are_on_cuda;
+use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use crate::nn::activation::Curve;
 use crate::pass::device_gradient;
 
 /// Computes `x wᵀ + b` with a result of this shape. `x` is `[..., inputs]`, `weight` `[outputs,
@@ -23,10 +26,23 @@ pub(crate) fn linear(
     if !are_on_cuda(&[x]) || !like(weight) || !bias.is_none_or(like) {
         return None;
     }
-    let product = Product { shape: shape.to_vec(), group: None };
+    let product = Op(Product { shape: shape.to_vec(), group: None });
     Some(match bias {
         None => x.apply_op2(weight, product),
         Some(bias) => x.apply_op3(weight, bias, product),
+    })
+}
+
+/// Computes `curve(x wᵀ + b)` of contiguous tensors as [`linear`] does.
+pub(crate) fn activated(
+    [x, weight, bias]: [&Tensor; 3],
+    curve: Curve,
+    shape: &[usize],
+) -> Option<Result<Tensor>> {
+    fit(&[x, weight, bias]).then(|| {
+        let product = Product { shape: shape.to_vec(), group: None };
+        let operation = Op(Activated { product, curve: curve_of(curve), before: OnceLock::new() });
+        x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, operation)
     })
 }
 
@@ -44,7 +60,7 @@ pub(crate) fn grouped(
         let outputs = weight.dim(1)?;
         let mut parts = Vec::new();
         for (group, rows) in ranges.enumerate().filter(|(_, rows)| !rows.is_empty()) {
-            let product = Product { shape: vec![rows.len(), outputs], group: Some(group) };
+            let product = Op(Product { shape: vec![rows.len(), outputs], group: Some(group) });
             parts.push(x.narrow(0, rows.start, rows.len())?.apply_op2(weight, product)?);
         }
         match parts.is_empty() {
@@ -57,7 +73,7 @@ pub(crate) fn grouped(
 
 /// Adds a bias `[width]` to rows `[..., width]` on the same device.
 pub(crate) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    y.contiguous()?.apply_op2(&bias.contiguous()?, AddBias)
+    y.contiguous()?.apply_op2(&bias.contiguous()?, Op(AddBias))
 }
 
 /// The operation of a layer with a result of this shape.
@@ -68,36 +84,27 @@ struct Product {
 }
 
 impl Product {
-    /// Returns the weight `[outputs, inputs]` that the layer uses.
-    fn weight(&self, weight: &Tensor) -> Result<Tensor> {
-        self.group.map_or(Ok(weight.clone()), |group| weight.get(group))
-    }
-
-    fn forward(
-        &self,
-        (x, x_layout): (&CudaStorage, &Layout),
-        (weight, weight_layout): (&CudaStorage, &Layout),
-    ) -> Result<CudaStorage> {
-        let (dims, strides) = (weight_layout.dims(), weight_layout.stride());
+    fn multiply(&self, x: Argument<'_>, weight: Argument<'_>) -> Result<CudaStorage> {
+        let (dims, strides) = (weight.layout.dims(), weight.layout.stride());
+        let start = weight.layout.start_offset() + self.group.map_or(0, |at| at * strides[0]);
         let (dims, strides) = (&dims[dims.len() - 2..], &strides[dims.len() - 2..]);
-        let start = weight_layout.start_offset()
-            + self.group.map_or(0, |group| group * weight_layout.stride()[0]);
         let weight_layout = Layout::new(Shape::from(dims), strides.to_vec(), start);
         let (outputs, inputs) = (dims[0], dims[1]);
-        let rows = x_layout.shape().elem_count().checked_div(inputs).unwrap_or(0);
-        let x_layout = Layout::contiguous_with_offset((rows, inputs), x_layout.start_offset());
+        let rows = x.layout.shape().elem_count().checked_div(inputs).unwrap_or(0);
+        let x_layout = Layout::contiguous_with_offset((rows, inputs), x.layout.start_offset());
         let sizes = (1, rows, outputs, inputs);
-        x.matmul(weight, sizes, &x_layout, &weight_layout.transpose(0, 1)?)
+        x.storage.matmul(weight.storage, sizes, &x_layout, &weight_layout.transpose(0, 1)?)
     }
 
     /// Returns the gradient of the input. Adds that of the weight, or defers that, or returns it.
-    fn backward(
+    fn gradients(
         &self,
         x: &Tensor,
         weight: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let own = self.weight(&weight.detach())?;
+        let own = weight.detach();
+        let own = self.group.map_or(Ok(own.clone()), |group| own.get(group))?;
         let (outputs, inputs) = own.dims2()?;
         let gradient = gradient.reshape(((), outputs))?;
         let d_x = match x.track_op() {
@@ -116,139 +123,136 @@ impl Product {
     }
 }
 
-impl CustomOp2 for Product {
-    fn name(&self) -> &'static str {
-        "linear"
+impl Layer<2> for Product {
+    const NAME: &'static str = "linear";
+
+    fn forward(&self, [x, weight]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+        Ok((self.multiply(x, weight)?, self.shape.clone().into()))
     }
 
-    fn cpu_fwd(
+    fn backward(
         &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("a layer for CUDA devices on the CPU")
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let y = self.forward((x, x_layout), (weight, weight_layout))?;
-        Ok((y, self.shape.clone().into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
+        [x, weight]: [&Tensor; 2],
         _: &Tensor,
         gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        self.backward(x, weight, &gradient.contiguous()?)
+    ) -> Result<[Option<Tensor>; 2]> {
+        let (d_x, d_weight) = self.gradients(x, weight, gradient)?;
+        Ok([d_x, d_weight])
     }
 }
 
-impl CustomOp3 for Product {
-    fn name(&self) -> &'static str {
-        "linear with bias"
-    }
+impl Layer<3> for Product {
+    const NAME: &'static str = "linear with bias";
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("a layer for CUDA devices on the CPU")
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-        bias: &CudaStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let y = self.forward((x, x_layout), (weight, weight_layout))?;
+    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+        let y = self.multiply(x, weight)?;
         let shape = Shape::from(self.shape.clone());
-        Ok((sum((&y, &Layout::contiguous(&shape)), (bias, bias_layout))?, shape))
+        let y = Argument { storage: &y, layout: &Layout::contiguous(&shape) };
+        Ok((sum(y, bias)?, shape))
     }
 
-    fn bwd(
+    fn backward(
         &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
+        [x, weight, bias]: [&Tensor; 3],
         _: &Tensor,
         gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradient = gradient.contiguous()?;
-        let (d_x, d_weight) = self.backward(x, weight, &gradient)?;
-        Ok((d_x, d_weight, bias_gradient(bias, gradient)?))
+    ) -> Result<[Option<Tensor>; 3]> {
+        let (d_x, d_weight) = self.gradients(x, weight, gradient)?;
+        Ok([d_x, d_weight, bias_gradient(bias, gradient)?])
     }
+}
+
+/// The operation of a layer with a bias, then an activation function.
+struct Activated {
+    product: Product,
+    curve: layers::Curve,
+    /// The product without bias, for the backward pass.
+    before: OnceLock<Tensor>,
+}
+
+impl Layer<3> for Activated {
+    const NAME: &'static str = "linear with activation";
+
+    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(self.product.shape.clone());
+        let before = tensor(self.product.multiply(x, weight)?, &shape);
+        let size = (before.elem_count() / before.dim(candle_core::D::Minus1)?.max(1), bias_len(bias));
+        let y = issue(|on| {
+            on.made(&shape, before.dtype(), |y| {
+                on.with([&before], |[before]| {
+                    let bias = Some(bias.part(on)?);
+                    layers::activate(&on.kernels(), self.curve, size, before, bias, y)
+                })
+            })
+        })?;
+        self.before.get_or_init(|| before);
+        Ok((y, shape))
+    }
+
+    fn backward(
+        &self,
+        [x, weight, bias]: [&Tensor; 3],
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let Some(before) = self.before.get() else {
+            bail!("a linear layer's backward pass before its forward pass");
+        };
+        let width = bias.elem_count();
+        let size = (before.elem_count() / width.max(1), width);
+        let gradient = issue(|on| {
+            on.tensor_like(before, |d_x| {
+                on.with([before, bias, gradient], |[before, bias, d_y]| {
+                    let cuda = on.kernels();
+                    layers::activate_backward(&cuda, self.curve, size, before, Some(bias), d_y, d_x)
+                })
+            })
+        })?;
+        let (d_x, d_weight) = self.product.gradients(x, weight, &gradient)?;
+        Ok([d_x, d_weight, bias_gradient(bias, &gradient)?])
+    }
+}
+
+fn bias_len(bias: Argument<'_>) -> usize {
+    bias.layout.shape().elem_count()
 }
 
 /// Returns the sum of contiguous rows and a bias.
-fn sum(
-    (y, layout): (&CudaStorage, &Layout),
-    (bias, bias_layout): (&CudaStorage, &Layout),
-) -> Result<CudaStorage> {
-    y.binary_impl::<Add>(bias, layout, &bias_layout.broadcast_as(layout.shape().clone())?)
+fn sum(y: Argument<'_>, bias: Argument<'_>) -> Result<CudaStorage> {
+    let rows = bias.layout.broadcast_as(y.layout.shape().clone())?;
+    y.storage.binary_impl::<Add>(bias.storage, y.layout, &rows)
 }
 
 /// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
 /// defers that, or returns it.
-pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
-    let width = bias.elem_count();
-    device_gradient(bias, move |into| into.add(&gradient.reshape(((), width))?.sum(0)?))
+pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+    let (width, gradient) = (bias.elem_count(), gradient.clone());
+    let size = (gradient.elem_count() / width.max(1), width);
+    let is_fit = fit(&[&gradient]);
+    device_gradient(bias, move |into| match is_fit {
+        true => into.add_by(|on, sums| {
+            on.with([&gradient], |[d]| layers::sum_rows(&on.kernels(), size, d, sums))
+        }),
+        false => into.add(&gradient.reshape(((), width))?.sum(0)?),
+    })
 }
 
 /// The operation that adds a bias `[width]` to contiguous rows `[..., width]`.
 struct AddBias;
 
-impl CustomOp2 for AddBias {
-    fn name(&self) -> &'static str {
-        "bias"
+impl Layer<2> for AddBias {
+    const NAME: &'static str = "bias";
+
+    fn forward(&self, [y, bias]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+        Ok((sum(y, bias)?, y.layout.shape().clone()))
     }
 
-    fn cpu_fwd(
+    fn backward(
         &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("a layer for CUDA devices on the CPU")
-    }
-
-    fn cuda_fwd(
-        &self,
-        y: &CudaStorage,
-        y_layout: &Layout,
-        bias: &CudaStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        Ok((sum((y, y_layout), (bias, bias_layout))?, y_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        bias: &Tensor,
+        [_, bias]: [&Tensor; 2],
         _: &Tensor,
         gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradient = gradient.contiguous()?;
-        Ok((Some(gradient.clone()), bias_gradient(bias, gradient)?))
+    ) -> Result<[Option<Tensor>; 2]> {
+        Ok([Some(gradient.clone()), bias_gradient(bias, gradient)?])
     }
 }
