@@ -1,7 +1,9 @@
 //! Layers on CUDA devices: each function against double precision, in `f32` and `bf16`.
 
 mod attention;
+mod paged;
 mod pointwise;
+mod rotary;
 mod rows;
 
 use half::bf16;

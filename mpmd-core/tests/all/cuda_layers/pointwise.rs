@@ -117,3 +117,112 @@ fn biases_and_residuals_are_added() {
         }
     }
 }
+
+#[test]
+fn gates_and_their_gradients_are_exact() {
+    if softcuda::again!() {
+        return;
+    }
+    for dtype in BOTH {
+        for (rows, width) in [(1, 1), (3, 33), (5, 64)] {
+            let n = rows * width;
+            let (x, exact) = sample(dtype, 2 * n, 1);
+            let (d_y, d) = sample(dtype, n, 2);
+            for curve in CURVES {
+                let outputs = [shape(dtype, n), shape(dtype, 2 * n)];
+                let inputs = [x.clone(), d_y.clone()];
+                let y = device(&layers::ACTIVATION, &inputs, &outputs, move |cuda, x, y| {
+                    let [y, d_x] = y else { panic!("two outputs") };
+                    let halves = ([x[0].at(0), x[0].at(width)], 2 * width);
+                    layers::gate(cuda, curve, (rows, width), halves, y)?;
+                    // In place.
+                    cuda.copy(&x[0], &mut *d_x)?;
+                    let d_x = d_x.at(0);
+                    let halves = [d_x, d_x.at(width)];
+                    let from = (halves, 2 * width);
+                    layers::gate_backward(cuda, curve, (rows, width), from, &x[1], halves)
+                });
+                let (mut out, mut d_x) = (Vec::new(), Vec::new());
+                for (row, d) in exact.chunks(2 * width).zip(d.chunks(width)) {
+                    let (a, b) = row.split_at(width);
+                    out.extend((0..width).map(|i| value(curve, a[i]) * b[i]));
+                    d_x.extend((0..width).map(|i| d[i] * b[i] * slope(curve, a[i])));
+                    d_x.extend((0..width).map(|i| d[i] * value(curve, a[i])));
+                }
+                let name = format!("gate {curve:?} of {dtype} [{rows}, {width}]");
+                close(&name, &y[0], &out, 1e-6);
+                close(&format!("gradient of {name}"), &y[1], &d_x, 2e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn scaled_sums_go_to_either_dtype() {
+    if softcuda::again!() {
+        return;
+    }
+    for dtype in BOTH {
+        for n in [1, 3, 257, 1000] {
+            let [(x, a), (y, b)] = [1, 2].map(|seed| sample(dtype, n, seed));
+            let outputs = [shape(dtype, n), shape(DType::F32, n)];
+            let y = device(&layers::ELEMENTWISE, &[x, y], &outputs, move |cuda, x, y| {
+                let [same, single] = y else { panic!("two outputs") };
+                cuda.copy(&x[1], &mut *same)?;
+                layers::add_scaled(cuda, n, -0.75, &x[0], same)?;
+                layers::convert(cuda, n, &x[1], &mut *single)?;
+                layers::add_scaled(cuda, n, -0.75, &x[0], single)
+            });
+            let sums: Vec<f64> = a.iter().zip(&b).map(|(a, b)| b - 0.75 * a).collect();
+            close(&format!("scaled sums of {dtype} {n}"), &y[0], &sums, 1e-6);
+            close(&format!("scaled sums of {dtype} {n} in f32"), &y[1], &sums, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn conversions_round_as_the_host_does() {
+    if softcuda::again!() {
+        return;
+    }
+    let mut numbers = fastrand::Rng::with_seed(1);
+    let mut values: Vec<f32> = (0..1001).map(|_| f32::from_bits(numbers.u32(..))).collect();
+    values.retain(|x| !x.is_nan());
+    values.extend([0.0, -0.0, f32::INFINITY, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0]);
+    let n = values.len();
+    let outputs = [shape(DType::Bf16, n), shape(DType::F32, n)];
+    let y = device(&layers::ELEMENTWISE, &[of(&values)], &outputs, move |cuda, x, y| {
+        let [half, single] = y else { panic!("two outputs") };
+        layers::convert(cuda, n, &x[0], &mut *half)?;
+        layers::convert(cuda, n, &*half, single)
+    });
+    let halves: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+    assert_eq!(y[0].to_vec::<bf16>().unwrap(), halves);
+    let singles: Vec<f32> = halves.iter().map(|x| x.to_f32()).collect();
+    assert_eq!(y[1].to_vec::<f32>().unwrap(), singles);
+}
+
+#[test]
+fn dropout_keeps_the_elements_that_the_host_keeps() {
+    if softcuda::again!() {
+        return;
+    }
+    let key = mpmd_layout::random::Key(0x0123_4567_89ab_cdef);
+    for dtype in BOTH {
+        for (n, drop_p, limit) in
+            [(1, 0.5, 32768), (1003, 0.1, 6554), (64, 0.0, 0), (9, 0.999_999, 65535)]
+        {
+            let (x, exact) = sample(dtype, n, 1);
+            let y = device(&layers::ELEMENTWISE, &[x], &[shape(dtype, n)], move |cuda, x, y| {
+                layers::dropout(cuda, n, (key, drop_p), &x[0], &mut y[0])
+            });
+            let scale = (65536.0 / (65536.0 - limit as f64)) as f32;
+            let kept = (0..n).map(|i| {
+                let bits = mpmd_layout::random::bits(key, i as u64 / 4) >> (16 * (i % 4)) & 0xffff;
+                let value = if bits < limit { 0.0 } else { exact[i] as f32 * scale };
+                f64::from(if dtype == DType::Bf16 { bf16::from_f32(value).to_f32() } else { value })
+            });
+            assert_eq!(numbers(&y[0]), kept.collect::<Vec<_>>(), "{dtype} {n} {drop_p}");
+        }
+    }
+}

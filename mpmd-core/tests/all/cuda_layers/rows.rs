@@ -239,3 +239,54 @@ fn wrong_target_is_seen_in_the_loss() {
     let total = y[0].to_vec::<f32>().unwrap();
     assert!(total[0].is_nan() && total[1] == 2.0, "{total:?}");
 }
+
+#[test]
+fn softmax_and_its_gradient_are_exact() {
+    if softcuda::again!() {
+        return;
+    }
+    for dtype in BOTH {
+        for (rows, width) in SHAPES {
+            for is_log in [false, true] {
+                softmax(dtype, rows, width, is_log);
+            }
+        }
+    }
+}
+
+fn softmax(dtype: DType, rows: usize, width: usize, is_log: bool) {
+    let n = rows * width;
+    let x = array(dtype, &random(n, 1).iter().map(|x| 3.0 * x + 500.0).collect::<Vec<_>>());
+    let exact = numbers(&x);
+    // The gradient is that of a result that has the dtype.
+    let mut shares = Vec::new();
+    for row in exact.chunks(width) {
+        let total: f64 = row.iter().map(|x| (x - 500.0).exp()).sum();
+        shares.extend(row.iter().map(|x| match is_log {
+            true => x - 500.0 - total.ln(),
+            false => (x - 500.0).exp() / total,
+        }));
+    }
+    let y = array(dtype, &shares);
+    let ((d_y, d), given) = (sample(dtype, n, 2), numbers(&y));
+    let outputs = [shape(dtype, n), shape(dtype, n)];
+    let found = device(&layers::SOFTMAX, &[x, y, d_y], &outputs, move |cuda, x, y| {
+        let [out, d_x] = y else { panic!("two outputs") };
+        layers::softmax(cuda, (rows, width), is_log, &x[0], out)?;
+        // In place.
+        cuda.copy(&x[2], &mut *d_x)?;
+        let d_x = d_x.at(0);
+        layers::softmax_backward(cuda, (rows, width), is_log, &x[1], d_x, d_x)
+    });
+    let mut d_x = Vec::new();
+    for (y, d) in given.chunks(width).zip(d.chunks(width)) {
+        let sum: f64 = y.iter().zip(d).map(|(y, d)| if is_log { *d } else { y * d }).sum();
+        d_x.extend(y.iter().zip(d).map(|(y, d)| match is_log {
+            true => d - y.exp() * sum,
+            false => y * (d - sum),
+        }));
+    }
+    let name = format!("softmax of {dtype} [{rows}, {width}], log {is_log}");
+    close(&name, &found[0], &shares, 1e-6);
+    close(&format!("gradient of {name}"), &found[1], &d_x, 1e-6);
+}

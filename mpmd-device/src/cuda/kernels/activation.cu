@@ -46,57 +46,51 @@ DEVICE float slope(u32 which, float x) {
     return share + x * share * (1.0f - share) * (which == 0 ? more : 1.0f);
 }
 
-extern "C" __global__ void activate(u64 n, u64 width, u32 which, const T *x, const T *bias, T *y) {
+extern "C" __global__ void activate(u64 rows, u64 width, u32 which, const T *x, const T *bias, T *y) {
     bool vector = width % 4 == 0 && is_aligned(x) && is_aligned(bias) && is_aligned(y);
-    for (u64 i = 4 * FIRST; i < n; i += 4 * STEP) {
-        if (vector) {
-            float4 from = load4(x + i);
-            if (bias) from = from + load4(bias + i % width);
-            store4(y + i, make_float4(curve(which, from.x), curve(which, from.y), curve(which, from.z), curve(which, from.w)));
-            continue;
-        }
-        for (u64 j = i; j < min(n, i + 4); j++) {
-            store(y + j, curve(which, load(x + j) + (bias ? load(bias + j % width) : 0.0f)));
-        }
+    EACH_FOUR_OF_ROWS(rows, width) {
+        u64 at = row * width + column;
+        float4 from = load_some(x + at, left, vector);
+        if (bias) from = from + load_some(bias + column, left, vector);
+        store_some(y + at, each(from, [=](float x) { return curve(which, x); }), left, vector);
     }
 }
 
 extern "C" __global__ void activate_backward(
-    u64 n, u64 width, u32 which, const T *x, const T *bias, const T *d_y, T *d_x, u32 adds
+    u64 rows, u64 width, u32 which, const T *x, const T *bias, const T *d_y, T *d_x, u32 adds
 ) {
     bool vector = width % 4 == 0 && is_aligned(x) && is_aligned(bias) && is_aligned(d_y) && is_aligned(d_x);
-    for (u64 i = 4 * FIRST; i < n; i += 4 * STEP) {
-        if (vector) {
-            float4 from = load4(x + i), d = load4(d_y + i);
-            if (bias) from = from + load4(bias + i % width);
-            d = make_float4(
-                d.x * slope(which, from.x), d.y * slope(which, from.y), d.z * slope(which, from.z), d.w * slope(which, from.w)
-            );
-            store4(d_x + i, adds ? d + load4(d_x + i) : d);
-            continue;
-        }
-        for (u64 j = i; j < min(n, i + 4); j++) {
-            float from = load(x + j) + (bias ? load(bias + j % width) : 0.0f);
-            put(d_x + j, load(d_y + j) * slope(which, from), adds);
-        }
+    EACH_FOUR_OF_ROWS(rows, width) {
+        u64 at = row * width + column;
+        float4 from = load_some(x + at, left, vector), d = load_some(d_y + at, left, vector);
+        if (bias) from = from + load_some(bias + column, left, vector);
+        d = each(from, d, [=](float x, float d) { return d * slope(which, x); });
+        store_some(d_x + at, adds ? d + load_some(d_x + at, left, vector) : d, left, vector);
     }
 }
 
 // curve(a) b, where rows of `a` and of `b` begin `stride` apart.
-extern "C" __global__ void gate(u64 n, u64 width, u64 stride, u32 which, const T *a, const T *b, T *y) {
-    for (u64 i = FIRST; i < n; i += STEP) {
-        u64 at = i / width * stride + i % width;
-        store(y + i, curve(which, load(a + at)) * load(b + at));
+extern "C" __global__ void gate(u64 rows, u64 width, u64 stride, u32 which, const T *a, const T *b, T *y) {
+    bool vector = width % 4 == 0 && stride % 4 == 0 && is_aligned(a) && is_aligned(b) && is_aligned(y);
+    EACH_FOUR_OF_ROWS(rows, width) {
+        u64 at = row * stride + column;
+        float4 from = load_some(a + at, left, vector), other = load_some(b + at, left, vector);
+        float4 out = each(from, other, [=](float x, float y) { return curve(which, x) * y; });
+        store_some(y + row * width + column, out, left, vector);
     }
 }
 
 extern "C" __global__ void gate_backward(
-    u64 n, u64 width, u64 stride, u32 which, const T *a, const T *b, const T *d_y, T *d_a, T *d_b
+    u64 rows, u64 width, u64 stride, u32 which, const T *a, const T *b, const T *d_y, T *d_a, T *d_b
 ) {
-    for (u64 i = FIRST; i < n; i += STEP) {
-        u64 at = i / width * stride + i % width;
-        float x = load(a + at), other = load(b + at), d = load(d_y + i);
-        store(d_a + at, d * other * slope(which, x));
-        store(d_b + at, d * curve(which, x));
+    bool vector = width % 4 == 0 && stride % 4 == 0 && is_aligned(a) && is_aligned(b) && is_aligned(d_y) &&
+                  is_aligned(d_a) && is_aligned(d_b);
+    EACH_FOUR_OF_ROWS(rows, width) {
+        u64 at = row * stride + column;
+        float4 from = load_some(a + at, left, vector), other = load_some(b + at, left, vector);
+        float4 d = load_some(d_y + row * width + column, left, vector);
+        float4 through = each(d, other, [](float x, float y) { return x * y; });
+        store_some(d_a + at, each(from, through, [=](float x, float d) { return d * slope(which, x); }), left, vector);
+        store_some(d_b + at, each(from, d, [=](float x, float d) { return d * curve(which, x); }), left, vector);
     }
 }

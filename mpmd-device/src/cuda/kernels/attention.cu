@@ -68,18 +68,8 @@ DEVICE void load_tile(float *tile, const T *from, u64 token, u64 count, u64 dim)
     bool vector = dim % 4 == 0 && token % 4 == 0 && is_aligned(from);
     for (u32 i = threadIdx.x; i < N * D / 4; i += 256) {
         u32 row = i / (D / 4), column = i % (D / 4) * 4;
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (row < count && column < dim) {
-            const T *at = from + row * token + column;
-            if (vector) x = load4(at);
-            else {
-                x.x = load(at);
-                if (column + 1 < dim) x.y = load(at + 1);
-                if (column + 2 < dim) x.z = load(at + 2);
-                if (column + 3 < dim) x.w = load(at + 3);
-            }
-        }
-        *(float4 *)(tile + row * (D + 4) + column) = x;
+        u64 left = row < count && column < dim ? dim - column : 0;
+        *(float4 *)(tile + row * (D + 4) + column) = load_some(from + row * token + column, left, vector);
     }
 }
 
@@ -136,21 +126,18 @@ template <int N> DEVICE void store_square(float *tile, const float (&s)[N / 16][
         EACH(j, N / 16) tile[(Y + 16 * i) * (N + 4) + X + 16 * j] = s[i][j];
 }
 
-// Stores four elements of a result, as far as they exist.
-DEVICE void store_result(T *to, float4 x, u64 column, u64 dim) {
-    if (column < dim) store(to + column, x.x);
-    if (column + 1 < dim) store(to + column + 1, x.y);
-    if (column + 2 < dim) store(to + column + 2, x.z);
-    if (column + 3 < dim) store(to + column + 3, x.w);
-}
-
 // Stores the rows of a result that exist.
 template <int D, int N>
 DEVICE void store_tile(T *to, u64 token, u64 count, u64 dim, const float4 (&out)[N / 16][D / 64]) {
+    bool vector = dim % 4 == 0 && token % 4 == 0 && is_aligned(to);
     #pragma unroll
     EACH(i, N / 16)
         #pragma unroll
-        EACH(c, D / 64) if (Y + 16 * i < count) store_result(to + (Y + 16 * i) * token, out[i][c], 64 * c + 4 * X, dim);
+        EACH(c, D / 64) {
+            u32 row = Y + 16 * i, column = 64 * c + 4 * X;
+            u64 left = row < count && column < dim ? dim - column : 0;
+            store_some(to + row * token + column, out[i][c], left, vector);
+        }
 }
 
 // Joins the numbers of the 16 threads of a row.
@@ -202,7 +189,7 @@ DEVICE void forward(Heads q, Heads k, Heads v, Heads out, float *normalizers, co
             largest[i] = most;
             total[i] = total[i] * factor + join_row<Sum>(sum);
             #pragma unroll
-            EACH(c, D / 64) sums[i][c] = scaled(sums[i][c], factor);
+            EACH(c, D / 64) sums[i][c] = sums[i][c] * factor;
         }
         store_square<N>(square, s);
         __syncthreads();
@@ -214,7 +201,7 @@ DEVICE void forward(Heads q, Heads k, Heads v, Heads out, float *normalizers, co
     EACH(i, N / 16) {
         float share = 1.0f / total[i];
         #pragma unroll
-        EACH(c, D / 64) sums[i][c] = scaled(sums[i][c], share);
+        EACH(c, D / 64) sums[i][c] = sums[i][c] * share;
         u64 query = first + Y + 16 * i;
         if (X == 0 && query < at.queries) {
             normalizers[2 * at.row(query)] = largest[i];

@@ -88,18 +88,41 @@ DEVICE float4 load4(const bf16 *at) {
     return make_float4(from_bf16(x.x), from_bf16(x.y), from_bf16(x.z), from_bf16(x.w));
 }
 DEVICE void store4(float *at, float4 x) { *(float4 *)at = x; }
-DEVICE void store4(bf16 *at, float4 x) {
-    *(ushort4 *)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w));
-}
-
-DEVICE float4 operator+(float4 x, float4 y) {
-    return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-}
-
-DEVICE float4 scaled(float4 x, float by) { return make_float4(x.x * by, x.y * by, x.z * by, x.w * by); }
+DEVICE void store4(bf16 *at, float4 x) { *(ushort4 *)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w)); }
 
 // True if `load4` can read there. A null pointer counts.
 template <class E> DEVICE bool is_aligned(const E *at) { return (u64)at % (4 * sizeof(E)) == 0; }
+
+// Four elements, of which `left` exist; others are zeros. `vector`: it is aligned.
+template <class E> DEVICE float4 load_some(const E *at, u64 left, bool vector) {
+    if (vector && left >= 4) return load4(at);
+    float4 x = make_float4(left > 0 ? load(at) : 0.0f, 0.0f, 0.0f, 0.0f);
+    if (left > 1) x.y = load(at + 1);
+    if (left > 2) x.z = load(at + 2);
+    if (left > 3) x.w = load(at + 3);
+    return x;
+}
+template <class E> DEVICE void store_some(E *at, float4 x, u64 left, bool vector) {
+    if (vector && left >= 4) return store4(at, x);
+    if (left > 0) store(at, x.x);
+    if (left > 1) store(at + 1, x.y);
+    if (left > 2) store(at + 2, x.z);
+    if (left > 3) store(at + 3, x.w);
+}
+
+template <class F> DEVICE float4 each(float4 x, F f) { return make_float4(f(x.x), f(x.y), f(x.z), f(x.w)); }
+template <class F> DEVICE float4 each(float4 x, float4 y, F f) {
+    return make_float4(f(x.x, y.x), f(x.y, y.y), f(x.z, y.z), f(x.w, y.w));
+}
+DEVICE float4 operator+(float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w); }
+DEVICE float4 operator*(float4 x, float by) { return make_float4(x.x * by, x.y * by, x.z * by, x.w * by); }
+
+// Walks over an array, four elements at a time: the place `at` of the first, and how many are `left`.
+#define EACH_FOUR(n) for (u64 at = 4 * FIRST, left; left = (n) - at, at < (n); at += 4 * STEP)
+// Does so in the rows of a matrix: `row`, the first `column`, and how many are `left` in the row.
+#define EACH_FOUR_OF_ROWS(rows, width)                                                                                 \
+    for (u64 fours = ((width) + 3) / 4, four = FIRST, row, column, left;                                               \
+         row = four / fours, column = four % fours * 4, left = (width) - column, four < (rows) * fours; four += STEP)
 
 // Sets an element, or adds to it.
 template <class E> DEVICE void put(E *at, float value, u32 adds) {

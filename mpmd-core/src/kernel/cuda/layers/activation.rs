@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ACTIVATION;
 
-use super::{Call, Cuda, Grid, Part, Target, or_null, product};
+use super::{Call, Cuda, Grid, Part, Target, fours, or_null, product};
 use crate::error::Result;
 
 /// A function of one number.
@@ -47,8 +47,9 @@ pub fn activate<'x>(
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&y])?;
-    let args = [all.into(), width.into(), curve.number().into(), x.into(), or_null(bias), y.into()];
-    call.launch("activate", Grid::over(all.div_ceil(4)), &args)
+    let args =
+        [rows.into(), width.into(), curve.number().into(), x.into(), or_null(bias), y.into()];
+    call.launch("activate", Grid::over(fours(rows, width)), &args)
 }
 
 /// Computes the gradient of `x` from that of `curve(x + bias)`, `d_y`. `d_x` may be `d_y`. The
@@ -74,7 +75,7 @@ pub fn activate_backward<'x>(
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&d_x])?;
     let args = [
-        all.into(),
+        rows.into(),
         width.into(),
         curve.number().into(),
         x.into(),
@@ -83,5 +84,75 @@ pub fn activate_backward<'x>(
         d_x.into(),
         u32::from(adds).into(),
     ];
-    call.launch("activate_backward", Grid::over(all.div_ceil(4)), &args)
+    call.launch("activate_backward", Grid::over(fours(rows, width)), &args)
+}
+
+/// Computes `y = curve(a) b`. All are `[rows, width]`; rows of `a` and `b` begin `stride` elements
+/// apart. So the halves `a` and `b` of rows of `2 * width` have that stride, and `b` begins at
+/// element `width`.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn gate<'x>(
+    cuda: &Cuda<'_>,
+    curve: Curve,
+    (rows, width): (usize, usize),
+    ([a, b], stride): ([Part<'x>; 2], usize),
+    y: impl Into<Part<'x>>,
+) -> Result<()> {
+    let y = y.into();
+    let call = Call::new(cuda, "gate", &ACTIVATION, &a)?;
+    let last = in_rows(rows, width, stride);
+    call.has(&[("a", &a, last), ("b", &b, last), ("y", &y, product(&[rows, width]))])?;
+    call.writes(&[&y])?;
+    let args = [
+        rows.into(),
+        width.into(),
+        stride.into(),
+        curve.number().into(),
+        a.into(),
+        b.into(),
+        y.into(),
+    ];
+    call.launch("gate", Grid::over(fours(rows, width)), &args)
+}
+
+/// Computes the gradients of `a` and `b` from that of `curve(a) b`, `d_y`. They lie as `a` and `b`
+/// do, and may be in their places.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn gate_backward<'x>(
+    cuda: &Cuda<'_>,
+    curve: Curve,
+    (rows, width): (usize, usize),
+    ([a, b], stride): ([Part<'x>; 2], usize),
+    d_y: impl Into<Part<'x>>,
+    [d_a, d_b]: [Part<'x>; 2],
+) -> Result<()> {
+    let d_y = d_y.into();
+    let call = Call::new(cuda, "gradient of a gate", &ACTIVATION, &a)?;
+    let last = in_rows(rows, width, stride);
+    call.has(&[("a", &a, last), ("b", &b, last), ("d_a", &d_a, last), ("d_b", &d_b, last)])?;
+    call.has(&[("d_y", &d_y, product(&[rows, width]))])?;
+    call.writes(&[&d_a, &d_b])?;
+    let args = [
+        rows.into(),
+        width.into(),
+        stride.into(),
+        curve.number().into(),
+        a.into(),
+        b.into(),
+        d_y.into(),
+        d_a.into(),
+        d_b.into(),
+    ];
+    call.launch("gate_backward", Grid::over(fours(rows, width)), &args)
+}
+
+/// Returns the least number of elements of an array with rows that begin `stride` apart.
+fn in_rows(rows: usize, width: usize, stride: usize) -> usize {
+    rows.checked_sub(1).map_or(0, |last| product(&[last, stride]).saturating_add(width))
 }

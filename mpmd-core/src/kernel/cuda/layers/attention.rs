@@ -13,8 +13,8 @@ const THREADS: u32 = 256;
 /// strides[1] + head * strides[2]` elements, and is dense.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
-    part: Part<'a>,
-    strides: [usize; 3],
+    pub(super) part: Part<'a>,
+    pub(super) strides: [usize; 3],
 }
 
 impl<'a> Heads<'a> {
@@ -33,7 +33,13 @@ impl<'a> Heads<'a> {
 
     /// Checks that the array has vectors of `dim` elements for these numbers of sequences, tokens
     /// and heads.
-    fn check(&self, call: &Call<'_>, name: &str, counts: [usize; 3], dim: usize) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        call: &Call<'_>,
+        name: &str,
+        counts: [usize; 3],
+        dim: usize,
+    ) -> Result<()> {
         if counts.contains(&0) || dim == 0 {
             return call.has(&[(name, &self.part, 0)]);
         }
@@ -44,7 +50,7 @@ impl<'a> Heads<'a> {
         call.has(&[(name, &self.part, last)])
     }
 
-    fn args(&self) -> [Arg<'a>; 4] {
+    pub(super) fn args(&self) -> [Arg<'a>; 4] {
         let [sequence, token, head] = self.strides;
         [self.part.into(), sequence.into(), token.into(), head.into()]
     }

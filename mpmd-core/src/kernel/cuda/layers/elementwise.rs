@@ -1,9 +1,11 @@
-//! Sums, biases and conversions.
+//! Sums, biases, conversions and dropout.
 
 use mpmd_device::cuda::kernels::ELEMENTWISE;
 
-use super::{Call, Cuda, Grid, Part, or_null, product};
+use super::{Call, Cuda, Grid, Part, fours, or_null, product};
 use crate::error::Result;
+use mpmd_layout::aval::DType;
+use mpmd_layout::random::Key;
 
 /// Computes `y = a + b` of so many elements. `y` may be `a` or `b`.
 ///
@@ -41,6 +43,89 @@ pub fn add_bias<'x>(
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     residual.iter().try_for_each(|more| call.has(&[("the residual", more, all)]))?;
     call.writes(&[&y])?;
-    let args = [all.into(), width.into(), x.into(), or_null(bias), or_null(residual), y.into()];
-    call.launch("add_bias", Grid::over(all.div_ceil(4)), &args)
+    let args = [rows.into(), width.into(), x.into(), or_null(bias), or_null(residual), y.into()];
+    call.launch("add_bias", Grid::over(fours(rows, width)), &args)
+}
+
+/// Computes `y += factor x` of so many elements. `y` has the dtype of `x`, or `f32`.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn add_scaled<'x>(
+    cuda: &Cuda<'_>,
+    elements: usize,
+    factor: f32,
+    x: impl Into<Part<'x>>,
+    y: impl Into<Part<'x>>,
+) -> Result<()> {
+    let (x, y) = (x.into(), y.into());
+    let call = Call::new(cuda, "scaled sum", &ELEMENTWISE, &x)?;
+    call.has(&[("x", &x, elements)])?;
+    let function = match y.dtype() {
+        DType::F32 => "add_scaled_f32",
+        _ => "add_scaled",
+    };
+    match y.dtype() {
+        DType::F32 => call.has_f32(&[("y", &y, elements)])?,
+        _ => call.has(&[("y", &y, elements)])?,
+    }
+    call.writes(&[&y])?;
+    let args = [elements.into(), factor.into(), x.into(), y.into()];
+    call.launch(function, Grid::over(elements.div_ceil(4)), &args)
+}
+
+/// Copies so many elements of `f32` or `bf16` to an array of either dtype. Rounds to nearest even.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn convert<'x>(
+    cuda: &Cuda<'_>,
+    elements: usize,
+    x: impl Into<Part<'x>>,
+    y: impl Into<Part<'x>>,
+) -> Result<()> {
+    let (x, y) = (x.into(), y.into());
+    let from_f32 = x.dtype() == DType::F32;
+    let call = Call::new(cuda, "conversion", &ELEMENTWISE, if from_f32 { &y } else { &x })?;
+    call.one("x", &x, x.dtype(), elements)?;
+    call.one("y", &y, if from_f32 { y.dtype() } else { DType::F32 }, elements)?;
+    call.writes(&[&y])?;
+    let args = [elements.into(), x.into(), y.into()];
+    let function = if from_f32 { "from_f32" } else { "to_f32" };
+    call.launch(function, Grid::over(elements.div_ceil(4)), &args)
+}
+
+/// Sets elements to zero with the probability `drop_p`, and multiplies the others by `1 / (1 -
+/// drop_p)`. The probability is rounded to a multiple of 2^-16 below 1. `y` may be `x`.
+///
+/// The choice depends on `key` and the index of the element alone. It is that of the host: elements
+/// `4i` to `4i + 3` are kept by the 16-bit words of [`bits(key, i)`](mpmd_layout::random::bits).
+/// The same call computes the gradient of `x` from that of `y`.
+///
+/// # Errors
+///
+/// If `drop_p` is not in `[0, 1)`. If lengths or dtypes do not fit, or the driver refuses.
+pub fn dropout<'x>(
+    cuda: &Cuda<'_>,
+    elements: usize,
+    (key, drop_p): (Key, f32),
+    x: impl Into<Part<'x>>,
+    y: impl Into<Part<'x>>,
+) -> Result<()> {
+    /// The number of values of an element's random bits.
+    const DRAWS: f64 = 65536.0;
+    let (x, y) = (x.into(), y.into());
+    let call = Call::new(cuda, "dropout", &ELEMENTWISE, &x)?;
+    if !(0.0..1.0).contains(&drop_p) {
+        return call.fail(&format!("the probability is {drop_p}: expected a number in [0, 1)"));
+    }
+    call.has(&[("x", &x, elements), ("y", &y, elements)])?;
+    call.writes(&[&y])?;
+    // Below 2^16.
+    let limit = (f64::from(drop_p) * DRAWS).round().min(DRAWS - 1.0) as u32;
+    let scale = (DRAWS / (DRAWS - f64::from(limit))) as f32;
+    let args = [elements.into(), key.0.into(), limit.into(), scale.into(), x.into(), y.into()];
+    call.launch("dropout", Grid::over(elements.div_ceil(4)), &args)
 }

@@ -16,19 +16,23 @@ mod columns;
 mod elementwise;
 mod embedding;
 mod norm;
+mod paged;
+mod rotary;
 mod softmax;
 
-pub use activation::{Curve, activate, activate_backward};
+pub use activation::{Curve, activate, activate_backward, gate, gate_backward};
 pub use attention::{Attention, Heads, Mask};
 pub use columns::sum_rows;
-pub use elementwise::{add, add_bias};
+pub use elementwise::{add, add_bias, add_scaled, convert, dropout};
 pub use embedding::Embedding;
 pub use mpmd_device::cuda::kernels::{
     ACTIVATION, ATTENTION, COLUMNS, ELEMENTWISE, EMBEDDING, LAYERS, NORM, PAGED, Pair, ROTARY,
     SOFTMAX,
 };
 pub use norm::Norm;
-pub use softmax::CrossEntropy;
+pub use paged::{Paged, PagedRows};
+pub use rotary::{Angles, Rotary};
+pub use softmax::{CrossEntropy, softmax, softmax_backward};
 
 use super::{Arg, Cuda, Grid, Part, Source};
 use crate::error::{Error, Result};
@@ -143,6 +147,11 @@ impl<'a> Call<'a> {
 /// Returns the product of sizes. `usize::MAX` if it is larger: no part has so many elements.
 fn product(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
+}
+
+/// Returns the number of threads that walk over a matrix, four elements of a row at a time.
+fn fours(rows: usize, width: usize) -> usize {
+    product(&[rows, width.div_ceil(4)])
 }
 
 /// Returns the argument for an array, or a null pointer.

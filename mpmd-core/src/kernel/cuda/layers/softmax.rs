@@ -9,6 +9,57 @@ use mpmd_layout::aval::DType;
 /// Threads of a block, which has one row at a time.
 const THREADS: u32 = 256;
 
+/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y` may
+/// be `x`.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn softmax<'x>(
+    cuda: &Cuda<'_>,
+    (rows, width): (usize, usize),
+    is_log: bool,
+    x: impl Into<Part<'x>>,
+    y: impl Into<Part<'x>>,
+) -> Result<()> {
+    let (x, y) = (x.into(), y.into());
+    let call = Call::new(cuda, "softmax", &SOFTMAX, &x)?;
+    let all = product(&[rows, width]);
+    call.has(&[("x", &x, all), ("y", &y, all)])?;
+    call.writes(&[&y])?;
+    if all == 0 {
+        return Ok(());
+    }
+    let args = [width.into(), u32::from(is_log).into(), x.into(), y.into()];
+    call.launch("softmax", call.grid(rows, THREADS)?, &args)
+}
+
+/// Computes the gradient of `x` from the result `y` of [`softmax`] and its gradient `d_y`. `d_x`
+/// may be `d_y`.
+///
+/// # Errors
+///
+/// If lengths or dtypes do not fit, or the driver refuses.
+pub fn softmax_backward<'x>(
+    cuda: &Cuda<'_>,
+    (rows, width): (usize, usize),
+    is_log: bool,
+    y: impl Into<Part<'x>>,
+    d_y: impl Into<Part<'x>>,
+    d_x: impl Into<Part<'x>>,
+) -> Result<()> {
+    let (y, d_y, d_x) = (y.into(), d_y.into(), d_x.into());
+    let call = Call::new(cuda, "gradient of a softmax", &SOFTMAX, &y)?;
+    let all = product(&[rows, width]);
+    call.has(&[("y", &y, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
+    call.writes(&[&d_x])?;
+    if all == 0 {
+        return Ok(());
+    }
+    let args = [width.into(), u32::from(is_log).into(), y.into(), d_y.into(), d_x.into()];
+    call.launch("softmax_backward", call.grid(rows, THREADS)?, &args)
+}
+
 /// The cross-entropy of classes under rows of logits, in nats.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropy<'a> {

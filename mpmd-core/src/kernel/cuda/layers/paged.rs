@@ -1,0 +1,165 @@
+//! Attention to keys and values that stay from pass to pass, in blocks.
+
+use mpmd_device::cpu::paged::BLOCK;
+use mpmd_device::cuda::kernels::PAGED;
+
+use super::{Arg, Call, Cuda, Grid, Heads, Part, product};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// Keys that a block of threads reads, which has a thread for each.
+const KEYS: usize = 256;
+/// The most elements of scratch memory for parts of results.
+const ROOM: usize = 1 << 24;
+
+/// The keys and values of a layer, in blocks of 16 tokens. Sequences have their own blocks, or
+/// share those of equal beginnings.
+#[derive(Clone, Copy, Debug)]
+pub struct Paged<'a> {
+    /// Number of blocks.
+    pub blocks: usize,
+    /// Number of heads of keys and values.
+    pub groups: usize,
+    /// Elements of a key and of a value: at most 256.
+    pub dim: usize,
+    /// `[blocks, groups, dim, 16]`: the keys of a block lie next to each other.
+    pub keys: Part<'a>,
+    /// `[blocks, groups, 16, dim]`.
+    pub values: Part<'a>,
+}
+
+/// The tokens of a pass, of any sequences. All numbers are `u32`.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedRows<'a> {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// The sequence of each token: a row of `tables`.
+    pub sequences: Part<'a>,
+    /// The position of each token in its sequence.
+    pub positions: Part<'a>,
+    /// The blocks of sequences in order: `[sequences, most]`. A sequence may have fewer.
+    pub tables: Part<'a>,
+    /// The length of a row of `tables`.
+    pub most: usize,
+}
+
+impl Paged<'_> {
+    /// Writes the keys and values of the tokens of a pass to their places. Heads of `k` and `v` are
+    /// of one sequence. A token whose block does not exist is left out.
+    ///
+    /// # Errors
+    ///
+    /// If lengths or dtypes do not fit, or the driver refuses.
+    pub fn write<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        rows: &PagedRows<'x>,
+        k: Heads<'x>,
+        v: Heads<'x>,
+    ) -> Result<()> {
+        let Self { groups, dim, keys, values, .. } = *self;
+        let call = Call::new(cuda, "write to blocks", &PAGED, &k.part)?;
+        self.check(&call, rows)?;
+        k.check(&call, "k", [1, rows.tokens, groups], dim)?;
+        v.check(&call, "v", [1, rows.tokens, groups], dim)?;
+        call.writes(&[&keys, &values])?;
+        let all = product(&[rows.tokens, groups, dim]);
+        if all == 0 {
+            return Ok(());
+        }
+        let mut args = self.args(rows);
+        args.push(rows.tokens.into());
+        for Heads { part, strides: [_, token, head] } in [k, v] {
+            args.extend([part.into(), token.into(), head.into()]);
+        }
+        args.extend([keys.into(), values.into()]);
+        call.launch("paged_write", Grid::over(all), &args)
+    }
+
+    /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
+    /// were written before. Each head of keys serves as many consecutive heads. `window` is the
+    /// number of keys that a query sees, its own included. A token's result has the same bits
+    /// whatever else is in the pass, and however its sequence was divided over passes. A key whose
+    /// block does not exist gives NaN.
+    ///
+    /// # Errors
+    ///
+    /// If sizes, lengths or dtypes do not fit, the device has no memory left, or the driver
+    /// refuses.
+    pub fn attend<'x>(
+        &self,
+        cuda: &Cuda<'_>,
+        rows: &PagedRows<'x>,
+        heads: usize,
+        (scale, cap, window): (f32, Option<f32>, Option<usize>),
+        q: Heads<'x>,
+        out: Heads<'x>,
+    ) -> Result<()> {
+        let Self { groups, dim, keys, values, .. } = *self;
+        let call = Call::new(cuda, "attention to blocks", &PAGED, &q.part)?;
+        self.check(&call, rows)?;
+        if groups == 0 || !heads.is_multiple_of(groups) || dim > 256 {
+            let why = format!("{heads} heads of {dim} elements, and {groups} heads of keys");
+            return call.fail(&why);
+        }
+        q.check(&call, "q", [1, rows.tokens, heads], dim)?;
+        out.check(&call, "the result", [1, rows.tokens, heads], dim)?;
+        call.writes(&[&out.part])?;
+        let (parts, window) =
+            (product(&[rows.most, BLOCK]).div_ceil(KEYS), window.unwrap_or(usize::MAX));
+        let each = product(&[heads, parts, dim + 2]);
+        if product(&[rows.tokens, heads, dim, parts]) == 0 {
+            return Ok(());
+        }
+        // As many tokens at once as have room.
+        let step = (ROOM / each).clamp(1, rows.tokens);
+        let results = cuda.scratch(DType::F32, product(&[step, each]))?;
+        let ([_, q_token, q_head], [_, out_token, out_head]) = (q.strides, out.strides);
+        for first in (0..rows.tokens).step_by(step) {
+            let tokens = step.min(rows.tokens - first);
+            let mut args = self.args(rows);
+            args.extend([first, heads, parts, window].map(Arg::from));
+            args.extend([scale.into(), cap.unwrap_or(0.0).into()]);
+            args.extend([q.part.into(), q_token.into(), q_head.into()]);
+            args.extend([keys.into(), values.into(), (&results).into()]);
+            let grid = call.grid(product(&[tokens, heads, parts]), KEYS as u32)?;
+            call.launch("paged_parts", grid, &args)?;
+            let args = [
+                first.into(),
+                heads.into(),
+                parts.into(),
+                dim.into(),
+                window.into(),
+                rows.positions.into(),
+                (&results).into(),
+                out.part.into(),
+                out_token.into(),
+                out_head.into(),
+            ];
+            call.launch("paged_join", call.grid(product(&[tokens, heads]), 64)?, &args)?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, call: &Call<'_>, rows: &PagedRows<'_>) -> Result<()> {
+        let all = product(&[self.blocks, self.groups, self.dim, BLOCK]);
+        call.has(&[("the keys", &self.keys, all), ("the values", &self.values, all)])?;
+        let PagedRows { tokens, sequences, positions, tables, most } = rows;
+        call.one("the sequences", sequences, DType::U32, *tokens)?;
+        call.one("the positions", positions, DType::U32, *tokens)?;
+        call.one("the tables", tables, DType::U32, if *tokens > 0 { *most } else { 0 })
+    }
+
+    /// Returns the arguments that all kernels take.
+    fn args<'x>(&self, rows: &PagedRows<'x>) -> Vec<Arg<'x>> {
+        vec![
+            self.blocks.into(),
+            self.groups.into(),
+            self.dim.into(),
+            rows.tables.into(),
+            rows.most.into(),
+            rows.sequences.into(),
+            rows.positions.into(),
+        ]
+    }
+}
