@@ -43,7 +43,9 @@ impl Cx<'_> {
     /// If the microbatch has no side input of this name for the stage.
     pub fn side(&self, name: &str) -> Result<Tensor> {
         let found = match &self.side {
-            Side::Values(values) => values.get(name).map(|view| bridge::tensor_of(view, self.place)),
+            Side::Values(values) => {
+                values.get(name).map(|view| bridge::tensor_of(view, self.place))
+            }
             Side::Shapes(shapes) => shapes.get(name).map(|aval| bridge::zeros(aval, false)),
         };
         match found {

@@ -217,12 +217,7 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
 
 impl<A: 'static, F: Call<A>> Work<F, A> {
     /// Runs the function at a place that has the values.
-    fn run_at(
-        &self,
-        place: Place<'_>,
-        x: Views<'_, F::In>,
-        y: ViewsMut<'_, F::Out>,
-    ) -> Result<()> {
+    fn run_at(&self, place: Place<'_>, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
         threads::enter_pool();
         let structure = x.structure();
         let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view, place).map(Value));

@@ -4,12 +4,14 @@ use std::convert::Infallible;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{CudaStorage, Device, Layout, Result, Shape, Tensor, bail};
 use mpmd_core::Result as CoreResult;
 use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, View, ViewMut};
 use mpmd_layout::aval::DType;
+use mpmd_layout::random::Key;
 
+use crate::collectives::Step;
 use crate::nn::activation::Curve;
 
 /// Access to candle's device during a pass on a CUDA device. There is none.
@@ -26,6 +28,10 @@ pub(crate) fn are_on_cuda(_: &[&Tensor]) -> bool {
 impl<'a> OnCuda<'a> {
     pub(crate) fn enter(_: &Context<'a>) -> CoreResult<Option<Self>> {
         Ok(None)
+    }
+
+    pub(crate) fn keep_uploads(&mut self) {
+        match self.0 {}
     }
 
     pub(crate) fn device(&self) -> Device {
@@ -51,6 +57,15 @@ impl<'a> OnCuda<'a> {
     pub(crate) fn gradient<'g>(&'g self, _: &'g mut ViewMut<'_>) -> DeviceGradient<'g> {
         match self.0 {}
     }
+}
+
+/// Runs a collective over the first dimension of contiguous values on a CUDA device.
+pub(crate) fn collective(
+    (axis, _): (&str, Step),
+    _: &CudaStorage,
+    _: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    bail!("a collective over axis {axis:?} on a CUDA device: build with the feature `cuda`")
 }
 
 /// What `cuda::layers` has: a layer on a CUDA device, if the tensors are on one.
@@ -104,12 +119,7 @@ pub(crate) enum Sight {
     Additive(Tensor),
 }
 
-pub(crate) fn attention(
-    _: [&Tensor; 3],
-    sight: Sight,
-    _: f64,
-    _: f64,
-) -> Option<Result<Tensor>> {
+pub(crate) fn attention(_: [&Tensor; 3], sight: Sight, _: f64, _: f64) -> Option<Result<Tensor>> {
     match sight {
         Sight::From(tensor) | Sight::Additive(tensor) => drop(tensor),
         Sight::All | Sight::Causal => {}
@@ -126,6 +136,18 @@ pub(crate) fn cross_entropy(
     _: &Tensor,
     _: Option<&Tensor>,
 ) -> Option<Result<(Tensor, Tensor)>> {
+    None
+}
+
+pub(crate) fn softmax(_: &Tensor, _: bool) -> Option<Result<Tensor>> {
+    None
+}
+
+pub(crate) fn dropout(_: &Tensor, _: Key, _: f32) -> Option<Result<Tensor>> {
+    None
+}
+
+pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor>> {
     None
 }
 

@@ -49,10 +49,7 @@ pub fn parts_builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
 }
 
 /// Does the same as [`parts_builder`] for parameters on `device`.
-pub(crate) fn builder(
-    tensors: BTreeMap<String, Tensor>,
-    device: &Device,
-) -> VarBuilder<'static> {
+pub(crate) fn builder(tensors: BTreeMap<String, Tensor>, device: &Device) -> VarBuilder<'static> {
     VarBuilder::from_backend(Box::new(Given(tensors)), DType::F32, device.clone())
 }
 

@@ -197,3 +197,17 @@ pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option
 pub(crate) fn with_cuda<R>(f: impl FnOnce(&OnCuda<'_>) -> R) -> Option<R> {
     with(|pass| pass.and_then(|pass| pass.cuda).map(f))
 }
+
+/// Calls `f` with the CUDA device and the collectives of the pass. Returns `None` outside of a pass
+/// on such a device.
+#[cfg(feature = "cuda")]
+pub(crate) fn with_cuda_exchange<R>(
+    f: impl FnOnce(&OnCuda<'_>, &mut dyn Exchange) -> R,
+) -> Option<R> {
+    with(|pass| match pass {
+        Some(Pass { cuda: Some(cuda), exchange: Some(exchange), .. }) => {
+            Some(f(cuda, &mut **exchange))
+        }
+        _ => None,
+    })
+}

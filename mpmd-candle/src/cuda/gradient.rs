@@ -1,8 +1,8 @@
 //! The gradients of parameters on a CUDA device.
 
 use candle_core::{DType, Result, Shape, Tensor};
-use mpmd_core::cuda::layers::{Target, add_to};
 use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::{Target, add_to};
 use mpmd_core::kernel::ViewMut;
 
 use super::OnCuda;
@@ -58,9 +58,7 @@ impl DeviceGradient<'_> {
         work: impl FnOnce(&OnCuda<'_>, Target<'_>) -> mpmd_core::Result<()>,
     ) -> Result<()> {
         match self {
-            Self::Part(on, sums) => {
-                work(on, add_to(*sums)).map_err(candle_core::Error::wrap)
-            }
+            Self::Part(on, sums) => work(on, add_to(*sums)).map_err(candle_core::Error::wrap),
             Self::Tensor(_, shape) => {
                 let shape = shape.clone();
                 let more = issue(|on| on.made(&shape, DType::F32, |part| work(on, part.into())))?;

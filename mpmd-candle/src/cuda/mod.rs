@@ -12,10 +12,12 @@
 #![allow(unsafe_code)]
 
 mod bridge;
+mod collectives;
 mod gradient;
 mod layers;
 mod op;
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -28,6 +30,7 @@ use mpmd_core::{Error, Result};
 
 use crate::bridge::refused;
 
+pub(crate) use collectives::collective;
 pub(crate) use gradient::DeviceGradient;
 pub(crate) use layers::*;
 
@@ -39,6 +42,8 @@ pub(crate) struct OnCuda<'a> {
     /// candle's stream.
     stream: ForeignStream,
     device: CudaDevice,
+    /// Lets candle keep what it uploads, such as shapes.
+    uploads: Option<Box<dyn Any>>,
 }
 
 thread_local! {
@@ -66,7 +71,14 @@ impl<'a> OnCuda<'a> {
         let handle = unsafe { ForeignHandle::new(device.cuda_stream().cu_stream().cast()) };
         let stream = compute.foreign(handle);
         compute.before(&stream)?;
-        Ok(Some(Self { compute, stream, device }))
+        Ok(Some(Self { compute, stream, device, uploads: None }))
+    }
+
+    /// Has candle keep what it uploads until the end of the pass, for all later passes: the shapes
+    /// of its operations, and values of up to 4 KiB that a model has on the host. So a repeated
+    /// pass uploads nothing. Not for passes whose values differ each time: all would be kept.
+    pub(crate) fn keep_uploads(&mut self) {
+        self.uploads = Some(Box::new(self.device.enable_cuda_graph_htod_cache()));
     }
 
     /// Returns the device of the pass's tensors.
@@ -82,6 +94,7 @@ impl<'a> OnCuda<'a> {
 
 impl Drop for OnCuda<'_> {
     fn drop(&mut self) {
+        self.uploads = None;
         if let Err(error) = self.compute.after(&self.stream) {
             // The device has failed, and so do the results of the pass.
             tracing::debug!(%error, "the end of a pass of candle");

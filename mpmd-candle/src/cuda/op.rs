@@ -1,10 +1,10 @@
 //! Operations of candle on CUDA devices, whose kernels are ours.
 
+use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape,
     Storage, Tensor, bail,
 };
-use candle_core::op::BackpropOp;
 use mpmd_core::cuda::Part;
 
 use super::OnCuda;

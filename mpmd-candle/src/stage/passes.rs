@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use candle_core::backprop::GradStore;
 use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
 use mpmd_core::kernel::{Context, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::StageContext;
@@ -44,16 +44,17 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         x: Views<'_, X::Arrays>,
         y: ViewsMut<'_, Y::Arrays>,
     ) -> Result<()> {
-        let on = OnCuda::enter(cx)?;
-        let place = on.as_ref();
         let training = cx.is_training();
+        let on = enter(cx, training)?;
+        let place = on.as_ref();
         let records = training && cx.keeps_residuals();
         let key = if training && self.draws_random_keys() { Some(cx.key()?) } else { None };
         let (side, state) = (Side::Values(cx.side()?), cx.state_view());
         let with_gradient = records && self.needs_dx();
         let structure = x.structure();
         let x = x.into_leaves();
-        let x = x.iter().map(|view| input(view, with_gradient, place)).collect::<Result<Vec<_>>>()?;
+        let x =
+            x.iter().map(|view| input(view, with_gradient, place)).collect::<Result<Vec<_>>>()?;
         let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
         let tree = values::<X>(&structure, &x)?;
         let (out, weights) = self.with_models(cx, |cx, models| {
@@ -100,7 +101,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         dx: Option<ViewsMut<'_, X::Arrays>>,
         mut gradient: Vec<ViewMut<'_>>,
     ) -> Result<()> {
-        let on = OnCuda::enter(cx)?;
+        let on = enter(cx, true)?;
         let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let gradients = graph.weights.gradients(&mut gradient, place)?;
@@ -124,12 +125,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         dy: Views<'_, Y::Arrays>,
         dx: Option<ViewsMut<'_, X::Arrays>>,
     ) -> Result<()> {
-        let on = OnCuda::enter(cx)?;
+        let on = enter(cx, true)?;
         let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
-        let mut pass =
-            Pass { exchange: Some(&mut **cx), cuda: place, ..deferring(&graph.weights) };
+        let mut pass = Pass { exchange: Some(&mut **cx), cuda: place, ..deferring(&graph.weights) };
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
@@ -148,7 +148,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         cx: &mut StageContext<'_, '_>,
         mut gradients: Vec<ViewMut<'_>>,
     ) -> Result<()> {
-        let on = OnCuda::enter(cx)?;
+        let on = enter(cx, true)?;
         let place = on.as_ref();
         let Postponed { weights, work, computed } =
             cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
@@ -201,6 +201,15 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let store = pass::enter(pass, || total.backward());
         store.map(Some).map_err(|why| self.failed(replacement(&why)))
     }
+}
+
+/// Enters the CUDA device of a pass, if it runs on one. The passes of a training are repeated.
+fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> {
+    let mut on = OnCuda::enter(cx)?;
+    if let Some(on) = on.as_mut().filter(|_| is_training) {
+        on.keep_uploads();
+    }
+    Ok(on)
 }
 
 /// Returns a pass that postpones the gradients of all trainable f32 parameters.

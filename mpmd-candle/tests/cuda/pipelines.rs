@@ -69,7 +69,7 @@ impl Kernel for Descend {
 }
 
 /// Updates the parameters of all stages.
-fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Result<()> {
+pub(crate) fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Result<()> {
     for (stage, gradients) in output.gradients.into_iter().enumerate() {
         let mesh = model.mesh(stage).clone();
         let descend = p.jit(Descend).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;

@@ -130,9 +130,8 @@ impl Attention {
         let y = issue(|on| {
             on.made(shape, dtype, |out| {
                 let [q, k, v, out] = heads(on, out)?;
-                let forward = |into| {
-                    self.with(on, |work| work.forward(&on.kernels(), [q, k, v], out, into))
-                };
+                let forward =
+                    |into| self.with(on, |work| work.forward(&on.kernels(), [q, k, v], out, into));
                 normalizers = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())
             })

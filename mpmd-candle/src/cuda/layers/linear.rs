@@ -176,7 +176,8 @@ impl Layer<3> for Activated {
     fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let shape = Shape::from(self.product.shape.clone());
         let before = tensor(self.product.multiply(x, weight)?, &shape);
-        let size = (before.elem_count() / before.dim(candle_core::D::Minus1)?.max(1), bias_len(bias));
+        let size =
+            (before.elem_count() / before.dim(candle_core::D::Minus1)?.max(1), bias_len(bias));
         let y = issue(|on| {
             on.made(&shape, before.dtype(), |y| {
                 on.with([&before], |[before]| {

@@ -3,8 +3,8 @@
 use std::sync::OnceLock;
 
 use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::layers::CrossEntropy;
 use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::CrossEntropy;
 
 use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
 use crate::cuda::{OnCuda, are_on_cuda};
@@ -52,7 +52,8 @@ impl Loss {
         f: impl FnOnce(CrossEntropy<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
         let rows = self.targets.elem_count();
-        let loss = |targets: Part<'static>, weights| CrossEntropy { rows, classes, targets, weights };
+        let loss =
+            |targets: Part<'static>, weights| CrossEntropy { rows, classes, targets, weights };
         match &self.weights {
             None => on.with([&self.targets], |[targets]| f(loss(targets, None))),
             Some(weights) => on.with([&self.targets, weights], |[targets, weights]| {
@@ -73,9 +74,7 @@ impl Layer<1> for Loss {
             on.made(&shape, DType::F32, |total| {
                 let forward = |into| {
                     let logits = logits.part(on)?;
-                    self.with(on, classes, |loss| {
-                        loss.forward(&on.kernels(), logits, total, into)
-                    })
+                    self.with(on, classes, |loss| loss.forward(&on.kernels(), logits, total, into))
                 };
                 normalizers = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())

@@ -7,6 +7,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+mod rows;
 
 pub(crate) use activation::activate;
 pub(crate) use attention::{Sight, attention, self_attention};
@@ -14,6 +15,7 @@ pub(crate) use embedding::embedding;
 pub(crate) use linear::{activated, add_bias, grouped, linear};
 pub(crate) use loss::cross_entropy;
 pub(crate) use norm::norm;
+pub(crate) use rows::{dropout, rotary, softmax};
 
 use mpmd_core::cuda::Source;
 use mpmd_core::cuda::layers::sources;
@@ -22,6 +24,7 @@ use mpmd_layout::aval::DType;
 
 /// Returns the sources of kernels that a stage launches, whose parameters have these types.
 pub(crate) fn kernels(mut dtypes: impl Iterator<Item = DType>) -> Vec<&'static Source> {
-    let halves = if dtypes.any(|dtype| dtype == DType::Bf16) { sources(DType::Bf16) } else { Vec::new() };
+    let halves =
+        if dtypes.any(|dtype| dtype == DType::Bf16) { sources(DType::Bf16) } else { Vec::new() };
     [vec![&ADD], sources(DType::F32), halves].concat()
 }

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
 use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::layers;
 
 use super::linear::bias_gradient;
@@ -54,9 +54,8 @@ impl Norm {
             on.made(&shape, x.storage.dtype(), |y| {
                 let bias = bias.map(|bias| bias.part(on)).transpose()?;
                 let weights = (weight.part(on)?, bias);
-                let forward = |into| {
-                    self.sizes.forward(&on.kernels(), x.part(on)?, weights, y, into)
-                };
+                let forward =
+                    |into| self.sizes.forward(&on.kernels(), x.part(on)?, weights, y, into);
                 statistics = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())
             })
