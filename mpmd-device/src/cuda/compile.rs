@@ -194,6 +194,10 @@ impl Drop for Program {
 }
 
 fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, CudaError> {
+    code(source, &compiled(source, options)?, form)
+}
+
+fn compiled(source: &Source, options: &[String]) -> Result<Program, CudaError> {
     let text = c_string(source, source.text())?;
     let name = c_string(source, source.name())?;
     let options =
@@ -219,6 +223,11 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     let compiled =
         unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
+    Ok(program)
+}
+
+/// Returns the code of a compiled program.
+fn code(source: &Source, program: &Program, form: Form) -> Result<Vec<u8>, CudaError> {
     let mut size = 0;
     // SAFETY: the program is alive and compiled; there is room for the number, and for as many
     // bytes as it says.

@@ -127,8 +127,13 @@ fn check(case: Case, dtype: DType) {
         shape(DType::F32, 2 * rows),
     ];
     let inputs = [q, kv, d_out, mask, of(&first)];
+    let source = match dim {
+        0..=64 => &layers::ATTENTION_64,
+        65..=128 => &layers::ATTENTION_128,
+        _ => &layers::ATTENTION_256,
+    };
     let scale = 0.7 / (dim as f32).sqrt();
-    let y = device(&layers::ATTENTION, &inputs, &outputs, move |cuda, x, y| {
+    let y = device(source, &inputs, &outputs, move |cuda, x, y| {
         let [out, d_q, d_kv, normalizers] = y else { panic!("four outputs") };
         let mask = match case.masked {
             Masked::None => Mask::None,

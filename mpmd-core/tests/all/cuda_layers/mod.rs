@@ -73,7 +73,7 @@ where
     let sources: Vec<&'static Source> = BOTH.iter().filter_map(|dtype| pair.of(*dtype)).collect();
     let run = || {
         let work = work.clone();
-        on_device(&sources[..1], inputs, outputs, move |cuda, x, y| work(&cuda, x, y)).unwrap()
+        on_device(&sources, inputs, outputs, move |cuda, x, y| work(&cuda, x, y)).unwrap()
     };
     let (first, second) = (run(), run());
     for (first, second) in first.iter().zip(&second) {

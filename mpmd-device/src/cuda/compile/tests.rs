@@ -6,8 +6,10 @@ use std::path::Path;
 use std::process::Command;
 
 use fancy_regex::Regex;
+use mpmd_layout::aval::DType;
 
 use super::*;
+use crate::cuda::kernels;
 
 /// The environment variable that names folders of NVRTC libraries, with colons in between.
 const FOLDERS: &str = "MPMD_TEST_NVRTC";
@@ -15,8 +17,9 @@ const FOLDERS: &str = "MPMD_TEST_NVRTC";
 /// The word by which CUDA code is found. Not written in one piece, as this is no CUDA code.
 const KERNEL: &str = concat!("__glo", "bal__");
 
-/// Folders without CUDA sources for devices: outputs, and the driver in software with its tests.
-const SKIPPED: [&str; 2] = ["target", "tests/softcuda"];
+/// Folders whose texts are not compiled as they are: outputs, the driver in software with its
+/// tests, and mpmd's own kernels, which are compiled as the sources that have them.
+const SKIPPED: [&str; 3] = ["target", "tests/softcuda", "mpmd-device/src/cuda/kernels"];
 
 /// CUDA code of the repository: (file and line, code).
 type Code = (String, String);
@@ -127,13 +130,17 @@ fn compile_all(folder: &Path) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut sources = Vec::new();
     code_below(root, root, &mut sources);
-    assert!(sources.iter().any(|(file, _)| file.ends_with("kernels/add.cu")), "{sources:?}");
+    assert!(sources.len() > 5, "{sources:?}");
+    let mut sources: Vec<Source> =
+        sources.into_iter().map(|(place, code)| Source::cuda(place.leak(), code.leak())).collect();
+    sources.extend(own_sources().map(|source| Source::cuda(source.name(), source.text())));
     let architecture = Architecture::new(9, 0);
-    for (place, code) in &sources {
+    let count = sources.len();
+    for source in sources {
         for (form, exact) in [(Form::Binary, false), (Form::Assembly, true)] {
-            let source = Source::cuda(place.clone().leak(), code.clone().leak());
+            let source = Source::cuda(source.name(), source.text());
             let source = if exact { source.exact() } else { source };
-            let begin = now();
+            let (place, begin) = (source.name(), now());
             let compiled = compile(&source, &options(&source, architecture, form), form);
             println!(
                 "{place}, {form:?}: {:?} in {:?}",
@@ -141,9 +148,45 @@ fn compile_all(folder: &Path) {
                 since(begin)
             );
             // A source of the tests, which must fail.
-            let is_broken = code.contains("nonsense");
+            let is_broken = source.text().contains("nonsense");
             assert_eq!(compiled.is_err(), is_broken, "{place} by NVRTC {version}: {compiled:?}");
         }
     }
-    println!("NVRTC {version} compiles all {} sources", sources.len());
+    println!("NVRTC {version} compiles all {count} sources");
+    print_registers(architecture);
+}
+
+/// Returns the sources of mpmd's own kernels.
+fn own_sources() -> impl Iterator<Item = &'static Source> {
+    let layers = kernels::LAYERS.iter().flat_map(|pair| {
+        [DType::F32, DType::Bf16].map(|dtype| pair.of(dtype).expect("the dtypes of layers"))
+    });
+    std::iter::once(&kernels::ADD).chain(layers)
+}
+
+/// Prints the table of `docs/gpu-kernels.md`: what each of mpmd's kernels needs.
+///
+/// # Panics
+///
+/// If a compilation has warnings, or registers of a kernel are spilled to memory.
+fn print_registers(architecture: Architecture) {
+    let entry = Regex::new(r"entry function '(\w+)'(?s:.*?)(\d+) bytes spill stores(?s:.*?)Used (\d+) registers(?:.*?(\d+) bytes smem)?").unwrap();
+    println!("| source | kernel | registers | shared bytes |\n|---|---|--:|--:|");
+    for source in own_sources() {
+        let mut options = options(source, architecture, Form::Binary);
+        options.push("--ptxas-options=-v".to_owned());
+        let log = log(&compiled(source, &options).unwrap());
+        assert!(!log.contains("warning"), "{log}");
+        let mut lines = Vec::new();
+        for found in entry.captures_iter(&log) {
+            let found = found.unwrap();
+            let text = |group| found.get(group).map_or("0", |text| text.as_str());
+            let [kernel, spilled, registers, shared] = [1, 2, 3, 4].map(text);
+            assert_eq!(spilled, "0", "registers of {kernel} of {} are spilled", source.name());
+            lines.push(format!("| {} | {kernel} | {registers} | {shared} |", source.name()));
+        }
+        assert!(!lines.is_empty(), "{log}");
+        lines.sort();
+        lines.iter().for_each(|line| println!("{line}"));
+    }
 }

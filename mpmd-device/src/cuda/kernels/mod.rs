@@ -32,31 +32,35 @@ impl Pair {
 }
 
 macro_rules! pairs {
-    ($($(#[$doc:meta])* $name:ident: $file:literal,)*) => {
+    ($($(#[$doc:meta])* $name:ident: $file:literal $(with $defines:literal named $label:literal)?,)*) => {
         $($(#[$doc])* pub static $name: Pair = Pair {
-            f32: pairs!($file, "float", "f32"),
-            bf16: pairs!($file, "bf16", "bf16"),
+            f32: pairs!($file, "float", "f32" $(, $defines, $label)?),
+            bf16: pairs!($file, "bf16", "bf16" $(, $defines, $label)?),
         };)*
 
         /// The sources of all layers.
         pub static LAYERS: &[&Pair] = &[$(&$name),*];
     };
-    ($file:literal, $type:literal, $dtype:literal) => {
+    ($file:literal, $type:literal, $dtype:literal $(, $defines:literal, $label:literal)?) => {
         Source::cuda(
-            concat!($file, " of ", $dtype),
+            concat!($file, " ", $($label, " ",)? "of ", $dtype),
             concat!(
-                include_str!("common.cuh"), "typedef ", $type, " T;\n#line 1 \"", $file, "\"\n",
-                include_str!($file),
+                include_str!("common.cuh"), "typedef ", $type, " T;\n", $($defines,)?
+                "#line 1 \"", $file, "\"\n", include_str!($file),
             ),
         )
     };
 }
 
 pairs! {
-    /// GELU, SiLU and gated forms of them, with gradients.
+    /// GELU, SiLU and gates, with gradients.
     ACTIVATION: "activation.cu",
-    /// Attention without a matrix of scores in memory, with gradients.
-    ATTENTION: "attention.cu",
+    /// Attention to vectors of up to 64 elements, with gradients.
+    ATTENTION_64: "attention.cu" with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64",
+    /// Attention to vectors of up to 128 elements.
+    ATTENTION_128: "attention.cu" with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128",
+    /// Attention to vectors of up to 256 elements.
+    ATTENTION_256: "attention.cu" with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256",
     /// Sums of the columns of a matrix.
     COLUMNS: "columns.cu",
     /// Sums, biases, conversions and dropout.

@@ -1,9 +1,9 @@
 //! Attention without a matrix of scores in memory.
 
-use mpmd_device::cuda::kernels::ATTENTION;
+use mpmd_device::cuda::kernels::{ATTENTION_64, ATTENTION_128, ATTENTION_256, Pair};
 
 use super::{Arg, Call, Cuda, Part, or_null, product};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
 /// Threads of a block.
@@ -130,18 +130,20 @@ impl Attention<'_> {
         normalizers: impl Into<Part<'x>>,
     ) -> Result<()> {
         let normalizers = normalizers.into();
-        let call = Call::new(cuda, "attention", &ATTENTION, &q.part)?;
-        let tiles = self.check(&call, [&q, &k, &v], &[("the result", &out)], &normalizers)?;
+        let (call, tiles) = self.call(cuda, "attention", &q)?;
+        let is_empty = self.check(&call, [&q, &k, &v], &[("the result", &out)], &normalizers)?;
         call.writes(&[&out.part, &normalizers])?;
+        if is_empty {
+            return Ok(());
+        }
         let Self { batch, heads, queries, .. } = *self;
-        let Some(tiles) = tiles else { return Ok(()) };
         let mut args = Vec::new();
         [q, k, v, out].iter().for_each(|heads| args.extend(heads.args()));
         args.push(normalizers.into());
         args.extend(self.sizes());
         let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
         let grid = call.grid(blocks, THREADS)?.shared(tiles.shared(2));
-        call.launch(tiles.functions[0], grid, &args)
+        call.launch("attention", grid, &args)
     }
 
     /// Computes the gradients of queries, keys and values from the result, its gradient, and the
@@ -160,24 +162,26 @@ impl Attention<'_> {
         [d_q, d_k, d_v]: [Heads<'x>; 3],
     ) -> Result<()> {
         let normalizers = normalizers.into();
-        let call = Call::new(cuda, "gradient of attention", &ATTENTION, &q.part)?;
+        let (call, tiles) = self.call(cuda, "gradient of attention", &q)?;
         let of_queries = [("the result", &out), ("d_out", &d_out), ("d_q", &d_q)];
-        let tiles = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
+        let is_empty = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
         let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
         for (name, heads) in [("d_k", &d_k), ("d_v", &d_v)] {
             heads.check(&call, name, [batch, keys, groups], dim)?;
         }
         call.writes(&[&d_q.part, &d_k.part, &d_v.part])?;
-        let Some(tiles) = tiles else { return Ok(()) };
+        if is_empty {
+            return Ok(());
+        }
         let rows = product(&[batch, heads, queries]);
         let means = cuda.scratch(DType::F32, rows)?;
         let mut args: Vec<_> = [out, d_out].iter().flat_map(Heads::args).collect();
-        args.extend([heads.into(), queries.into(), rows.into(), dim.into(), (&means).into()]);
+        args.extend([small(heads), small(queries), rows.into(), small(dim), (&means).into()]);
         call.launch("attention_means", call.grid(rows.div_ceil(8), THREADS)?, &args)?;
         let of_queries = (&[d_q][..], product(&[queries.div_ceil(tiles.rows), heads, batch]));
         let of_keys = (&[d_k, d_v][..], product(&[keys.div_ceil(tiles.rows), groups, batch]));
-        for (function, (results, blocks)) in tiles.functions[1..].iter().zip([of_queries, of_keys])
-        {
+        let both = [("attention_queries", of_queries), ("attention_keys", of_keys)];
+        for (function, (results, blocks)) in both {
             let mut args = Vec::new();
             [q, k, v, d_out].iter().chain(results).for_each(|heads| args.extend(heads.args()));
             args.extend([normalizers.into(), (&means).into()]);
@@ -188,22 +192,36 @@ impl Attention<'_> {
         Ok(())
     }
 
-    /// Checks what both passes take; `of_queries` are arrays with vectors for queries. Returns the
-    /// kernels for these vectors. `None` if there is nothing to compute.
+    fn call<'x>(
+        &self,
+        cuda: &'x Cuda<'x>,
+        name: &'static str,
+        q: &Heads<'_>,
+    ) -> Result<(Call<'x>, &'static Tiles)> {
+        let tiles = tiles(self.dim).ok_or_else(|| {
+            let dim = self.dim;
+            Error::kernel(format!("{name}: heads have {dim} elements: expected at most 256"))
+        })?;
+        Ok((Call::new(cuda, name, tiles.source, &q.part)?, tiles))
+    }
+
+    /// Checks what both passes take; `of_queries` are arrays with vectors for queries. Returns true
+    /// if there is nothing to compute.
     fn check(
         &self,
         call: &Call<'_>,
         [q, k, v]: [&Heads<'_>; 3],
         of_queries: &[(&str, &Heads<'_>)],
         normalizers: &Part<'_>,
-    ) -> Result<Option<&'static Tiles>> {
+    ) -> Result<bool> {
         let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
         if groups == 0 || !heads.is_multiple_of(groups) {
             return call.fail(&format!("{heads} heads cannot share {groups} heads of keys"));
         }
-        let Some(tiles) = TILES.iter().find(|tiles| dim <= tiles.dim) else {
-            return call.fail(&format!("vectors of {dim} elements: expected at most 256"));
-        };
+        if [heads, queries, keys].iter().any(|count| *count > i32::MAX as usize) {
+            return call
+                .fail(&format!("{heads} heads, {queries} queries or {keys} keys: too many"));
+        }
         for (name, heads_of) in [("q", q)].iter().chain(of_queries) {
             heads_of.check(call, name, [batch, queries, heads], dim)?;
         }
@@ -229,7 +247,7 @@ impl Attention<'_> {
             }
             _ => {}
         }
-        Ok(Some(tiles).filter(|_| rows > 0 && dim > 0))
+        Ok(rows == 0 || dim == 0)
     }
 
     /// Returns the arguments that all kernels take.
@@ -245,11 +263,11 @@ impl Attention<'_> {
             _ => (None, [0; 3]),
         };
         [
-            heads.into(),
-            groups.into(),
-            queries.into(),
-            keys.into(),
-            dim.into(),
+            small(heads),
+            small(groups),
+            small(queries),
+            small(keys),
+            small(dim),
             scale.into(),
             cap.unwrap_or(0.0).into(),
             u32::from(causal).into(),
@@ -263,31 +281,32 @@ impl Attention<'_> {
     }
 }
 
-/// The kernels for vectors of up to `dim` elements: forward, gradient of queries, and gradients of
-/// keys and values.
+/// Returns the argument for a size that `check` has found to be below 2^31.
+fn small(size: usize) -> Arg<'static> {
+    (size as u32).into()
+}
+
+/// Returns the source for heads of `dim` elements. `None` if they are too long.
+pub(super) fn source(dim: usize) -> Option<&'static Pair> {
+    tiles(dim).map(|tiles| tiles.source)
+}
+
+fn tiles(dim: usize) -> Option<&'static Tiles> {
+    TILES.iter().find(|tiles| dim <= tiles.dim)
+}
+
+/// The kernels for vectors of up to `dim` elements.
 struct Tiles {
     dim: usize,
-    /// Vectors of a tile.
+    /// Vectors of a tile: `N` of the source.
     rows: usize,
-    functions: [&'static str; 3],
+    source: &'static Pair,
 }
 
 static TILES: [Tiles; 3] = [
-    Tiles {
-        dim: 64,
-        rows: 64,
-        functions: ["attention_64", "attention_queries_64", "attention_keys_64"],
-    },
-    Tiles {
-        dim: 128,
-        rows: 64,
-        functions: ["attention_128", "attention_queries_128", "attention_keys_128"],
-    },
-    Tiles {
-        dim: 256,
-        rows: 32,
-        functions: ["attention_256", "attention_queries_256", "attention_keys_256"],
-    },
+    Tiles { dim: 64, rows: 64, source: &ATTENTION_64 },
+    Tiles { dim: 128, rows: 64, source: &ATTENTION_128 },
+    Tiles { dim: 256, rows: 32, source: &ATTENTION_256 },
 ];
 
 impl Tiles {

@@ -26,8 +26,8 @@ pub use columns::sum_rows;
 pub use elementwise::{add, add_bias, add_scaled, convert, dropout};
 pub use embedding::Embedding;
 pub use mpmd_device::cuda::kernels::{
-    ACTIVATION, ATTENTION, COLUMNS, ELEMENTWISE, EMBEDDING, LAYERS, NORM, PAGED, Pair, ROTARY,
-    SOFTMAX,
+    ACTIVATION, ATTENTION_64, ATTENTION_128, ATTENTION_256, COLUMNS, ELEMENTWISE, EMBEDDING, NORM,
+    PAGED, Pair, ROTARY, SOFTMAX,
 };
 pub use norm::Norm;
 pub use paged::{Paged, PagedRows};
@@ -38,9 +38,12 @@ use super::{Arg, Cuda, Grid, Part, Source};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
-/// Returns the sources of all layers for arrays of `dtype`. None unless it is `f32` or `bf16`.
-pub fn sources(dtype: DType) -> Vec<&'static Source> {
-    LAYERS.iter().filter_map(|pair| pair.of(dtype)).collect()
+/// Returns the sources of all layers for arrays of `dtype`, with that of attention for heads of
+/// `dim` elements. None unless the dtype is `f32` or `bf16`.
+pub fn sources(dtype: DType, dim: usize) -> Vec<&'static Source> {
+    let pairs = [&ACTIVATION, &COLUMNS, &ELEMENTWISE, &EMBEDDING, &NORM, &PAGED, &ROTARY, &SOFTMAX];
+    let all = pairs.into_iter().chain(attention::source(dim));
+    all.filter_map(|pair| pair.of(dtype)).collect()
 }
 
 /// The place of a result. Its old values are overwritten, unless it is made by [`add_to`].
