@@ -1,4 +1,4 @@
-//! Copies values between the views of a kernel and candle's tensors in host memory.
+//! Copies values between the views of a kernel and candle's tensors, in host memory or on a device.
 
 use candle_core::{
     CpuStorage, DType as CandleType, Device, InplaceOp1, Layout, Storage, Tensor, Var, WithDType,
@@ -7,6 +7,11 @@ use half::{bf16, f16};
 use mpmd_core::kernel::{View, ViewMut};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::{DType, Element, ShapedArray};
+
+use crate::cuda::OnCuda;
+
+/// The CUDA device of a pass; `None` for a pass on the host.
+pub(crate) type Place<'a> = Option<&'a OnCuda<'a>>;
 
 /// Runs `$then` with `$type` as the element type of arrays of dtype `$dtype`. Returns an error for
 /// dtypes that candle lacks.
@@ -69,7 +74,10 @@ pub(crate) fn aval_of(tensor: &Tensor) -> Result<ShapedArray> {
 }
 
 /// Returns a tensor with a copy of the view's values.
-pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
+pub(crate) fn tensor_of(view: &View<'_>, place: Place<'_>) -> Result<Tensor> {
+    if let Some(on) = place {
+        return on.tensor_of(view, false);
+    }
     with_type!(view.global().dtype(), T => {
         let values = view.as_slice::<T>()?;
         Tensor::from_slice(values, view.shape(), &Device::Cpu).map_err(refused)
@@ -77,8 +85,16 @@ pub(crate) fn tensor_of(view: &View<'_>) -> Result<Tensor> {
 }
 
 /// Returns a tensor of dtype `dtype` with the view's values; a variable if it is `trainable`.
-pub(crate) fn tensor_in(view: &View<'_>, dtype: DType, trainable: bool) -> Result<Tensor> {
-    let tensor = tensor_of(view)?.to_dtype(candle_type(dtype)?).map_err(refused)?;
+pub(crate) fn tensor_in(
+    view: &View<'_>,
+    dtype: DType,
+    trainable: bool,
+    place: Place<'_>,
+) -> Result<Tensor> {
+    if let Some(on) = place.filter(|_| dtype == view.global().dtype()) {
+        return on.tensor_of(view, trainable);
+    }
+    let tensor = tensor_of(view, place)?.to_dtype(candle_type(dtype)?).map_err(refused)?;
     match trainable {
         true => Ok(Var::from_tensor(&tensor).map_err(refused)?.into_inner()),
         false => Ok(tensor),
@@ -96,13 +112,17 @@ pub(crate) fn zeros(aval: &ShapedArray, trainable: bool) -> Result<Tensor> {
 }
 
 /// Copies the values of a gradient to the view, which may be of another float type.
-pub(crate) fn write_gradient(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+pub(crate) fn write_gradient(
+    tensor: &Tensor,
+    view: &mut ViewMut<'_>,
+    place: Place<'_>,
+) -> Result<()> {
     let dtype = candle_type(view.global().dtype())?;
-    write(&tensor.to_dtype(dtype).map_err(refused)?, view)
+    write(&tensor.to_dtype(dtype).map_err(refused)?, view, place)
 }
 
 /// Copies the tensor's values to the view. They must have the same shape and dtype.
-pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
     let found = aval_of(tensor)?;
     if found.shape() != view.shape() || found.dtype() != view.global().dtype() {
         let expected = ShapedArray::try_new(view.shape(), view.global().dtype())?;
@@ -110,6 +130,9 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
             "the model returned {found}, and {expected} was declared or found by its probe: its \
              output shape may depend on its inputs' shapes only"
         )));
+    }
+    if let Some(on) = place {
+        return on.write(tensor, view);
     }
     with_type!(found.dtype(), T => {
         read(tensor, |values: &[T]| {
@@ -120,8 +143,11 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
 
 /// Adds the tensor's values to those of the view, which have the same shape and may be of another
 /// float type.
-pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>) -> Result<()> {
+pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
     let tensor = &tensor.to_dtype(candle_type(view.global().dtype())?).map_err(refused)?;
+    if let Some(on) = place {
+        return on.add(tensor, view);
+    }
     macro_rules! add {
         ($type:ty, $sum:expr) => {
             read(tensor, |values: &[$type]| {
@@ -157,14 +183,14 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
 
 /// Overwrites the values of a tensor, which may be a variable, with those of the view. They are
 /// converted to the tensor's dtype.
-pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>) -> Result<()> {
+pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Result<()> {
     let dtype = array_type(tensor.dtype())?;
     if dtype != view.global().dtype() {
-        let converted = tensor_in(view, dtype, false)?;
-        return with_type!(dtype, T => {
-            let written = read(&converted, |values: &[T]| tensor.inplace_op1(&Overwrite(values)))?;
-            written.map_err(refused)
-        });
+        let converted = tensor_in(view, dtype, false, place)?;
+        return tensor.slice_set(&converted, 0, 0).map_err(refused);
+    }
+    if let Some(on) = place {
+        return on.refresh(tensor, view);
     }
     with_type!(dtype, T => {
         let values = view.as_slice::<T>()?;

@@ -1,12 +1,15 @@
 //! Collectives of a stage as operations of candle, with gradients.
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail,
+};
 use mpmd_core::Error;
 use mpmd_core::kernel::Signature;
 use mpmd_layout::aval::f32s;
 use mpmd_layout::topology::Mesh;
 use serde::{Deserialize, Serialize};
 
+use crate::cuda;
 use crate::exchange::Exchange;
 use crate::pass;
 
@@ -189,7 +192,7 @@ fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
 
 /// The forward pass of a collective.
 #[derive(Clone, Copy, Debug)]
-enum Step {
+pub(crate) enum Step {
     Sum,
     Same,
     /// Adds up in the order of a binary tree over the devices.
@@ -210,6 +213,27 @@ struct Collective {
 }
 
 impl Step {
+    /// Returns the shape of the result for `size` devices.
+    ///
+    /// # Errors
+    ///
+    /// If the devices do not divide the first dimension.
+    pub(crate) fn shape(self, dims: &[usize], axis: &str, size: usize) -> mpmd_core::Result<Shape> {
+        let mut dims = dims.to_vec();
+        match self {
+            Self::Same | Self::SameOfTree | Self::Sum | Self::TreeSum => {}
+            Self::Gather | Self::Join => dims[0] *= size,
+            Self::Scatter | Self::Part if dims[0].is_multiple_of(size) => dims[0] /= size,
+            Self::Scatter | Self::Part => {
+                return Err(Error::kernel(format!(
+                    "{size} devices along axis {axis:?} do not divide a dimension of {}",
+                    dims[0]
+                )));
+            }
+        }
+        Ok(Shape::from(dims))
+    }
+
     fn gradient(self) -> Self {
         match self {
             Self::Sum => Self::Same,
@@ -233,47 +257,26 @@ impl Collective {
         dims: &[usize],
     ) -> mpmd_core::Result<(Vec<f32>, Shape)> {
         let axis = &self.axis;
-        let mut dims = dims.to_vec();
         let size = exchange.size(axis)?;
-        let out = match self.step {
-            Step::Same | Step::SameOfTree => values.to_vec(),
-            Step::Sum => {
-                let mut sum = values.to_vec();
-                exchange.all_reduce(axis, &mut sum)?;
-                sum
-            }
-            Step::TreeSum => {
-                let mut sum = values.to_vec();
-                exchange.tree_sum(axis, &mut sum)?;
-                sum
-            }
-            Step::Gather | Step::Join => {
-                dims[0] *= size;
-                let mut all = vec![0.0; values.len() * size];
-                exchange.all_gather(axis, values, &mut all)?;
-                all
-            }
-            Step::Scatter | Step::Part => {
-                if !dims[0].is_multiple_of(size) {
-                    return Err(Error::kernel(format!(
-                        "{size} devices along axis {axis:?} do not divide a dimension of {}",
-                        dims[0]
-                    )));
-                }
-                dims[0] /= size;
-                let len = values.len() / size;
-                if let Step::Part = self.step {
-                    return Ok((
-                        values[exchange.index(axis)? * len..][..len].to_vec(),
-                        dims.into(),
-                    ));
-                }
-                let mut part = vec![0.0; len];
-                exchange.reduce_scatter(axis, values, &mut part)?;
-                part
+        let shape = self.step.shape(dims, axis, size)?;
+        let mut out = match self.step {
+            Step::Same | Step::SameOfTree | Step::Sum | Step::TreeSum => values.to_vec(),
+            Step::Gather | Step::Join | Step::Scatter | Step::Part => {
+                vec![0.0; shape.elem_count()]
             }
         };
-        Ok((out, Shape::from(dims)))
+        match self.step {
+            Step::Same | Step::SameOfTree => {}
+            Step::Sum => exchange.all_reduce(axis, &mut out)?,
+            Step::TreeSum => exchange.tree_sum(axis, &mut out)?,
+            Step::Gather | Step::Join => exchange.all_gather(axis, values, &mut out)?,
+            Step::Scatter => exchange.reduce_scatter(axis, values, &mut out)?,
+            Step::Part => {
+                let len = out.len();
+                out.copy_from_slice(&values[exchange.index(axis)? * len..][..len]);
+            }
+        }
+        Ok((out, shape))
     }
 }
 
@@ -305,6 +308,10 @@ impl CustomOp1 for Collective {
             }
             None => bail!("{} outside of a stage", self.name()),
         }
+    }
+
+    fn cuda_fwd(&self, values: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        cuda::collective((&self.axis, self.step), values, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

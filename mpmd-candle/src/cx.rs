@@ -8,7 +8,7 @@ use mpmd_core::kernel::View;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
 
-use crate::bridge;
+use crate::bridge::{self, Place};
 use crate::collectives;
 use crate::pass;
 
@@ -19,6 +19,8 @@ pub struct Cx<'a> {
     pub(crate) side: Side<'a>,
     /// The stage's state. `None` in a probe, and if the stage has none.
     pub(crate) state: Option<View<'a>>,
+    /// The CUDA device of the pass.
+    pub(crate) place: Place<'a>,
 }
 
 /// The side inputs of a microbatch, by name.
@@ -41,7 +43,9 @@ impl Cx<'_> {
     /// If the microbatch has no side input of this name for the stage.
     pub fn side(&self, name: &str) -> Result<Tensor> {
         let found = match &self.side {
-            Side::Values(values) => values.get(name).map(bridge::tensor_of),
+            Side::Values(values) => {
+                values.get(name).map(|view| bridge::tensor_of(view, self.place))
+            }
             Side::Shapes(shapes) => shapes.get(name).map(|aval| bridge::zeros(aval, false)),
         };
         match found {

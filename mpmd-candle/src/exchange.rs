@@ -1,6 +1,10 @@
 //! The collectives that operations of a model call: those of the device, or of a probe.
 
+#[cfg(feature = "cuda")]
+use mpmd_core::Error;
 use mpmd_core::Result;
+#[cfg(feature = "cuda")]
+use mpmd_core::cuda::Part;
 use mpmd_core::kernel::Context;
 
 /// The collectives of the device on which a pass runs.
@@ -24,6 +28,22 @@ pub(crate) trait Exchange {
     fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> Result<()>;
     /// Fills `out` with this device's part of the sum.
     fn reduce_scatter(&mut self, axis: &str, values: &[f32], out: &mut [f32]) -> Result<()>;
+    /// Does the same as these with values on the CUDA device of a kernel, by work that is only
+    /// issued. The sum over the axis replaces the values of `to`.
+    #[cfg(feature = "cuda")]
+    fn on_cuda(&mut self, axis: &str, way: Way, from: Part<'_>, to: Part<'_>) -> Result<()> {
+        let _ = (axis, way, from, to);
+        Err(Error::kernel("collectives on CUDA devices are for kernels"))
+    }
+}
+
+/// A collective of values on CUDA devices.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Way {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
 }
 
 /// Adds up rows of `len` elements into the first one: adds the sums of both halves of the rows.
@@ -56,5 +76,14 @@ impl Exchange for Context<'_> {
 
     fn reduce_scatter(&mut self, axis: &str, values: &[f32], out: &mut [f32]) -> Result<()> {
         Context::reduce_scatter(self, axis, values, out)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_cuda(&mut self, axis: &str, way: Way, from: Part<'_>, to: Part<'_>) -> Result<()> {
+        match way {
+            Way::AllReduce => self.all_reduce_on_cuda(axis, to),
+            Way::AllGather => self.all_gather_on_cuda(axis, from, to),
+            Way::ReduceScatter => self.reduce_scatter_on_cuda(axis, from, to),
+        }
     }
 }

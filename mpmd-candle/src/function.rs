@@ -12,7 +12,8 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Structure, Tree};
 
-use crate::bridge;
+use crate::bridge::{self, Place};
+use crate::cuda::OnCuda;
 use crate::form::Form;
 use crate::tensors::{Tensors, Value, Values};
 use crate::threads;
@@ -210,9 +211,16 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
     }
 
     fn run(&self, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
+        self.run_at(None, x, y)
+    }
+}
+
+impl<A: 'static, F: Call<A>> Work<F, A> {
+    /// Runs the function at a place that has the values.
+    fn run_at(&self, place: Place<'_>, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
         threads::enter_pool();
         let structure = x.structure();
-        let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view).map(Value));
+        let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view, place).map(Value));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
         let out = self.f.call(Tree::from_leaves(&structure, tensors)?).map_err(bridge::refused)?;
         if out.structure() != y.structure() {
@@ -221,7 +229,7 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
         let values = out.into_leaves().into_iter();
         values
             .zip(y.into_leaves())
-            .try_for_each(|(value, mut view)| bridge::write(&value.0, &mut view))
+            .try_for_each(|(value, mut view)| bridge::write(&value.0, &mut view, place))
     }
 }
 
@@ -239,7 +247,10 @@ impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
         x: Views<'_, F::In>,
         y: ViewsMut<'_, F::Out>,
     ) -> Result<()> {
-        self.0.run(cx, x, y)
+        match OnCuda::enter(cx)? {
+            Some(on) => self.0.work().run_at(Some(&on), x, y),
+            None => self.0.run(cx, x, y),
+        }
     }
 
     fn name(&self) -> &str {

@@ -9,6 +9,8 @@ extern crate mpmd_core as mpmd;
 
 mod bridge;
 mod collectives;
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
+mod cuda;
 mod cx;
 mod exchange;
 mod form;

@@ -45,7 +45,12 @@ pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> R
 /// Returns a `VarBuilder` that gives a constructor these tensors by path. Their shapes may differ
 /// from those asked for: they are a device's parts of parameters.
 pub fn parts_builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Given(tensors)), DType::F32, Device::Cpu)
+    builder(tensors, &Device::Cpu)
+}
+
+/// Does the same as [`parts_builder`] for parameters on `device`.
+pub(crate) fn builder(tensors: BTreeMap<String, Tensor>, device: &Device) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(Given(tensors)), DType::F32, device.clone())
 }
 
 struct Recorder(Arc<Mutex<Params>>);

@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use candle_core::{Device, Result, Tensor, TensorId, bail};
 use mpmd_layout::random::Key;
 
+use crate::cuda::{DeviceGradient, OnCuda};
 use crate::exchange::Exchange;
 
 /// The state of a running pass that layers use.
@@ -20,13 +21,21 @@ pub(crate) struct Pass<'a> {
     /// The number of keys that layers have drawn so far.
     pub(crate) draws: u64,
     /// The gradient of each trainable parameter, by the id of its `Var`.
-    pub(crate) gradients: HashMap<TensorId, &'a mut [f32]>,
+    pub(crate) gradients: HashMap<TensorId, Gradient<'a>>,
     /// The weight gradients to compute later; `None` if they are computed at once.
     pub(crate) deferred: Option<Vec<Deferred>>,
     /// The bytes that custom operations keep for the backward pass, beside tensors of the graph.
     pub(crate) kept_bytes: u64,
     /// The collectives of the device.
     pub(crate) exchange: Option<&'a mut dyn Exchange>,
+    /// The CUDA device; `None` for a pass on the host.
+    pub(crate) cuda: Option<&'a OnCuda<'a>>,
+}
+
+/// The gradient of a parameter, row-major, that layers add to.
+pub(crate) enum Gradient<'a> {
+    Host(&'a mut [f32]),
+    Cuda(DeviceGradient<'a>),
 }
 
 /// A weight gradient that is to be computed later.
@@ -35,8 +44,8 @@ pub(crate) struct Deferred {
     pub(crate) add: AddGradient,
 }
 
-/// Adds the gradient of one use of a weight to its gradient, row-major.
-pub(crate) type AddGradient = Box<dyn FnOnce(&mut [f32]) -> Result<()> + Send>;
+/// Adds the gradient of one use of a weight to its gradient.
+pub(crate) type AddGradient = Box<dyn FnOnce(&mut Gradient<'_>) -> Result<()> + Send>;
 
 thread_local! {
     static PASS: Cell<Option<NonNull<Pass<'static>>>> = const { Cell::new(None) };
@@ -82,27 +91,68 @@ pub(crate) fn weight_gradient(
     weight: &Tensor,
     add: impl FnOnce(&mut [f32]) -> Result<()> + Send + 'static,
 ) -> Result<Option<Tensor>> {
+    let Some(add) = give(weight, move |into| match into {
+        Gradient::Host(into) => add(into),
+        Gradient::Cuda(_) => bail!("a layer on the CPU in a pass on a CUDA device"),
+    })?
+    else {
+        return Ok(None);
+    };
+    let mut gradient = vec![0.0f32; weight.elem_count()];
+    add(&mut Gradient::Host(&mut gradient))?;
+    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?.to_dtype(weight.dtype()).map(Some)
+}
+
+/// Does the same as [`weight_gradient`] for a weight on a CUDA device.
+///
+/// # Errors
+///
+/// As `add`.
+#[cfg(feature = "cuda")]
+pub(crate) fn device_gradient(
+    weight: &Tensor,
+    add: impl FnOnce(&mut DeviceGradient<'_>) -> Result<()> + Send + 'static,
+) -> Result<Option<Tensor>> {
+    let Some(add) = give(weight, move |into| match into {
+        Gradient::Host(_) => bail!("a layer on a CUDA device in a pass on the CPU"),
+        Gradient::Cuda(into) => add(into),
+    })?
+    else {
+        return Ok(None);
+    };
+    let mut into = Gradient::Cuda(DeviceGradient::Tensor(None, weight.shape().clone()));
+    add(&mut into)?;
+    match into {
+        Gradient::Cuda(DeviceGradient::Tensor(Some(sum), _)) => {
+            sum.to_dtype(weight.dtype()).map(Some)
+        }
+        _ => weight.zeros_like().map(Some),
+    }
+}
+
+/// Has the pass take the gradient of one use of `weight`, at once or later. Returns `add` if no
+/// pass takes it. Returns `None` too if `weight` needs no gradient.
+fn give<F>(weight: &Tensor, add: F) -> Result<Option<F>>
+where
+    F: FnOnce(&mut Gradient<'_>) -> Result<()> + Send + 'static,
+{
     if !weight.track_op() {
         return Ok(None);
     }
-    let rest = with(|pass| {
-        let Some(pass) = pass else { return Some(Ok(add)) };
+    with(|pass| {
+        let Some(pass) = pass else { return Ok(Some(add)) };
         let id = weight.id();
         if let Some(deferred) = &mut pass.deferred
             && pass.gradients.contains_key(&id)
         {
             deferred.push(Deferred { weight: id, add: Box::new(add) });
-            return None;
+            return Ok(None);
         }
         match pass.gradients.get_mut(&id) {
-            None => Some(Ok(add)),
-            Some(gradient) => add(gradient).err().map(Err),
+            None => Ok(Some(add)),
+            Some(gradient) => add(gradient).map(|()| None),
         }
-    });
-    let Some(add) = rest.transpose()? else { return Ok(None) };
-    let mut gradient = vec![0.0f32; weight.elem_count()];
-    add(&mut gradient)?;
-    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?.to_dtype(weight.dtype()).map(Some)
+    })
 }
 
 /// Returns the random key of the next call of a layer. The calls of a pass are counted, so a second
@@ -138,6 +188,26 @@ pub(crate) fn keeps(bytes: u64) {
 pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option<R> {
     with(|pass| match pass {
         Some(Pass { exchange: Some(exchange), .. }) => Some(f(&mut **exchange)),
+        _ => None,
+    })
+}
+
+/// Calls `f` with the CUDA device of the pass. Returns `None` outside of a pass on one.
+#[cfg(feature = "cuda")]
+pub(crate) fn with_cuda<R>(f: impl FnOnce(&OnCuda<'_>) -> R) -> Option<R> {
+    with(|pass| pass.and_then(|pass| pass.cuda).map(f))
+}
+
+/// Calls `f` with the CUDA device and the collectives of the pass. Returns `None` outside of a pass
+/// on such a device.
+#[cfg(feature = "cuda")]
+pub(crate) fn with_cuda_exchange<R>(
+    f: impl FnOnce(&OnCuda<'_>, &mut dyn Exchange) -> R,
+) -> Option<R> {
+    with(|pass| match pass {
+        Some(Pass { cuda: Some(cuda), exchange: Some(exchange), .. }) => {
+            Some(f(cuda, &mut **exchange))
+        }
         _ => None,
     })
 }

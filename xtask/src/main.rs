@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod candle_cuda;
 mod captured;
 mod commands;
 mod explore;
@@ -50,6 +51,10 @@ xtask gpu --prebuilt FOLDER [--software] [--stage NAME,...] [--limit SECONDS]
                              runs the stages there, without cargo; results in $OUT, else \
 FOLDER/out
 xtask gpu --list             the stages and their limits
+cargo xtask candle-cuda [ARGUMENTS OF cargo test]
+                             candle on CUDA devices: builds it with the tests' own CUDA, and runs its tests there
+cargo xtask candle-cuda --real
+                             builds train_gpt with it by the machine's CUDA toolkit (CUDA_HOME, CUDA_COMPUTE_CAP)
 cargo xtask bench [--against REV] [--pairs N] [--only NAME,...] [--list]
                   [--json FILE] [--at-most RATIO] [--record]
                              a fixed set of measurements; with REV in turns with those of that \
@@ -88,6 +93,9 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             }
         },
+        ["candle-cuda", ref rest @ ..] => {
+            root().and_then(|root| candle_cuda::candle_cuda(root, rest))
+        }
         ["bench", ref rest @ ..] => match bench::Options::parse(rest) {
             Ok(options) => return ended(root().and_then(|root| bench::bench(root, &options))),
             Err(why) => {

@@ -7,6 +7,7 @@ use candle_nn::Module;
 pub use candle_nn::activation::{PReLU, prelu};
 
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
+use crate::cuda;
 use mpmd_device::cpu::lanes::exp;
 
 /// The kernels' functions and slopes beyond this number are those of infinity.
@@ -80,6 +81,9 @@ impl Module for Activation {
 ///
 /// If candle fails.
 pub fn gelu(xs: &Tensor) -> Result<Tensor> {
+    if let Some(y) = cuda::activate(xs, Curve::Gelu) {
+        return y;
+    }
     match are_fast(&[xs]) {
         true => xs.contiguous()?.apply_op1(Curve::Gelu),
         false => bounded(xs, 1e3, Tensor::gelu),
@@ -92,6 +96,9 @@ pub fn gelu(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
+    if let Some(y) = cuda::activate(xs, Curve::GeluErf) {
+        return y;
+    }
     match are_fast(&[xs]) {
         true => xs.contiguous()?.apply_op1(Curve::GeluErf),
         false => bounded(xs, 1e3, Tensor::gelu_erf),
@@ -104,6 +111,9 @@ pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn silu(xs: &Tensor) -> Result<Tensor> {
+    if let Some(y) = cuda::activate(xs, Curve::Silu) {
+        return y;
+    }
     match are_fast(&[xs]) {
         true => xs.contiguous()?.apply_op1(Curve::Silu),
         false => bounded(xs, 1e3, Tensor::silu),
@@ -157,7 +167,7 @@ impl Activation {
 
 /// A function of one number with a kernel.
 #[derive(Clone, Copy)]
-pub(super) enum Curve {
+pub(crate) enum Curve {
     Gelu,
     GeluErf,
     Silu,

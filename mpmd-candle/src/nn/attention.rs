@@ -15,6 +15,7 @@ use rayon::prelude::*;
 
 use super::softmax::softmax;
 use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
+use crate::cuda;
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::keeps;
 use mpmd_device::cpu::lanes;
@@ -72,7 +73,15 @@ pub fn capped_attention(
     let (mask, sight) = match mask {
         Mask::None => (None, Sight::All),
         Mask::Causal => (None, Sight::Causal),
-        Mask::CausalFrom(first) => (None, Sight::From(first_keys(&first, Sizes::of(q, k, v)?)?)),
+        Mask::CausalFrom(first) => {
+            let sizes = Sizes::of(q, k, v)?;
+            check_first_keys(&first, sizes)?;
+            let sight = cuda::Sight::From(first.clone());
+            if let Some(y) = cuda::attention([q, k, v], sight, scale, cap) {
+                return y;
+            }
+            (None, Sight::From(first_keys(&first, sizes)?))
+        }
         Mask::Additive(mask) => (Some(mask), Sight::All),
     };
     attend(q, k, v, (mask.as_ref(), sight), scale, cap)
@@ -96,6 +105,11 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
         );
     }
     let dim = columns / (3 * heads);
+    if let (Mask::None | Mask::Causal, is_causal) = (&mask, matches!(mask, Mask::Causal))
+        && let Some(y) = cuda::self_attention(qkv, heads, is_causal, scale)
+    {
+        return y;
+    }
     let parts = qkv.reshape((batch, time, heads, 3, dim))?.permute((3, 0, 2, 1, 4))?;
     let sight = match mask {
         Mask::None => Some(Sight::All),
@@ -137,15 +151,21 @@ impl Sight {
     }
 }
 
-/// Returns the first key of each query, for each sequence.
-fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
-    let Sizes { batch, queries, keys, .. } = sizes;
+/// Returns an error if the tensor has not a first key for each query.
+fn check_first_keys(first: &Tensor, sizes: Sizes) -> Result<()> {
+    let Sizes { batch, queries, .. } = sizes;
     if first.dtype() != DType::U32
         || !matches!(*first.dims(), [n, q] if q == queries && (n == batch || n == 1))
     {
         let (dims, dtype) = (first.dims(), first.dtype());
         bail!("attention with first keys {dtype:?} {dims:?}: expected U32 {:?}", [batch, queries]);
     }
+    Ok(())
+}
+
+/// Returns the first key of each query, for each sequence.
+fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
+    let Sizes { batch, queries, keys, .. } = sizes;
     let first = first.broadcast_as((batch, queries))?.flatten_all()?.to_vec1::<u32>()?;
     for (at, first) in first.iter().enumerate() {
         let own = (keys + at % queries).checked_sub(queries);
@@ -175,6 +195,17 @@ pub(super) fn attend(
     }
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
     let mask = mask.map(|mask| single(mask)?.broadcast_as(scores)).transpose()?;
+    let on_cuda = match (&mask, &sight) {
+        (None, Sight::All) => Some(cuda::Sight::All),
+        (None, Sight::Causal) => Some(cuda::Sight::Causal),
+        (Some(mask), Sight::All) if !mask.track_op() && mask.stride()[3] == 1 => {
+            Some(cuda::Sight::Additive(mask.clone()))
+        }
+        _ => None,
+    };
+    if let Some(y) = on_cuda.and_then(|sight| cuda::attention([q, k, v], sight, scale, cap)) {
+        return y;
+    }
     let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
     if !is_plain || cap != 1.0 || !are_fast(&[q, k, v]) {
         return compose(q, k, v, (mask, sight), scale, cap, sizes);

@@ -4,6 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, b
 use candle_nn::{Init, Module, VarBuilder};
 
 use super::values::{are_fast, in_layer, name_of, offsets, values};
+use crate::cuda;
 use crate::pass::{keeps, weight_gradient};
 
 /// A table with a row for each index.
@@ -38,6 +39,9 @@ impl Embedding {
         let mut shape = indexes.dims().to_vec();
         shape.push(width);
         let table = self.embeddings.contiguous()?;
+        if let Some(rows) = cuda::embedding(&table, indexes, &shape) {
+            return rows;
+        }
         if !are_fast(&[&table]) {
             return table.index_select(&indexes.flatten_all()?, 0)?.reshape(shape);
         }

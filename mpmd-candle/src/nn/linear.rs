@@ -10,6 +10,7 @@ use super::values::{
     are_fast, bias_gradient, in_layer, name_of, result, single, slice, tensor_like, values,
 };
 use crate::collectives;
+use crate::cuda;
 use crate::cx::Cx;
 use crate::matmul::{Matrix, multiply};
 use crate::pass::{keeps, weight_gradient};
@@ -57,6 +58,7 @@ impl Linear {
         let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
         match &self.bias {
             None => Ok(y),
+            Some(bias) if cuda::are_on_cuda(&[&y, bias]) => cuda::add_bias(&y, bias),
             Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
             Some(bias) => single(&y)?.broadcast_add(&single(bias)?)?.to_dtype(y.dtype()),
         }
@@ -69,6 +71,12 @@ impl Linear {
     ///
     /// As `forward`.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
+        if let (Some(curve), Some(bias)) = (activation.curve(), &self.bias)
+            && let Ok(shape) = self.shape(x)
+            && let Some(y) = cuda::activated([x, &self.weight, bias], curve, &shape)
+        {
+            return in_layer(self.name.as_deref(), y);
+        }
         let fast = self.bias.as_ref().filter(|bias| are_fast(&[x, &self.weight, bias]));
         let (Some(curve), Some(bias)) = (activation.curve(), fast) else {
             return activation.forward(&self.forward(x)?);
@@ -106,6 +114,9 @@ impl Linear {
         let x = x.contiguous()?;
         let weight = self.weight.contiguous()?;
         let bias = self.bias.as_ref().map(Tensor::contiguous).transpose()?;
+        if let Some(y) = cuda::linear(&x, &weight, bias.as_ref(), &shape) {
+            return y;
+        }
         if are_fast(&[&x, &weight]) && bias.as_ref().is_none_or(|bias| are_fast(&[bias])) {
             return match &bias {
                 None => x.apply_op2(&weight, Product(shape)),

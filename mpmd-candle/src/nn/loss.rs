@@ -8,6 +8,7 @@ use super::attention::Normalizer;
 use super::embedding::indices;
 use super::softmax::log_softmax;
 use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
+use crate::cuda;
 use crate::pass::keeps;
 use mpmd_device::cpu::lanes;
 
@@ -21,7 +22,10 @@ pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     if inp.rank() != 2 {
         bail!("cross_entropy: the logits are {:?}: expected [rows, classes]", inp.dims());
     }
-    let (sum, rows) = total(inp, target, None)?;
+    let (sum, rows) = match on_cuda(inp, target, None)? {
+        Some((sum, _)) => (sum, target.elem_count() as f64),
+        None => total(inp, target, None)?,
+    };
     (sum / rows)?.to_dtype(inp.dtype())
 }
 
@@ -82,13 +86,25 @@ pub fn cross_entropy_sum(
     targets: &Tensor,
     weights: Option<&Tensor>,
 ) -> Result<(Tensor, Tensor)> {
+    if let Some(done) = on_cuda(logits, targets, weights)? {
+        return Ok(done);
+    }
     let (sum, weight) = total(logits, targets, weights)?;
     Ok((sum.to_dtype(DType::F32)?, Tensor::new(weight as f32, logits.device())?))
 }
 
-/// Returns the sum of the weighted losses, f64 for logits of that type and else f32, and the sum of
-/// the weights.
-fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<(Tensor, f64)> {
+/// Computes what [`cross_entropy_sum`] does on a CUDA device. `None` if the tensors are on none.
+fn on_cuda(
+    logits: &Tensor,
+    targets: &Tensor,
+    weights: Option<&Tensor>,
+) -> Result<Option<(Tensor, Tensor)>> {
+    check(logits, targets, weights)?;
+    cuda::cross_entropy(logits, targets, weights).transpose()
+}
+
+/// Returns the number of classes, or an error if the shapes do not fit each other.
+fn check(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<usize> {
     let Some((&classes, rows)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits have no dimension: expected [..., classes]");
     };
@@ -101,6 +117,13 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
             weights.map(Tensor::dims)
         );
     }
+    Ok(classes)
+}
+
+/// Returns the sum of the weighted losses, f64 for logits of that type and else f32, and the sum of
+/// the weights.
+fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<(Tensor, f64)> {
+    let classes = check(logits, targets, weights)?;
     let mut targets = indices(targets)?;
     let weights = match weights {
         None => vec![1.0; targets.len()],

@@ -6,6 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
 use super::values::{
     Values, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
 };
+use crate::cuda;
 use mpmd_device::cpu::lanes;
 
 /// Computes the softmax along dimension `dim`.
@@ -47,6 +48,11 @@ fn along(
 ) -> Result<Tensor> {
     if xs.elem_count() == 0 {
         return Ok(xs.clone());
+    }
+    if dim + 1 == xs.rank()
+        && let Some(y) = cuda::softmax(xs, rows.is_log)
+    {
+        return y;
     }
     if are_fast(&[xs]) && dim + 1 == xs.rank() {
         return xs.contiguous()?.apply_op1(rows);

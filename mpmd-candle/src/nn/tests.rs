@@ -7,7 +7,7 @@ use mpmd_layout::random::Key;
 use super::{
     Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention, self_attention,
 };
-use crate::pass::{Pass, enter};
+use crate::pass::{Gradient, Pass, enter};
 
 fn pass(key: Option<Key>) -> Pass<'static> {
     Pass { key, ..Pass::default() }
@@ -60,7 +60,7 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
             weights.iter().map(|weight| vec![0.0; weight.elem_count()]).collect();
         let ids = weights.iter().map(Tensor::id);
         let mut pass = Pass {
-            gradients: ids.zip(slices.iter_mut().map(Vec::as_mut_slice)).collect(),
+            gradients: ids.zip(slices.iter_mut().map(|slice| Gradient::Host(slice))).collect(),
             deferred: is_deferred.then(Vec::new),
             ..Pass::default()
         };
@@ -71,7 +71,8 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
         assert_eq!(kept_bytes, 4 * (8 + 2 * 24 + 4 * 8));
         let mut gradients = gradients;
         if let Some(deferred) = deferred {
-            assert!(gradients.values().all(|gradient| gradient.iter().all(|x| *x == 0.0)));
+            let is_zero = |gradient: &Gradient<'_>| matches!(gradient, Gradient::Host(values) if values.iter().all(|x| *x == 0.0));
+            assert!(gradients.values().all(is_zero));
             // Another thread computes them.
             std::thread::scope(|scope| {
                 scope.spawn(|| {

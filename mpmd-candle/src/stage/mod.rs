@@ -15,6 +15,7 @@ use std::panic::Location;
 use candle_nn::VarBuilder;
 use fancy_regex::Regex;
 use mpmd_base::block::Mutex;
+use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::{
     Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
@@ -327,11 +328,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
 
     fn prepare(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         params: BTreeMap<String, View<'_>>,
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()> {
-        self.run_prepare(&params, prepared)
+        self.run_prepare(cx, &params, prepared)
     }
 
     /// The model gets parameters and inputs that are f32 in this dtype; side inputs stay as they
@@ -357,7 +358,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn computes_on_host(&self) -> bool {
-        true
+        cfg!(not(feature = "cuda"))
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        let dtypes = self.params.values().map(|(aval, _)| aval.dtype());
+        crate::cuda::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]))
     }
 
     fn draws_random(&self) -> bool {

@@ -4,15 +4,17 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use candle_core::{Tensor, TensorId};
-use mpmd_core::kernel::{View, ViewMut};
+use candle_core::{Device, Tensor, TensorId};
+use mpmd_core::kernel::{Context, View, ViewMut};
 use mpmd_core::pipeline::{Stage, StageContext};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::DType;
 
 use super::CandleStage;
-use crate::bridge;
+use crate::bridge::{self, Place};
+use crate::cuda::OnCuda;
 use crate::params;
+use crate::pass::Gradient;
 use crate::tensors::Tensors;
 use crate::threads;
 
@@ -33,6 +35,7 @@ pub(super) struct Models<M> {
 
 /// The parameters as tensors, in the order of their paths. Trainable ones are variables.
 pub(super) struct Weights {
+    device: Device,
     tensors: BTreeMap<String, Tensor>,
     places: HashMap<TensorId, usize>,
     /// For each parameter, true if it has an f32 gradient, to which layers can add.
@@ -41,7 +44,7 @@ pub(super) struct Weights {
 
 impl Weights {
     /// `tensors` have (dtype of the array, tensor) of each parameter.
-    pub(super) fn new(tensors: BTreeMap<String, (DType, Tensor)>) -> Self {
+    pub(super) fn new(device: Device, tensors: BTreeMap<String, (DType, Tensor)>) -> Self {
         let singles = tensors.values();
         let singles =
             singles.map(|(dtype, tensor)| *dtype == DType::F32 && tensor.is_variable()).collect();
@@ -49,7 +52,7 @@ impl Weights {
             tensors.into_iter().map(|(path, (_, tensor))| (path, tensor)).collect();
         let places = tensors.values().enumerate();
         let places = places.map(|(place, tensor)| (tensor.id(), place)).collect();
-        Self { tensors, places, singles }
+        Self { device, tensors, places, singles }
     }
 
     /// Returns the parameters with f32 gradients.
@@ -72,15 +75,16 @@ impl Weights {
     ///
     /// # Errors
     ///
-    /// If a gradient is not in host memory.
+    /// If a gradient is not in the memory of `place`.
     pub(super) fn gradients<'v>(
         &self,
         views: &'v mut [ViewMut<'_>],
-    ) -> Result<HashMap<TensorId, &'v mut [f32]>> {
+        place: Place<'v>,
+    ) -> Result<HashMap<TensorId, Gradient<'v>>> {
         let mut gradients = HashMap::with_capacity(views.len());
         for ((tensor, single), view) in self.tensors.values().zip(&self.singles).zip(views) {
             if *single {
-                gradients.insert(tensor.id(), view.as_mut_slice::<f32>()?);
+                gradients.insert(tensor.id(), gradient(view, place)?);
             }
         }
         Ok(gradients)
@@ -90,6 +94,14 @@ impl Weights {
     fn detached(&self) -> BTreeMap<String, Tensor> {
         self.tensors.iter().map(|(path, tensor)| (path.clone(), tensor.detach())).collect()
     }
+}
+
+/// Returns an output of f32 as the gradient of a parameter.
+pub(super) fn gradient<'v>(view: &'v mut ViewMut<'_>, place: Place<'v>) -> Result<Gradient<'v>> {
+    Ok(match place {
+        Some(on) => Gradient::Cuda(on.gradient(view)),
+        None => Gradient::Host(view.as_mut_slice::<f32>()?),
+    })
 }
 
 impl<M> Models<M> {
@@ -103,25 +115,28 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Makes the variables of a device and the model over them, or updates them in place.
     pub(super) fn run_prepare(
         &self,
+        cx: &Context<'_>,
         params: &BTreeMap<String, View<'_>>,
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()> {
+        let on = OnCuda::enter(cx)?;
+        let on = on.as_ref();
         let before = prepared.take().and_then(|before| before.downcast::<Prepared<M>>().ok());
         let weights = match before.and_then(|before| before.models) {
             Some(Models { weights, .. }) => {
                 for ((_, tensor), view) in weights.iter().zip(params.values()) {
-                    bridge::refresh(tensor, view)?;
+                    bridge::refresh(tensor, view, on)?;
                 }
                 weights
             }
             None => {
                 let tensors = params.iter().map(|(path, view)| {
-                    let stored = view.global().dtype();
-                    let tensor =
-                        bridge::tensor_in(view, self.working(stored), !self.is_frozen(path))?;
+                    let (stored, trainable) = (view.global().dtype(), !self.is_frozen(path));
+                    let tensor = bridge::tensor_in(view, self.working(stored), trainable, on)?;
                     Ok((path.clone(), (stored, tensor)))
                 });
-                Arc::new(Weights::new(tensors.collect::<Result<_>>()?))
+                let device = on.map_or(Device::Cpu, OnCuda::device);
+                Arc::new(Weights::new(device, tensors.collect::<Result<_>>()?))
             }
         };
         let models = Some(self.models(weights)?);
@@ -131,7 +146,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Runs the constructor over the parameters of a device.
     pub(super) fn models(&self, weights: Arc<Weights>) -> Result<Models<M>> {
-        let trained = (self.new)(params::parts_builder(weights.tensors.clone()));
+        let trained = (self.new)(params::builder(weights.tensors.clone(), &weights.device));
         Ok(Models { trained: trained.map_err(|why| self.failed(why))?, weights, plain: None })
     }
 
@@ -139,7 +154,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     pub(super) fn plain<'m>(&self, models: &'m mut Models<M>) -> Result<&'m M> {
         let plain = match models.plain.take() {
             Some(plain) => plain,
-            None => (self.new)(params::parts_builder(models.weights.detached()))
+            None => (self.new)(params::builder(models.weights.detached(), &models.weights.device))
                 .map_err(|why| self.failed(why))?,
         };
         Ok(models.plain.insert(plain))

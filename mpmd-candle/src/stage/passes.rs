@@ -3,19 +3,21 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
-use mpmd_core::kernel::{View, ViewMut, Views, ViewsMut};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use mpmd_core::kernel::{Context, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::StageContext;
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::DType as ArrayType;
 use mpmd_layout::tree::Tree;
 
 use super::CandleStage;
-use super::model::{Models, Weights};
-use crate::bridge;
+use super::model::{Models, Weights, gradient};
+use crate::bridge::{self, Place};
+use crate::cuda::OnCuda;
 use crate::cx::{Cx, Side};
-use crate::pass::{self, Deferred, Pass};
+use crate::pass::{self, Deferred, Gradient, Pass};
 use crate::tensors::{Tensors, Value, Values};
 use crate::threads;
 
@@ -44,19 +46,22 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         y: ViewsMut<'_, Y::Arrays>,
     ) -> Result<()> {
         let training = cx.is_training();
+        let on = enter(cx, training)?;
+        let place = on.as_ref();
         let records = training && cx.keeps_residuals();
         let key = if training && self.draws_random_keys() { Some(cx.key()?) } else { None };
         let (side, state) = (Side::Values(cx.side()?), cx.state_view());
         let with_gradient = records && self.needs_dx();
         let structure = x.structure();
         let x = x.into_leaves();
-        let input = |view: &View<'_>| self.input(view, with_gradient);
+        let input = |view: &View<'_>| self.input(view, with_gradient, place);
         let x = x.iter().map(input).collect::<Result<Vec<_>>>()?;
         let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
         let tree = values::<X>(&structure, &x)?;
         let (out, weights) = self.with_models(cx, |cx, models| {
-            let mut pass = Pass { key, exchange: Some(&mut **cx), ..Pass::default() };
-            let out = self.call(models, records, &mut pass, tree, Cx { training, side, state })?;
+            let mut pass = Pass { key, exchange: Some(&mut **cx), cuda: place, ..Pass::default() };
+            let cx = Cx { training, side, state, place };
+            let out = self.call(models, records, &mut pass, tree, cx)?;
             Ok((out, models.weights.clone()))
         })?;
         let (expected, found) = (y.structure(), out.structure());
@@ -65,7 +70,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let out: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
         for (tensor, view) in out.iter().zip(&mut y.into_leaves()) {
-            bridge::write(tensor, view).map_err(|why| self.failed(why))?;
+            bridge::write(tensor, view, place).map_err(|why| self.failed(why))?;
         }
         if let Some(graph) = &mut graph {
             let (x, y) = if records { (x, out) } else { (Vec::new(), Vec::new()) };
@@ -106,17 +111,20 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         dx: Option<ViewsMut<'_, X::Arrays>>,
         mut gradient: Vec<ViewMut<'_>>,
     ) -> Result<()> {
+        let on = enter(cx, true)?;
+        let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
-        let gradients = graph.weights.gradients(&mut gradient)?;
-        let mut pass = Pass { gradients, exchange: Some(&mut **cx), ..Pass::default() };
+        let gradients = graph.weights.gradients(&mut gradient, place)?;
+        let mut pass =
+            Pass { gradients, exchange: Some(&mut **cx), cuda: place, ..Pass::default() };
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         drop(pass);
         for ((_, tensor), view) in graph.weights.iter().zip(&mut gradient) {
             if let Some(more) = store.as_mut().and_then(|store| store.remove(tensor)) {
-                bridge::add(&more, view)?;
+                bridge::add(&more, view, place)?;
             }
         }
-        write_dx(&graph, &store, dx)
+        write_dx(cx, &graph, &store, dx, place)
     }
 
     /// Computes the gradient of the inputs, and keeps the work for those of the parameters. Keeps
@@ -127,9 +135,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         dy: Views<'_, Y::Arrays>,
         dx: Option<ViewsMut<'_, X::Arrays>>,
     ) -> Result<()> {
+        let on = enter(cx, true)?;
+        let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
-        let mut pass = Pass { exchange: Some(&mut **cx), ..deferring(&graph.weights) };
+        let mut pass = Pass { exchange: Some(&mut **cx), cuda: place, ..deferring(&graph.weights) };
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
@@ -139,36 +149,38 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let computed =
             trained.filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?))).collect();
         later.put_object(Postponed { weights: graph.weights.clone(), work, computed })?;
-        write_dx(&graph, &store, dx)
+        write_dx(cx, &graph, &store, dx, place)
     }
 
     /// Adds the gradients of the parameters of a microbatch to `gradient`.
     pub(super) fn run_backward_weight(
         &self,
         cx: &mut StageContext<'_, '_>,
-        mut gradient: Vec<ViewMut<'_>>,
+        mut gradients: Vec<ViewMut<'_>>,
     ) -> Result<()> {
+        let on = enter(cx, true)?;
+        let place = on.as_ref();
         let Postponed { weights, work, computed } =
             cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
         threads::enter_pool();
         for Deferred { weight, add } in work {
-            let view = weights.place(weight).and_then(|place| gradient.get_mut(place));
+            let view = weights.place(weight).and_then(|place| gradients.get_mut(place));
             let view = view.ok_or_else(|| Error::kernel("a gradient of an unknown parameter"))?;
-            add(view.as_mut_slice::<f32>()?).map_err(|why| self.failed(why))?;
+            add(&mut gradient(view, place)?).map_err(|why| self.failed(why))?;
         }
         // In the order of a pass that computes all gradients: those of a graph come last.
-        for (place, more) in computed {
-            let view = gradient.get_mut(place);
-            bridge::add(&more, view.ok_or_else(|| Error::kernel("an unknown parameter"))?)?;
+        for (at, more) in computed {
+            let view = gradients.get_mut(at);
+            bridge::add(&more, view.ok_or_else(|| Error::kernel("an unknown parameter"))?, place)?;
         }
         Ok(())
     }
 
     /// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
-    fn input(&self, view: &View<'_>, with_gradient: bool) -> Result<Tensor> {
+    fn input(&self, view: &View<'_>, with_gradient: bool, place: Place<'_>) -> Result<Tensor> {
         let dtype = self.working(view.global().dtype());
         let float = bridge::candle_type(dtype)?.is_float();
-        bridge::tensor_in(view, dtype, with_gradient && float)
+        bridge::tensor_in(view, dtype, with_gradient && float, place)
     }
 
     /// Runs candle's backward pass from the gradients `dy` of the outputs.
@@ -180,7 +192,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<Option<GradStore>> {
         let mut seeds = Vec::with_capacity(dy.len());
         for (y, dy) in graph.y.iter().zip(&dy) {
-            seeds.push(if y.track_op() { Some(bridge::tensor_of(dy)?) } else { None });
+            seeds.push(if y.track_op() { Some(bridge::tensor_of(dy, pass.cuda)?) } else { None });
         }
         self.backpropagate_from(&graph.y, seeds, pass)
     }
@@ -208,10 +220,19 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 }
 
+/// Enters the CUDA device of a pass, if it runs on one. The passes of a training are repeated.
+fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> {
+    let mut on = OnCuda::enter(cx)?;
+    if let Some(on) = on.as_mut().filter(|_| is_training) {
+        on.keep_uploads();
+    }
+    Ok(on)
+}
+
 /// Returns a pass that postpones the gradients of all trainable f32 parameters.
 pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
-    let gradients: HashMap<_, &'static mut [f32]> =
-        weights.singles().map(|tensor| (tensor.id(), Default::default())).collect();
+    let gradients: HashMap<_, Gradient<'static>> =
+        weights.singles().map(|tensor| (tensor.id(), Gradient::Host(&mut []))).collect();
     Pass { gradients, deferred: Some(Vec::new()), ..Pass::default() }
 }
 
@@ -225,15 +246,17 @@ pub(super) fn values<T: Tensors>(
 
 /// Writes the gradients of the inputs; zeros where there are none.
 fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
+    cx: &Context<'_>,
     graph: &Graph,
     store: &Option<GradStore>,
     dx: Option<T>,
+    place: Place<'_>,
 ) -> Result<()> {
     let Some(dx) = dx else { return Ok(()) };
     for (x, mut view) in graph.x.iter().zip(dx.into_leaves()) {
         match store.as_ref().and_then(|store| store.get(x)) {
-            Some(gradient) => bridge::write_gradient(gradient, &mut view)?,
-            None => view.zero(),
+            Some(gradient) => bridge::write_gradient(gradient, &mut view, place)?,
+            None => cx.zero(&mut view)?,
         }
     }
     Ok(())
@@ -263,6 +286,11 @@ impl CustomOp1 for Seed {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, y: &CudaStorage, _: &Layout) -> candle_core::Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(());
+        Ok((y.device().zeros_impl(&shape, DType::F32)?, shape))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use mpmd_base::DeviceId;
 use mpmd_core::kernel::Shapes;
 use mpmd_core::pipeline::{Passes, Probe, SideShapes, Stage};
@@ -190,7 +190,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             let zeros = bridge::zeros(&self.working_form(&part), !self.is_frozen(path))?;
             weights.insert(path.clone(), (part.dtype(), zeros));
         }
-        let mut models = self.models(Arc::new(Weights::new(weights)))?;
+        let mut models = self.models(Arc::new(Weights::new(Device::Cpu, weights)))?;
         let mut x = Vec::new();
         for aval in at.x.leaves() {
             let float = bridge::candle_type(aval.dtype())?.is_float();
@@ -206,7 +206,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let mut recorder = Recorder { mesh: at.mesh, found: Vec::new() };
         let tree = values::<X>(&at.x.structure(), &x)?;
-        let cx = Cx { training: true, side: Side::Shapes(parts), state: None };
+        let cx = Cx { training: true, side: Side::Shapes(parts), state: None, place: None };
         let mut pass = Pass { key: Some(Key(0)), exchange: Some(&mut recorder), ..Pass::default() };
         let out = self.call(&mut models, true, &mut pass, tree, cx)?;
         let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);

@@ -9,10 +9,12 @@ use mpmd_layout::sharding::Spec;
 
 /// The layout of the layer over the devices of the stage.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Form {
+pub(crate) enum Form {
     Whole,
     /// Columns of the first matrix, rows of the second, and an all-reduce at the end.
     Reduced,
+    /// The same with sums in the order of a tree.
+    Tree,
     /// One matrix is divided by columns, and the other is whole.
     Gathered,
     /// The same with the rows of the input divided between the layers.
@@ -26,97 +28,112 @@ enum Form {
 /// Returns the loss and the gradients of both matrices, of the first stage's bias, and of the input
 /// by way of it.
 fn run(form: Form) -> Vec<Vec<f32>> {
-    let devices = if form == Form::Whole { 1 } else { 2 };
-    let mut results = Simulation::new(devices, 2 * devices).run(|p| -> Result<_> {
-        let meshes = p.mesh(&[("stage", 2), ("model", devices)])?.split("stage")?;
-        let shift = stage(
-            |vb: VarBuilder<'static>| vb.get(4, "shift"),
-            |shift: &Tensor, x: Tensor, _: &mut Cx<'_>| x.broadcast_add(shift),
-        )?;
-        let layer = stage(
-            |vb: VarBuilder<'static>| {
-                let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
-                let up = vb.get_with_hints((4, 6), "up", init)?;
-                Ok((up, vb.get_with_hints((6, 4), "down", init)?))
-            },
-            move |(up, down): &(Tensor, Tensor), x: Tensor, cx: &mut Cx<'_>| {
-                let y = match form {
-                    Form::Whole | Form::Rows | Form::Stored => x.matmul(up)?.sqr()?.matmul(down)?,
-                    Form::Reduced => {
-                        let x = cx.replicated(&x, "model")?;
-                        cx.all_reduce(&x.matmul(up)?.sqr()?.matmul(down)?, "model")?
-                    }
-                    // Each device computes columns in between, and all compute the same of them.
-                    Form::Gathered => {
-                        let x = cx.replicated(&x, "model")?;
-                        let y = cx.gathered(&x.matmul(up)?.sqr()?, 1, "model")?;
-                        y.matmul(down)?
-                    }
-                    Form::Scattered => {
-                        let x = cx.all_gather(&x, 0, "model")?;
-                        cx.reduce_scatter(&x.matmul(up)?.sqr()?.matmul(down)?, 0, "model")?
-                    }
-                };
-                let loss = (y * cx.side("factors")?)?.sum_all()?;
-                let sum = match form {
-                    Form::Whole | Form::Reduced | Form::Gathered => loss,
-                    _ => cx.all_reduce(&loss, "model")?,
-                };
-                let weight = sum.ones_like()?.detach();
-                Ok(Loss::new(sum, weight))
-            },
-        )?;
-        let rows = match form {
-            Form::Whole | Form::Reduced | Form::Gathered => Spec::default(),
-            _ => spec!["model"],
-        };
-        let layer = layer.input_spec(rows.clone());
-        let params = [shift.init(p, &meshes[0], 3)?, {
-            let mesh = &meshes[1];
-            layer.init_as(p, 3, |path, _| {
-                mesh.sharding(match (form, path) {
-                    (Form::Whole | Form::Rows, _) => Spec::default(),
-                    (Form::Reduced | Form::Scattered | Form::Gathered, "up") => {
-                        spec![None, "model"]
-                    }
-                    (Form::Gathered, _) => Spec::default(),
-                    _ => spec!["model"],
-                })
-            })?
-        }];
-        let [a, b] = params;
-        let mut pipeline = Pipeline::first(shift, &meshes[0], a)?.then(layer, &meshes[1], b)?;
-        if matches!(form, Form::Rows | Form::Stored) {
-            let whole = ParamSharding::new(vec![meshes[1].replicated(); 2]);
-            pipeline.store(1, whole.partial_over(&["model"])?)?;
-        }
-        let values: Vec<f32> = (0..16).map(|i| (i as f32 * 0.37).sin()).collect();
-        let host = MpmdArray::from_slice(&[4, 4], &values)?;
-        let x = p.device_put(&host, meshes[0].replicated())?;
-        let factors = p.device_put(&host, meshes[1].sharding(rows))?;
-        let batch = Microbatch::new(x).side(1, named([("factors", factors)]));
-        pipeline.probe(p, &batch.shapes())?;
-        let output = pipeline.train_step(p, &Schedule::named("gpipe", 2, 1, None)?, vec![batch])?;
-        let mut arrays = vec![output.loss.sum];
-        arrays.extend(output.gradients.into_iter().flatten().map(|(_, gradient)| gradient));
-        let all = p.mesh(&[("all", 2 * devices)])?;
-        let mut values = Vec::new();
-        for array in arrays {
-            let array = p.device_put(&array, all.replicated())?;
-            values.push(array.to_host()?.expect("replicated everywhere").to_vec::<f32>()?);
-        }
-        Ok(values)
-    });
+    let devices = devices(form);
+    let mut results = Simulation::new(devices, 2 * devices).run(|p| train(p, form));
     let first = results.remove(0).unwrap();
     results.into_iter().for_each(|other| assert_eq!(other.unwrap(), first));
     first
+}
+
+/// Returns the number of devices of a stage.
+pub(crate) fn devices(form: Form) -> usize {
+    if form == Form::Whole { 1 } else { 2 }
+}
+
+/// Does the same as `run` for one process.
+pub(crate) fn train(p: &mut Program, form: Form) -> Result<Vec<Vec<f32>>> {
+    let devices = devices(form);
+    let meshes = p.mesh(&[("stage", 2), ("model", devices)])?.split("stage")?;
+    let shift = stage(
+        |vb: VarBuilder<'static>| vb.get(4, "shift"),
+        |shift: &Tensor, x: Tensor, _: &mut Cx<'_>| x.broadcast_add(shift),
+    )?;
+    let layer = stage(
+        |vb: VarBuilder<'static>| {
+            let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
+            let up = vb.get_with_hints((4, 6), "up", init)?;
+            Ok((up, vb.get_with_hints((6, 4), "down", init)?))
+        },
+        move |(up, down): &(Tensor, Tensor), x: Tensor, cx: &mut Cx<'_>| {
+            let y = match form {
+                Form::Whole | Form::Rows | Form::Stored => x.matmul(up)?.sqr()?.matmul(down)?,
+                Form::Reduced => {
+                    let x = cx.replicated(&x, "model")?;
+                    cx.all_reduce(&x.matmul(up)?.sqr()?.matmul(down)?, "model")?
+                }
+                Form::Tree => {
+                    let x = cx.tree_replicated(&x, "model")?;
+                    cx.tree_sum(&x.matmul(up)?.sqr()?.matmul(down)?, "model")?
+                }
+                // Each device computes columns in between, and all compute the same of them.
+                Form::Gathered => {
+                    let x = cx.replicated(&x, "model")?;
+                    let y = cx.gathered(&x.matmul(up)?.sqr()?, 1, "model")?;
+                    y.matmul(down)?
+                }
+                Form::Scattered => {
+                    let x = cx.all_gather(&x, 0, "model")?;
+                    cx.reduce_scatter(&x.matmul(up)?.sqr()?.matmul(down)?, 0, "model")?
+                }
+            };
+            let loss = (y * cx.side("factors")?)?.sum_all()?;
+            let sum = match form {
+                Form::Whole | Form::Reduced | Form::Tree | Form::Gathered => loss,
+                _ => cx.all_reduce(&loss, "model")?,
+            };
+            let weight = sum.ones_like()?.detach();
+            Ok(Loss::new(sum, weight))
+        },
+    )?;
+    let rows = match form {
+        Form::Whole | Form::Reduced | Form::Tree | Form::Gathered => Spec::default(),
+        _ => spec!["model"],
+    };
+    let layer = layer.input_spec(rows.clone());
+    let params = [shift.init(p, &meshes[0], 3)?, {
+        let mesh = &meshes[1];
+        layer.init_as(p, 3, |path, _| {
+            mesh.sharding(match (form, path) {
+                (Form::Whole | Form::Rows, _) => Spec::default(),
+                (Form::Reduced | Form::Tree | Form::Scattered | Form::Gathered, "up") => {
+                    spec![None, "model"]
+                }
+                (Form::Gathered, _) => Spec::default(),
+                _ => spec!["model"],
+            })
+        })?
+    }];
+    let [a, b] = params;
+    let mut pipeline = Pipeline::first(shift, &meshes[0], a)?.then(layer, &meshes[1], b)?;
+    if matches!(form, Form::Rows | Form::Stored) {
+        let whole = ParamSharding::new(vec![meshes[1].replicated(); 2]);
+        pipeline.store(1, whole.partial_over(&["model"])?)?;
+    }
+    let values: Vec<f32> = (0..16).map(|i| (i as f32 * 0.37).sin()).collect();
+    let host = MpmdArray::from_slice(&[4, 4], &values)?;
+    let x = p.device_put(&host, meshes[0].replicated())?;
+    let factors = p.device_put(&host, meshes[1].sharding(rows))?;
+    let batch = Microbatch::new(x).side(1, named([("factors", factors)]));
+    pipeline.probe(p, &batch.shapes())?;
+    let output = pipeline.train_step(p, &Schedule::named("gpipe", 2, 1, None)?, vec![batch])?;
+    let mut arrays = vec![output.loss.sum];
+    arrays.extend(output.gradients.into_iter().flatten().map(|(_, gradient)| gradient));
+    let all = p.mesh(&[("all", 2 * devices)])?;
+    let mut values = Vec::new();
+    for array in arrays {
+        let array = p.device_put(&array, all.replicated())?;
+        values.push(array.to_host()?.expect("replicated everywhere").to_vec::<f32>()?);
+    }
+    Ok(values)
 }
 
 #[test]
 fn divided_layers_have_values_and_gradients_of_the_whole() {
     let whole = run(Form::Whole);
     assert_eq!(whole.len(), 4);
-    for form in [Form::Reduced, Form::Gathered, Form::Scattered, Form::Rows, Form::Stored] {
+    for form in
+        [Form::Reduced, Form::Tree, Form::Gathered, Form::Scattered, Form::Rows, Form::Stored]
+    {
         for (found, expected) in run(form).iter().zip(&whole) {
             let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (found, expected) in found.iter().zip(expected) {

@@ -65,6 +65,11 @@ pub struct HostKernel<W> {
 }
 
 impl<W> HostKernel<W> {
+    /// Returns the work.
+    pub fn work(&self) -> &W {
+        &self.work
+    }
+
     /// Changes the work.
     #[must_use]
     pub fn map_work(self, change: impl FnOnce(W) -> W) -> Self {

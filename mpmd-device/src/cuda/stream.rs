@@ -34,6 +34,8 @@ pub struct Stream {
 pub struct RawStream {
     pub(super) context: Arc<Context>,
     pub(super) raw: sys::CUstream,
+    /// False if another library made the stream, and destroys it.
+    pub(super) is_own: bool,
 }
 
 // SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are
@@ -117,7 +119,7 @@ impl Stream {
         unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
             .result()
             .map_err(|error| cuda("making a stream", error))?;
-        let stream = Arc::new(RawStream { context: context.clone(), raw });
+        let stream = Arc::new(RawStream { context: context.clone(), raw, is_own: true });
         let ends = Arc::<Ends>::default();
         let (theirs, of) = (ends.clone(), stream.clone());
         thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(|error| {
@@ -233,6 +235,9 @@ impl RawStream {
 
 impl Drop for RawStream {
     fn drop(&mut self) {
+        if !self.is_own {
+            return;
+        }
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: made in `Stream::start`, destroyed once; CUDA lets what is in it come to its end.
         if let Err(error) = unsafe { calls::cuStreamDestroy_v2(self.raw) }.result() {
@@ -416,6 +421,10 @@ impl Drop for Event {
 }
 
 impl RawEvent {
+    pub(super) fn handle(&self) -> sys::CUevent {
+        self.0
+    }
+
     /// Records the event behind everything issued to the stream.
     pub(super) fn record(&self, stream: &RawStream) -> Result<(), CudaError> {
         // SAFETY: event and stream are of the context that is bound, and alive.

@@ -35,12 +35,13 @@ pub fn library() -> io::Result<PathBuf> {
     // last.
     [folder.join("deps"), folder.to_owned(), above.join("deps"), above.to_owned()]
         .iter()
-        .map(|folder| folder.join("libsoftcuda.so"))
+        .map(|folder| folder.join("libsoftcuda_driver.so"))
         .find(|path| path.is_file())
         .ok_or_else(|| {
             let looked = folder.display();
             let say = format!(
-                "libsoftcuda.so is not in {looked} or beside it: run `cargo build -p softcuda`"
+                "libsoftcuda_driver.so is not in {looked} or beside it: run `cargo build -p \
+                 softcuda-driver`"
             );
             io::Error::new(io::ErrorKind::NotFound, say)
         })

@@ -39,7 +39,7 @@
 //!
 //! Tests that start programs call [`install`] and [`environment`] instead. Cargo builds the library
 //! together with any package that has this one among its (dev-)dependencies. A program started by
-//! hand needs `cargo build -p softcuda`.
+//! hand needs `cargo build -p softcuda-driver`.
 //!
 //! # Settings, by environment
 //!
@@ -87,26 +87,8 @@
 
 #![allow(unsafe_code)]
 
-mod alloc;
-mod blas;
-mod compile;
 mod control;
-mod copy;
-mod counters;
-mod device;
-mod entry;
-mod error;
-mod faults;
-mod gemm;
-mod handles;
 mod harness;
-mod host;
-mod launch;
-mod mapped;
-mod nccl;
-mod nvrtc;
-mod settings;
-mod source;
 
 pub use control::{Driver, bytes, calls, driver};
 pub use harness::{environment, install, library, name_of, real, run_again, run_anew};

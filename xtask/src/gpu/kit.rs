@@ -31,7 +31,7 @@ const PACKAGES: [&str; 6] =
     ["mpmd-core", "mpmd-device", "mpmd-cli", "mpmd-examples", "mpmd-tests", "xtask"];
 
 /// The driver in software.
-const SOFTWARE: &str = "libsoftcuda.so";
+const SOFTWARE: &str = "libsoftcuda_driver.so";
 
 /// The file of a kit with its commit and its tests.
 const MANIFEST: &str = "manifest";
@@ -357,7 +357,9 @@ pub(super) mod tests {
             assert!(!kit.folder.join("deps/small").exists());
         }
         let mut poor = Built { software: None, ..fake(&folder) };
-        assert!(lay(&poor).err().unwrap().to_string().contains("libsoftcuda.so was not built"));
+        assert!(
+            lay(&poor).err().unwrap().to_string().contains("libsoftcuda_driver.so was not built")
+        );
         fs::create_dir_all(&kit).unwrap();
         fs::write(kit.join("mine"), "").unwrap();
         assert!(lay(&built).err().unwrap().to_string().contains("is neither empty nor a kit"));
@@ -373,12 +375,12 @@ pub(super) mod tests {
     fn messages_of_cargo_name_programs_tests_and_the_driver() {
         let said = r#"{"reason":"compiler-artifact","manifest_path":"/w/a/Cargo.toml","target":{"name":"b"},"profile":{"test":false},"filenames":["/t/b"],"executable":"/t/b"}
 {"reason":"compiler-artifact","manifest_path":"/w/a/Cargo.toml","target":{"name":"all"},"profile":{"test":true},"filenames":["/t/all-1"],"executable":"/t/all-1"}
-{"reason":"compiler-artifact","manifest_path":"/w/s/Cargo.toml","target":{"name":"s"},"profile":{"test":false},"filenames":["/t/libs.rlib","/t/libsoftcuda.so"],"executable":null}
+{"reason":"compiler-artifact","manifest_path":"/w/s/Cargo.toml","target":{"name":"s"},"profile":{"test":false},"filenames":["/t/libs.rlib","/t/libsoftcuda_driver.so"],"executable":null}
 {"reason":"build-finished","success":true}"#;
         let Built { programs, tests, software } = built(said);
         assert_eq!(programs, [("b".to_owned(), PathBuf::from("/t/b"))].into());
         assert_eq!(tests, [("a-all".to_owned(), PathBuf::from("/t/all-1"))].into());
-        assert_eq!(software, Some("/t/libsoftcuda.so".into()));
+        assert_eq!(software, Some("/t/libsoftcuda_driver.so".into()));
     }
 
     #[test]

@@ -64,7 +64,7 @@ impl<'a> Place<'a> {
             File::create(out.join(name)).with_context(|| format!("making {name}"))?;
         }
         if software {
-            let library = kit.folder.join("libsoftcuda.so");
+            let library = kit.folder.join("libsoftcuda_driver.so");
             let folder = scratch.join("cuda");
             fs::create_dir_all(&folder).context("making the driver's folder")?;
             for name in STANDS_FOR.iter().chain([&NCCL]) {

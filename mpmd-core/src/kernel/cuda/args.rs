@@ -45,8 +45,12 @@ impl<'a> Part<'a> {
         Self { elements: end.max(self.skipped.min(self.elements)), ..self }
     }
 
+    pub(super) fn new(memory: Memory<'a>, dtype: DType, elements: usize, writable: bool) -> Self {
+        Self { memory, dtype, skipped: 0, elements, writable }
+    }
+
     pub(super) fn scratch(place: DevicePlace, dtype: DType, elements: usize) -> Self {
-        Self { memory: Memory::Device(place), dtype, skipped: 0, elements, writable: true }
+        Self::new(Memory::Device(place), dtype, elements, true)
     }
 
     pub(super) fn memory(&self) -> Memory<'a> {

@@ -14,6 +14,7 @@
 //! when it is bound to its mesh, and compiled only once in a process.
 
 mod args;
+mod foreign;
 mod gemm;
 pub mod layers;
 mod scratch;
@@ -28,6 +29,7 @@ use mpmd_device::cuda::{Gpu, RawArg, RawStream};
 use mpmd_transport::memory::{DevicePlace, OutOfMemory};
 
 pub use args::{Arg, Part};
+pub use foreign::{ForeignHandle, ForeignStream};
 pub use gemm::Gemm;
 pub(crate) use scratch::CallMemory;
 pub use scratch::Scratch;

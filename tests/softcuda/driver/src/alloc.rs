@@ -183,3 +183,23 @@ api! {
         Ok(())
     }
 }
+
+/// The default pool of every device.
+const POOL: Handle = 1;
+
+api! {
+    /// Returns the pool of the memory of `cuMemAllocAsync`.
+    fn cuDeviceGetDefaultMemPool(pool: Out<Handle>, dev: i32) {
+        crate::device::device(dev)?;
+        pool.set(POOL)
+    }
+}
+
+api! {
+    /// Accepts an attribute of the default pool. It changes nothing: freed memory is not kept.
+    fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: In<u64>) {
+        value.get()?;
+        // Reuse, and the bytes that are kept.
+        if pool == POOL && (1..=4).contains(&attribute) { Ok(()) } else { Err(Code::INVALID_VALUE) }
+    }
+}

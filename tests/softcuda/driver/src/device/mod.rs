@@ -170,7 +170,7 @@ pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
     PRIMARY.lock()[device as usize].0.clone().ok_or(Code::INVALID_CONTEXT)
 }
 
-fn device(ordinal: i32) -> Result<u32> {
+pub(crate) fn device(ordinal: i32) -> Result<u32> {
     initialized()?;
     u32::try_from(ordinal).ok().filter(|at| *at < settings().devices).ok_or(Code::INVALID_DEVICE)
 }
@@ -476,6 +476,14 @@ api! {
         context.synchronize()?;
         races::host_saw(&clock);
         Ok(())
+    }
+}
+
+api! {
+    /// Fails: there are no contexts but the primary ones.
+    fn cuCtxDestroy_v2(context: Handle) {
+        let _ = context;
+        Err(Code::INVALID_CONTEXT)
     }
 }
 

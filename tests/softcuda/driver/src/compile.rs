@@ -14,9 +14,10 @@ use crate::source::{Kernel, prepare};
 const BEFORE: &str = include_str!("shim/before.h");
 const AFTER: &str = include_str!("shim/after.h");
 /// Headers of CUDA that kernels may include: (name used in `#include`, text).
-const HEADERS: [(&str, &str); 2] = [
+const HEADERS: [(&str, &str); 3] = [
     ("cuda_fp16.h", include_str!("shim/cuda_fp16.h")),
     ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
+    ("cuda_fp8.h", include_str!("shim/cuda_fp8.h")),
 ];
 
 /// Flags that make a shared library.
@@ -140,7 +141,10 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     let path = folder.path();
     let ours = HEADERS.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     for (name, text) in ours.chain(program.headers.iter().cloned()) {
-        write(&path.join(name), &text)?;
+        let at = path.join(name);
+        let above = at.parent().unwrap_or(path);
+        std::fs::create_dir_all(above).map_err(|error| format!("{}: {error}", above.display()))?;
+        write(&at, &text)?;
     }
     write(&path.join("kernel.cu"), &program.source)?;
 

@@ -1,10 +1,15 @@
 // Brain floating point for kernels: stored in 16 bits, computed in float.
 #pragma once
+#include "cuda_fp16.h"
 struct __nv_bfloat16 {
     unsigned short bits;
     __nv_bfloat16() = default;
     __nv_bfloat16(float value);
     operator float() const;
+    __nv_bfloat16 &operator+=(__nv_bfloat16 other) { return *this = __nv_bfloat16((float)*this + (float)other); }
+    __nv_bfloat16 &operator-=(__nv_bfloat16 other) { return *this = __nv_bfloat16((float)*this - (float)other); }
+    __nv_bfloat16 &operator*=(__nv_bfloat16 other) { return *this = __nv_bfloat16((float)*this * (float)other); }
+    __nv_bfloat16 &operator/=(__nv_bfloat16 other) { return *this = __nv_bfloat16((float)*this / (float)other); }
 };
 typedef __nv_bfloat16 nv_bfloat16;
 static inline float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float((unsigned)b.bits << 16); }
@@ -29,3 +34,9 @@ static inline __nv_bfloat162 __float22bfloat162_rn(float2 f) {
 static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
     return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
 }
+__SC_HALF(__nv_bfloat16, __float2bfloat16_rn)
+#define __SC_PAIR(name, sign)                                                                                       \
+    static inline __nv_bfloat162 name(__nv_bfloat162 a, __nv_bfloat162 b) {                                         \
+        return __floats2bfloat162_rn((float)a.x sign(float) b.x, (float)a.y sign(float) b.y);                       \
+    }
+__SC_PAIR(__hadd2, +) __SC_PAIR(__hsub2, -) __SC_PAIR(__hmul2, *) __SC_PAIR(__h2div, /)

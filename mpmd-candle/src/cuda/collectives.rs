@@ -1,0 +1,82 @@
+//! Collectives of values on CUDA devices. They run on our compute stream, in order with candle's.
+
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
+use mpmd_core::Result as CoreResult;
+use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::add;
+use mpmd_layout::aval::DType as ArrayType;
+
+use super::OnCuda;
+use crate::collectives::Step;
+use crate::exchange::{Exchange, Way};
+use crate::pass;
+
+/// Runs a collective over the first dimension of contiguous values.
+pub(crate) fn collective(
+    (axis, step): (&str, Step),
+    storage: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let run = |on: &OnCuda<'_>, exchange: &mut dyn Exchange| {
+        let size = exchange.size(axis)?;
+        let shape = step.shape(layout.dims(), axis, size)?;
+        let (values, count) = (on.part(storage, layout, false)?, shape.elem_count());
+        let out = on.made(&shape, DType::F32, |out| {
+            let mut issue = |way, to| on.collect(exchange, axis, way, values, to);
+            match step {
+                Step::Same | Step::SameOfTree => on.kernels().copy(values, out),
+                Step::Sum => {
+                    on.kernels().copy(values, out)?;
+                    issue(Way::AllReduce, out)
+                }
+                Step::TreeSum => {
+                    let all = on.kernels().scratch(ArrayType::F32, size * count)?;
+                    issue(Way::AllGather, all.at(0))?;
+                    let (low, high) = (all.at(0), all.at(size / 2 * count));
+                    add_by_tree(on, low, size / 2, count)?;
+                    add_by_tree(on, high, size - size / 2, count)?;
+                    add(&on.kernels(), count, low, high, out)
+                }
+                Step::Gather | Step::Join => issue(Way::AllGather, out),
+                Step::Scatter => issue(Way::ReduceScatter, out),
+                Step::Part => {
+                    let at = exchange.index(axis)? * count;
+                    let own = Layout::contiguous_with_offset(count, layout.start_offset() + at);
+                    on.kernels().copy(on.part(storage, &own, false)?, out)
+                }
+            }
+        })?;
+        Ok::<_, mpmd_core::Error>((out, shape))
+    };
+    match pass::with_cuda_exchange(run) {
+        Some(done) => done.map_err(candle_core::Error::wrap),
+        None => bail!("a collective over axis {axis:?} outside of a stage"),
+    }
+}
+
+impl OnCuda<'_> {
+    /// Runs a collective after the work of candle's stream, and before its later work.
+    fn collect(
+        &self,
+        exchange: &mut dyn Exchange,
+        axis: &str,
+        way: Way,
+        from: Part<'_>,
+        to: Part<'_>,
+    ) -> CoreResult<()> {
+        self.compute.after(&self.stream)?;
+        exchange.on_cuda(axis, way, from, to)?;
+        self.compute.before(&self.stream)
+    }
+}
+
+/// Adds up `count` rows of `len` elements into the first one: adds the sums of both halves.
+fn add_by_tree(on: &OnCuda<'_>, rows: Part<'_>, count: usize, len: usize) -> CoreResult<()> {
+    if count < 2 {
+        return Ok(());
+    }
+    let middle = rows.at(count / 2 * len);
+    add_by_tree(on, rows, count / 2, len)?;
+    add_by_tree(on, middle, count - count / 2, len)?;
+    add(&on.kernels(), len, rows, middle, rows)
+}

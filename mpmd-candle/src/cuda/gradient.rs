@@ -1,0 +1,69 @@
+//! The gradients of parameters on a CUDA device.
+
+use candle_core::{DType, Result, Shape, Tensor};
+use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::{Target, add_to};
+use mpmd_core::kernel::ViewMut;
+
+use super::OnCuda;
+use super::op::{issue, tensor};
+
+/// The gradient of a parameter that layers add to.
+pub(crate) enum DeviceGradient<'a> {
+    /// An array's values.
+    Part(&'a OnCuda<'a>, Part<'a>),
+    /// A tensor of the parameter's shape, where no pass takes the gradient. `None` for zeros.
+    Tensor(Option<Tensor>, Shape),
+}
+
+impl OnCuda<'_> {
+    /// Returns an output as the gradient of a parameter.
+    pub(crate) fn gradient<'g>(&'g self, view: &'g mut ViewMut<'_>) -> DeviceGradient<'g> {
+        DeviceGradient::Part(self, view.into())
+    }
+}
+
+impl DeviceGradient<'_> {
+    /// Adds the gradient of one use, which has the shape of the parameter.
+    pub(crate) fn add(&mut self, more: &Tensor) -> Result<()> {
+        match self {
+            Self::Part(on, sums) => on.add_to(more, *sums).map_err(candle_core::Error::wrap),
+            Self::Tensor(sum, _) => {
+                *sum = Some(match sum.take() {
+                    Some(sum) => (sum + more)?,
+                    None => more.clone(),
+                });
+                Ok(())
+            }
+        }
+    }
+
+    /// Adds the gradient of index `group` in the first dimension.
+    pub(crate) fn add_group(&mut self, more: &Tensor, group: usize) -> Result<()> {
+        match self {
+            Self::Part(on, sums) => {
+                let at = sums.at(group * more.elem_count());
+                on.add_to(more, at).map_err(candle_core::Error::wrap)
+            }
+            Self::Tensor(_, shape) => {
+                let behind = shape.dims()[0] - group - 1;
+                self.add(&more.unsqueeze(0)?.pad_with_zeros(0, group, behind)?)
+            }
+        }
+    }
+
+    /// Adds the gradient of one use, which `issue` computes in f32.
+    pub(crate) fn add_by(
+        &mut self,
+        work: impl FnOnce(&OnCuda<'_>, Target<'_>) -> mpmd_core::Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Part(on, sums) => work(on, add_to(*sums)).map_err(candle_core::Error::wrap),
+            Self::Tensor(_, shape) => {
+                let shape = shape.clone();
+                let more = issue(|on| on.made(&shape, DType::F32, |part| work(on, part.into())))?;
+                self.add(&tensor(more, &shape))
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Attention without a matrix of scores in memory.
+
+use std::sync::OnceLock;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
+use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::{self, Attention as Work, Heads};
+
+use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use crate::cuda::{OnCuda, are_on_cuda};
+
+/// The most elements of a vector that the kernels take.
+const MOST: usize = 256;
+
+/// The keys that queries see.
+pub(crate) enum Sight {
+    All,
+    Causal,
+    /// Causal, from the first key of each query on: `[batch or 1, queries]` of u32. A first key
+    /// behind the query's own gives NaN.
+    From(Tensor),
+    /// Numbers that are added to the scores: f32 with dense rows, `[batch, heads, queries, keys]`.
+    Additive(Tensor),
+}
+
+/// Computes attention of `q` `[batch, heads, queries, dim]` to `k` and `v` `[batch, groups, keys,
+/// dim]`. A score `x` becomes `cap tanh(x / cap)` unless `cap` is 1.
+pub(crate) fn attention(
+    [q, k, v]: [&Tensor; 3],
+    sight: Sight,
+    scale: f64,
+    cap: f64,
+) -> Option<Result<Tensor>> {
+    let (q_dims, v_dims) = (q.dims(), v.dims());
+    let is_known = match &sight {
+        Sight::Additive(mask) => are_on_cuda(&[mask]) && mask.dtype() == DType::F32,
+        Sight::From(first) => are_on_cuda(&[first]) && first.dtype() == DType::U32,
+        Sight::All | Sight::Causal => true,
+    };
+    if !is_known || !fit(&[q, k, v]) || q_dims[3] != v_dims[3] || q_dims[3] > MOST {
+        return None;
+    }
+    let [batch, heads, queries, dim] = [0, 1, 2, 3].map(|at| q_dims[at]);
+    let (groups, keys) = (v_dims[1], v_dims[2]);
+    let sizes = Sizes { batch, heads, groups, queries, keys, dim };
+    let attention = Attention { sizes, scale: scale as f32, cap, sight, kept: OnceLock::new() };
+    let compute =
+        || q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, Op(Parts(attention)));
+    Some(compute())
+}
+
+/// Computes attention of `qkv` `[batch, time, heads * 3 * dim]` to itself: for each head its query,
+/// its key and its value. Returns `[batch, time, heads * dim]`.
+pub(crate) fn self_attention(
+    qkv: &Tensor,
+    heads: usize,
+    is_causal: bool,
+    scale: f64,
+) -> Option<Result<Tensor>> {
+    let (batch, time, columns) = qkv.dims3().ok()?;
+    let dim = columns / (3 * heads);
+    if !fit(&[qkv]) || dim > MOST {
+        return None;
+    }
+    let (groups, queries, keys) = (heads, time, time);
+    let sizes = Sizes { batch, heads, groups, queries, keys, dim };
+    let sight = if is_causal { Sight::Causal } else { Sight::All };
+    let (scale, kept) = (scale as f32, OnceLock::new());
+    let attention = Attention { sizes, scale, cap: 1.0, sight, kept };
+    let compute = || qkv.contiguous()?.apply_op1(Op(Joined(attention)));
+    Some(compute())
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    heads: usize,
+    groups: usize,
+    queries: usize,
+    keys: usize,
+    dim: usize,
+}
+
+struct Attention {
+    sizes: Sizes,
+    scale: f32,
+    cap: f64,
+    sight: Sight,
+    /// Two numbers for each query, for the backward pass.
+    kept: OnceLock<Tensor>,
+}
+
+impl Attention {
+    /// Calls `f` with the attention for kernels of ours.
+    fn with<R>(
+        &self,
+        on: &OnCuda<'_>,
+        f: impl FnOnce(Work<'static>) -> mpmd_core::Result<R>,
+    ) -> mpmd_core::Result<R> {
+        let Sizes { batch, heads, groups, queries, keys, dim } = self.sizes;
+        let cap = (self.cap != 1.0).then_some(self.cap as f32);
+        let work = |mask| {
+            let scale = self.scale;
+            Work { batch, heads, groups, queries, keys, dim, scale, cap, mask }
+        };
+        match &self.sight {
+            Sight::All => f(work(layers::Mask::None)),
+            Sight::Causal => f(work(layers::Mask::Causal)),
+            Sight::From(first) => {
+                let stride = if first.dims()[0] == 1 { 0 } else { queries };
+                on.with([first], |[first]| f(work(layers::Mask::CausalFrom(first, stride))))
+            }
+            Sight::Additive(mask) => {
+                let strides = [0, 1, 2].map(|dim| mask.stride()[dim]);
+                on.with_rest(mask, |mask| f(work(layers::Mask::Additive(mask, strides))))
+            }
+        }
+    }
+
+    /// Issues the forward pass, with a result of this shape.
+    fn run(
+        &self,
+        (shape, dtype): (&Shape, DType),
+        heads: impl FnOnce(&OnCuda<'_>, Part<'static>) -> mpmd_core::Result<[Heads<'static>; 4]>,
+    ) -> Result<CudaStorage> {
+        let Sizes { batch, heads: count, queries, .. } = self.sizes;
+        let kept = Shape::from((batch * count * queries, 2));
+        let mut normalizers = None;
+        let y = issue(|on| {
+            on.made(shape, dtype, |out| {
+                let [q, k, v, out] = heads(on, out)?;
+                let forward =
+                    |into| self.with(on, |work| work.forward(&on.kernels(), [q, k, v], out, into));
+                normalizers = Some(on.made(&kept, DType::F32, forward)?);
+                Ok(())
+            })
+        })?;
+        if let Some(normalizers) = normalizers {
+            self.kept.get_or_init(|| tensor(normalizers, &kept));
+        }
+        Ok(y)
+    }
+
+    fn kept(&self) -> Result<&Tensor> {
+        match self.kept.get() {
+            Some(kept) => Ok(kept),
+            None => bail!("the backward pass of an attention before its forward pass"),
+        }
+    }
+}
+
+/// The attention of three tensors.
+struct Parts(Attention);
+
+impl Parts {
+    /// Returns the vectors of `count` tokens of so many heads in a tensor `[batch, heads, tokens,
+    /// dim]`.
+    fn heads(&self, part: Part<'static>, heads: usize, count: usize) -> Heads<'static> {
+        let dim = self.0.sizes.dim;
+        Heads::new(part, [heads * count * dim, dim, count * dim])
+    }
+
+    fn of_queries(&self, part: Part<'static>) -> Heads<'static> {
+        self.heads(part, self.0.sizes.heads, self.0.sizes.queries)
+    }
+
+    fn of_keys(&self, part: Part<'static>) -> Heads<'static> {
+        self.heads(part, self.0.sizes.groups, self.0.sizes.keys)
+    }
+}
+
+impl Layer<3> for Parts {
+    const NAME: &'static str = "attention";
+
+    fn forward(&self, [q, k, v]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+        let shape = q.layout.shape().clone();
+        let y = self.0.run((&shape, q.storage.dtype()), |on, out| {
+            let (q, out) = (self.of_queries(q.part(on)?), self.of_queries(out));
+            Ok([q, self.of_keys(k.part(on)?), self.of_keys(v.part(on)?), out])
+        })?;
+        Ok((y, shape))
+    }
+
+    fn backward(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let kept = self.0.kept()?;
+        let (mut d_k, mut d_v) = (None, None);
+        let d_q = issue(|on| {
+            on.tensor_like(q, |d_q| {
+                d_k = Some(on.tensor_like(k, |d_k| {
+                    d_v = Some(on.tensor_like(v, |d_v| {
+                        on.with([q, k, v, y, gradient, kept], |[q, k, v, y, d_y, kept]| {
+                            let x = [self.of_queries(q), self.of_keys(k), self.of_keys(v)];
+                            let d_x = [self.of_queries(d_q), self.of_keys(d_k), self.of_keys(d_v)];
+                            let y = [y, d_y].map(|part| self.of_queries(part));
+                            self.0.with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
+                        })
+                    })?);
+                    Ok(())
+                })?);
+                Ok(())
+            })
+        })?;
+        Ok([Some(d_q), d_k, d_v])
+    }
+}
+
+/// The attention of one tensor with queries, keys and values.
+struct Joined(Attention);
+
+impl Joined {
+    /// Returns the vectors of queries, keys and values.
+    fn parts(&self, part: Part<'static>) -> [Heads<'static>; 3] {
+        let Sizes { heads, queries, dim, .. } = self.0.sizes;
+        let columns = heads * 3 * dim;
+        [0, 1, 2].map(|at| Heads::in_rows(part.at(at * dim), queries, columns, 3 * dim))
+    }
+
+    fn result(&self, part: Part<'static>) -> Heads<'static> {
+        let Sizes { heads, queries, dim, .. } = self.0.sizes;
+        Heads::in_rows(part, queries, heads * dim, dim)
+    }
+}
+
+impl Layer<1> for Joined {
+    const NAME: &'static str = "self-attention";
+
+    fn forward(&self, [qkv]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+        let Sizes { batch, heads, queries, dim, .. } = self.0.sizes;
+        let shape = Shape::from((batch, queries, heads * dim));
+        let y = self.0.run((&shape, qkv.storage.dtype()), |on, out| {
+            let [q, k, v] = self.parts(qkv.part(on)?);
+            Ok([q, k, v, self.result(out)])
+        })?;
+        Ok((y, shape))
+    }
+
+    fn backward(
+        &self,
+        [qkv]: [&Tensor; 1],
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 1]> {
+        let kept = self.0.kept()?;
+        let d_qkv = issue(|on| {
+            on.tensor_like(qkv, |d_qkv| {
+                on.with([qkv, y, gradient, kept], |[qkv, y, d_y, kept]| {
+                    let y = [y, d_y].map(|part| self.result(part));
+                    let (x, d_x) = (self.parts(qkv), self.parts(d_qkv));
+                    self.0.with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
+                })
+            })
+        })?;
+        Ok([Some(d_qkv)])
+    }
+}

@@ -1,0 +1,80 @@
+//! The embedding.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result, Shape, Tensor};
+use mpmd_core::cuda::layers;
+
+use crate::cuda::are_on_cuda;
+use crate::cuda::bridge::on_cuda;
+use crate::cuda::op::{Argument, Layer, Op, fit, issue};
+use crate::pass::device_gradient;
+
+/// Returns the rows of a contiguous `table` `[rows, width]` for `indices`, in this shape. An index
+/// beyond the table gives NaN in a pass; without a pass it fails the device.
+pub(crate) fn embedding(
+    table: &Tensor,
+    indices: &Tensor,
+    shape: &[usize],
+) -> Option<Result<Tensor>> {
+    are_on_cuda(&[table, indices]).then(|| {
+        let indices = indices.flatten_all()?.contiguous()?;
+        let is_known = matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64);
+        let (entries, width) = table.dims2()?;
+        let sizes = layers::Embedding { tokens: indices.elem_count(), entries, width };
+        let is_fit = is_known && fit(&[table]);
+        table.apply_op1(Op(Lookup { indices, sizes, is_fit, shape: shape.to_vec() }))
+    })
+}
+
+/// The operation that copies rows of a table.
+struct Lookup {
+    /// The index of each row of the result.
+    indices: Tensor,
+    sizes: layers::Embedding,
+    /// True if kernels of ours compute it.
+    is_fit: bool,
+    shape: Vec<usize>,
+}
+
+impl Layer<1> for Lookup {
+    const NAME: &'static str = "embedding";
+
+    fn forward(&self, [table]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(self.shape.clone());
+        if !self.is_fit {
+            let (indices, layout) = self.indices.storage_and_layout();
+            let rows = table.storage.index_select(on_cuda(&indices)?, table.layout, layout, 0)?;
+            return Ok((rows, shape));
+        }
+        let rows = issue(|on| {
+            on.made(&shape, table.storage.dtype(), |y| {
+                on.with([&self.indices], |[indices]| {
+                    self.sizes.forward(&on.kernels(), table.part(on)?, indices, None, y)
+                })
+            })
+        })?;
+        Ok((rows, shape))
+    }
+
+    fn backward(
+        &self,
+        [table]: [&Tensor; 1],
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 1]> {
+        let (gradient, indices, sizes) = (gradient.clone(), self.indices.clone(), self.sizes);
+        let (is_fit, like) = (self.is_fit, table.detach());
+        let d_table = device_gradient(table, move |into| {
+            if is_fit {
+                return into.add_by(|on, sums| {
+                    on.with([&indices, &gradient], |[indices, d_y]| {
+                        sizes.backward(&on.kernels(), indices, d_y, sums)
+                    })
+                });
+            }
+            let gradient = gradient.reshape(((), like.dim(1)?))?;
+            into.add(&like.zeros_like()?.index_add(&indices, &gradient, 0)?)
+        })?;
+        Ok([d_table])
+    }
+}

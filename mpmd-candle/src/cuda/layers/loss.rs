@@ -1,0 +1,111 @@
+//! The cross-entropy.
+
+use std::sync::OnceLock;
+
+use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor, bail};
+use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::CrossEntropy;
+
+use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use crate::cuda::{OnCuda, are_on_cuda};
+
+/// Returns the sum of `weight * cross-entropy` over all rows, and the sum of the weights, both f32.
+/// A target that is no class gives NaN.
+pub(crate) fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    weights: Option<&Tensor>,
+) -> Option<Result<(Tensor, Tensor)>> {
+    let is_known = matches!(targets.dtype(), DType::U8 | DType::U32 | DType::I64);
+    if !is_known || !fit(&[logits]) || !are_on_cuda(&[targets]) || !weights.is_none_or(is_on_cuda) {
+        return None;
+    }
+    let compute = || {
+        let flat = |x: &Tensor| x.detach().flatten_all()?.contiguous();
+        let weights = weights.map(|weights| flat(&weights.to_dtype(DType::F32)?)).transpose()?;
+        let loss = Loss { targets: flat(targets)?, weights, kept: OnceLock::new() };
+        let total = logits.contiguous()?.apply_op1(Op(loss))?;
+        Ok((total.get(0)?, total.detach().get(1)?))
+    };
+    Some(compute())
+}
+
+fn is_on_cuda(tensor: &Tensor) -> bool {
+    are_on_cuda(&[tensor])
+}
+
+/// The operation that returns the sum of the weighted losses and that of the weights.
+struct Loss {
+    /// The class of each row.
+    targets: Tensor,
+    weights: Option<Tensor>,
+    /// Two numbers for each row, for the backward pass.
+    kept: OnceLock<Tensor>,
+}
+
+impl Loss {
+    /// Calls `f` with the loss of rows of `classes` logits.
+    fn with<R>(
+        &self,
+        on: &OnCuda<'_>,
+        classes: usize,
+        f: impl FnOnce(CrossEntropy<'static>) -> mpmd_core::Result<R>,
+    ) -> mpmd_core::Result<R> {
+        let rows = self.targets.elem_count();
+        let loss =
+            |targets: Part<'static>, weights| CrossEntropy { rows, classes, targets, weights };
+        match &self.weights {
+            None => on.with([&self.targets], |[targets]| f(loss(targets, None))),
+            Some(weights) => on.with([&self.targets, weights], |[targets, weights]| {
+                f(loss(targets, Some(weights)))
+            }),
+        }
+    }
+}
+
+impl Layer<1> for Loss {
+    const NAME: &'static str = "cross-entropy";
+
+    fn forward(&self, [logits]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+        let classes = logits.layout.dim(D::Minus1)?;
+        let (shape, kept) = (Shape::from(2), Shape::from((self.targets.elem_count(), 2)));
+        let mut normalizers = None;
+        let total = issue(|on| {
+            on.made(&shape, DType::F32, |total| {
+                let forward = |into| {
+                    let logits = logits.part(on)?;
+                    self.with(on, classes, |loss| loss.forward(&on.kernels(), logits, total, into))
+                };
+                normalizers = Some(on.made(&kept, DType::F32, forward)?);
+                Ok(())
+            })
+        })?;
+        if let Some(normalizers) = normalizers {
+            self.kept.get_or_init(|| tensor(normalizers, &kept));
+        }
+        Ok((total, shape))
+    }
+
+    fn backward(
+        &self,
+        [logits]: [&Tensor; 1],
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 1]> {
+        let Some(kept) = self.kept.get() else {
+            bail!("the backward pass of a cross-entropy before its forward pass");
+        };
+        let classes = logits.dim(D::Minus1)?;
+        let d_logits = issue(|on| {
+            on.tensor_like(logits, |d_logits| {
+                on.with([logits, kept, gradient], |[logits, kept, d_loss]| {
+                    self.with(on, classes, |loss| {
+                        let cuda = on.kernels();
+                        loss.backward(&cuda, logits, kept, (1.0, Some(d_loss)), d_logits)
+                    })
+                })
+            })
+        })?;
+        Ok([Some(d_logits)])
+    }
+}

@@ -1,0 +1,136 @@
+//! Layer norm and RMS norm.
+
+use std::sync::OnceLock;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
+use mpmd_core::cuda::layers;
+
+use super::linear::bias_gradient;
+use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use crate::pass::device_gradient;
+
+/// Normalises the rows of `x` `[..., width]`. `weight` and `bias` are `[width]`.
+pub(crate) fn norm(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    (remove_mean, eps): (bool, f64),
+) -> Option<Result<Tensor>> {
+    if !fit(&[x, weight]) || bias.is_some_and(|bias| !fit(&[x, bias])) {
+        return None;
+    }
+    let width = weight.elem_count();
+    let rows = x.elem_count() / width.max(1);
+    let sizes = layers::Norm { rows, width, eps: eps as f32, remove_mean };
+    let operation = Op(Norm { sizes, statistics: OnceLock::new() });
+    let compute = || {
+        let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+        match bias {
+            None => x.apply_op2(&weight, operation),
+            Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, operation),
+        }
+    };
+    Some(compute())
+}
+
+/// The operation of a norm.
+struct Norm {
+    sizes: layers::Norm,
+    /// Two numbers for each row, for the backward pass.
+    statistics: OnceLock<Tensor>,
+}
+
+impl Norm {
+    fn rows(
+        &self,
+        x: Argument<'_>,
+        weight: Argument<'_>,
+        bias: Option<Argument<'_>>,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (shape, kept) = (x.layout.shape().clone(), Shape::from((self.sizes.rows, 2)));
+        let mut statistics = None;
+        let y = issue(|on| {
+            on.made(&shape, x.storage.dtype(), |y| {
+                let bias = bias.map(|bias| bias.part(on)).transpose()?;
+                let weights = (weight.part(on)?, bias);
+                let forward =
+                    |into| self.sizes.forward(&on.kernels(), x.part(on)?, weights, y, into);
+                statistics = Some(on.made(&kept, DType::F32, forward)?);
+                Ok(())
+            })
+        })?;
+        if let Some(statistics) = statistics {
+            self.statistics.get_or_init(|| tensor(statistics, &kept));
+        }
+        Ok((y, shape))
+    }
+
+    /// Returns the gradient of the input. Adds that of the weight, or defers that, or returns it.
+    fn gradients(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(statistics) = self.statistics.get() else {
+            bail!("a norm's backward pass before its forward pass");
+        };
+        let sizes = self.sizes;
+        let d_x = match x.track_op() {
+            true => Some(issue(|on| {
+                on.tensor_like(x, |d_x| {
+                    on.with([x, weight, gradient, statistics], |[x, weight, d_y, statistics]| {
+                        sizes.backward(&on.kernels(), x, weight, d_y, statistics, d_x)
+                    })
+                })
+            })?),
+            false => None,
+        };
+        let (x, gradient, statistics) = (x.detach(), gradient.clone(), statistics.clone());
+        let d_weight = device_gradient(weight, move |into| {
+            into.add_by(|on, sums| {
+                on.with([&x, &gradient, &statistics], |[x, d_y, statistics]| {
+                    sizes.backward_weight(&on.kernels(), x, d_y, statistics, sums, None)
+                })
+            })
+        })?;
+        Ok((d_x, d_weight))
+    }
+}
+
+impl Layer<2> for Norm {
+    const NAME: &'static str = "norm";
+
+    fn forward(&self, [x, weight]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+        self.rows(x, weight, None)
+    }
+
+    fn backward(
+        &self,
+        [x, weight]: [&Tensor; 2],
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 2]> {
+        let (d_x, d_weight) = self.gradients(x, weight, gradient)?;
+        Ok([d_x, d_weight])
+    }
+}
+
+impl Layer<3> for Norm {
+    const NAME: &'static str = "norm with bias";
+
+    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+        self.rows(x, weight, Some(bias))
+    }
+
+    fn backward(
+        &self,
+        [x, weight, bias]: [&Tensor; 3],
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let (d_x, d_weight) = self.gradients(x, weight, gradient)?;
+        Ok([d_x, d_weight, bias_gradient(bias, gradient)?])
+    }
+}

@@ -1,0 +1,132 @@
+//! candle on CUDA devices, with the feature `cuda`.
+//!
+//! Each thread of a device of ours has one device of candle, with a stream of its own. A pass
+//! enters it: candle's stream waits for the work of our compute stream, and that waits for candle's
+//! stream when the pass ends. The host waits for neither. Values pass between views and tensors by
+//! copies within the device, since candle frees its memory itself. A layer launches kernels of ours
+//! on candle's stream and memory.
+//!
+//! candle takes memory from the driver's pool of the device. Limits and plans count of it what a
+//! stage declares: graphs and prepared parameters, but no intermediate values of a pass.
+
+#![allow(unsafe_code)]
+
+mod bridge;
+mod collectives;
+mod gradient;
+mod layers;
+mod op;
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use candle_core::cuda_backend::cudarc::driver::result as driver;
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::{CudaDevice, Device, Tensor};
+use mpmd_core::cuda::{Cuda, ForeignHandle, ForeignStream};
+use mpmd_core::kernel::Context;
+use mpmd_core::{Error, Result};
+
+use crate::bridge::refused;
+
+pub(crate) use collectives::collective;
+pub(crate) use gradient::DeviceGradient;
+pub(crate) use layers::*;
+
+/// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our
+/// device run after the pass.
+pub(crate) struct OnCuda<'a> {
+    /// Issues to our device's compute stream.
+    compute: Cuda<'a>,
+    /// candle's stream.
+    stream: ForeignStream,
+    device: CudaDevice,
+    /// Lets candle keep what it uploads, such as shapes.
+    uploads: Option<Box<dyn Any>>,
+}
+
+thread_local! {
+    /// candle's devices of this thread, by the driver's number. candle takes tensors of two devices
+    /// for foreign to each other, even with one number, so each is made once.
+    static DEVICES: RefCell<HashMap<u32, CudaDevice>> = RefCell::default();
+}
+
+impl<'a> OnCuda<'a> {
+    /// Enters candle's device of this thread; `None` if the kernel does not run on a CUDA device.
+    ///
+    /// # Errors
+    ///
+    /// If candle cannot use the device, or the device has failed.
+    pub(crate) fn enter(cx: &Context<'a>) -> Result<Option<Self>> {
+        let Some(compute) = cx.cuda() else { return Ok(None) };
+        let device = DEVICES.with_borrow_mut(|devices| match devices.get(&compute.ordinal()) {
+            Some(device) => Ok(device.clone()),
+            None => {
+                let device = open(compute.ordinal()).map_err(refused)?;
+                Ok::<_, Error>(devices.entry(compute.ordinal()).or_insert(device).clone())
+            }
+        })?;
+        // SAFETY: candle made the stream in the device's primary context, and `device` keeps it.
+        let handle = unsafe { ForeignHandle::new(device.cuda_stream().cu_stream().cast()) };
+        let stream = compute.foreign(handle);
+        compute.before(&stream)?;
+        Ok(Some(Self { compute, stream, device, uploads: None }))
+    }
+
+    /// Has candle keep what it uploads until the end of the pass, for all later passes: the shapes
+    /// of its operations, and values of up to 4 KiB that a model has on the host. So a repeated
+    /// pass uploads nothing. Not for passes whose values differ each time: all would be kept.
+    pub(crate) fn keep_uploads(&mut self) {
+        self.uploads = Some(Box::new(self.device.enable_cuda_graph_htod_cache()));
+    }
+
+    /// Returns the device of the pass's tensors.
+    pub(crate) fn device(&self) -> Device {
+        Device::Cuda(self.device.clone())
+    }
+
+    /// Returns the interface for copies and kernels of ours on candle's stream.
+    pub(crate) fn kernels(&self) -> Cuda<'_> {
+        self.compute.on(&self.stream)
+    }
+}
+
+impl Drop for OnCuda<'_> {
+    fn drop(&mut self) {
+        self.uploads = None;
+        if let Err(error) = self.compute.after(&self.stream) {
+            // The device has failed, and so do the results of the pass.
+            tracing::debug!(%error, "the end of a pass of candle");
+        }
+    }
+}
+
+/// Makes candle's device with this number, with a stream of its own.
+fn open(ordinal: u32) -> candle_core::Result<CudaDevice> {
+    let device = CudaDevice::new_with_stream(ordinal as usize)?;
+    // SAFETY: the device has one stream, and only its thread uses it: all uses of a tensor's memory
+    // are in the stream's order. Its order with our streams is made by `OnCuda`.
+    unsafe { device.disable_event_tracking() };
+    keep_memory(&device).map_err(candle_core::Error::wrap)?;
+    Ok(device)
+}
+
+/// Keeps freed memory in the driver's pool for candle's next tensors. By default the driver takes
+/// it back each time that the host waits for the device.
+fn keep_memory(device: &CudaDevice) -> std::result::Result<(), driver::DriverError> {
+    let (mut pool, mut most) = (std::ptr::null_mut(), u64::MAX);
+    let context = device.cuda_stream().context().clone();
+    context.bind_to_thread()?;
+    let attribute = sys::CUmemPool_attribute_enum::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the context is bound; there is room for the pool, and the attribute is 64 bits.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&raw mut pool, context.cu_device()).result()?;
+        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut most).cast()).result()
+    }
+}
+
+/// Returns true if the tensors are on CUDA devices.
+pub(crate) fn are_on_cuda(tensors: &[&Tensor]) -> bool {
+    tensors.iter().all(|tensor| tensor.device().is_cuda())
+}

@@ -1,0 +1,211 @@
+//! Operations of candle on CUDA devices, whose kernels are ours.
+
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape,
+    Storage, Tensor, bail,
+};
+use mpmd_core::cuda::Part;
+
+use super::OnCuda;
+use super::bridge::on_cuda;
+use crate::pass;
+
+/// An operation of `N` contiguous tensors.
+pub(super) trait Layer<const N: usize>: Send + Sync + 'static {
+    const NAME: &'static str;
+
+    /// Issues the forward pass.
+    fn forward(&self, x: [Argument<'_>; N]) -> Result<(CudaStorage, Shape)>;
+
+    /// Issues the backward pass for the contiguous gradient of the result `y`. Returns the
+    /// gradients of the arguments.
+    fn backward(
+        &self,
+        x: [&Tensor; N],
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; N]>;
+}
+
+/// An argument of a forward pass.
+#[derive(Clone, Copy)]
+pub(super) struct Argument<'a> {
+    pub(super) storage: &'a CudaStorage,
+    pub(super) layout: &'a Layout,
+}
+
+impl Argument<'_> {
+    /// Returns the elements, for kernels of ours.
+    pub(super) fn part(&self, on: &OnCuda<'_>) -> mpmd_core::Result<Part<'static>> {
+        on.part(self.storage, self.layout, false)
+    }
+}
+
+/// A [`Layer`] as an operation of candle.
+pub(super) struct Op<T>(pub(super) T);
+
+fn on_the_cpu<T>() -> Result<T> {
+    bail!("a layer of a CUDA device on the CPU")
+}
+
+impl<T: Layer<1>> CustomOp1 for Op<T> {
+    fn name(&self) -> &'static str {
+        T::NAME
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        on_the_cpu()
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.0.forward([Argument { storage, layout }])
+    }
+
+    fn bwd(&self, x: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let [d_x] = self.0.backward([x], y, &gradient.contiguous()?)?;
+        Ok(d_x)
+    }
+}
+
+impl<T: Layer<2>> CustomOp2 for Op<T> {
+    fn name(&self) -> &'static str {
+        T::NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        on_the_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let argument = |storage, layout| Argument { storage, layout };
+        self.0.forward([argument(a, a_layout), argument(b, b_layout)])
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [d_a, d_b] = self.0.backward([a, b], y, &gradient.contiguous()?)?;
+        Ok((d_a, d_b))
+    }
+}
+
+impl<T: Layer<3>> CustomOp3 for Op<T> {
+    fn name(&self) -> &'static str {
+        T::NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        on_the_cpu()
+    }
+
+    fn cuda_fwd(
+        &self,
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+        c: &CudaStorage,
+        c_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let argument = |storage, layout| Argument { storage, layout };
+        self.0.forward([argument(a, a_layout), argument(b, b_layout), argument(c, c_layout)])
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        y: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [d_a, d_b, d_c] = self.0.backward([a, b, c], y, &gradient.contiguous()?)?;
+        Ok((d_a, d_b, d_c))
+    }
+}
+
+/// Returns true if kernels of ours take these tensors: the thread is in a pass on a CUDA device,
+/// and all are there, and of one type that the kernels have.
+pub(super) fn fit(tensors: &[&Tensor]) -> bool {
+    let dtype = tensors.first().map(|tensor| tensor.dtype());
+    matches!(dtype, Some(DType::F32 | DType::BF16))
+        && tensors.iter().all(|x| Some(x.dtype()) == dtype && x.device().is_cuda())
+        && pass::with_cuda(|_| ()).is_some()
+}
+
+/// Calls `f` with the device of this thread's pass.
+pub(super) fn issue<R>(f: impl FnOnce(&OnCuda<'_>) -> mpmd_core::Result<R>) -> Result<R> {
+    match pass::with_cuda(f) {
+        Some(issued) => issued.map_err(candle_core::Error::wrap),
+        None => bail!("a layer of a CUDA device outside of its pass"),
+    }
+}
+
+impl OnCuda<'_> {
+    /// Makes memory of this shape and type that `fill` fills completely.
+    pub(super) fn made(
+        &self,
+        shape: &Shape,
+        dtype: DType,
+        fill: impl FnOnce(Part<'static>) -> mpmd_core::Result<()>,
+    ) -> mpmd_core::Result<CudaStorage> {
+        let storage = self.uninitialized(shape, dtype).map_err(crate::bridge::refused)?;
+        fill(self.part(&storage, &Layout::contiguous(shape), true)?)?;
+        Ok(storage)
+    }
+
+    /// Makes a tensor of the shape and type of `like` that `fill` fills completely.
+    pub(super) fn tensor_like(
+        &self,
+        like: &Tensor,
+        fill: impl FnOnce(Part<'static>) -> mpmd_core::Result<()>,
+    ) -> mpmd_core::Result<Tensor> {
+        Ok(tensor(self.made(like.shape(), like.dtype(), fill)?, like.shape()))
+    }
+
+    /// Calls `f` with the elements of contiguous tensors.
+    pub(super) fn with<const N: usize, R>(
+        &self,
+        tensors: [&Tensor; N],
+        f: impl FnOnce([Part<'static>; N]) -> mpmd_core::Result<R>,
+    ) -> mpmd_core::Result<R> {
+        let storages = tensors.map(Tensor::storage_and_layout);
+        let mut parts = Vec::with_capacity(N);
+        for (storage, layout) in &storages {
+            let storage = on_cuda(storage).map_err(crate::bridge::refused)?;
+            parts.push(self.part(storage, layout, false)?);
+        }
+        let mut parts = parts.into_iter();
+        f(std::array::from_fn(|_| parts.next().expect("one for each tensor")))
+    }
+}
+
+/// Returns memory as a tensor.
+pub(super) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape.clone(), BackpropOp::none(), false)
+}

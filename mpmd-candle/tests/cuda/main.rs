@@ -1,0 +1,11 @@
+//! Stages on CUDA devices against the same stages on CPUs. `cargo xtask candle-cuda` runs them on
+//! the driver in software.
+
+#[path = "../all/collectives.rs"]
+mod collectives;
+mod copies;
+mod divided;
+mod layers;
+#[path = "../all/model.rs"]
+mod model;
+mod pipelines;

@@ -1,0 +1,78 @@
+//! Other libraries that compute on the same CUDA device: their streams and their memory.
+
+use std::fmt;
+
+pub use mpmd_device::cuda::ForeignHandle;
+use mpmd_device::cuda::RawStream;
+use mpmd_transport::memory::DevicePlace;
+
+use super::args::Memory;
+use super::{Cuda, Part};
+use crate::error::Result;
+use mpmd_layout::aval::DType;
+
+/// A stream of another library on the device of a [`Cuda`].
+pub struct ForeignStream(RawStream);
+
+impl<'a> Cuda<'a> {
+    /// Returns the driver's number of the device.
+    pub fn ordinal(&self) -> u32 {
+        self.gpu.ordinal()
+    }
+
+    /// Returns another library's stream on this device.
+    pub fn foreign(&self, handle: ForeignHandle) -> ForeignStream {
+        ForeignStream(self.gpu.foreign(handle))
+    }
+
+    /// Makes later work on `stream` run after all work that the device's own stream has by now.
+    ///
+    /// # Errors
+    ///
+    /// If the device has failed.
+    pub fn before(&self, stream: &ForeignStream) -> Result<()> {
+        Ok(self.gpu.compute().before(&stream.0)?)
+    }
+
+    /// Makes later work of this device's own stream run after all work that `stream` has by now. A
+    /// kernel that issues work to `stream` calls it before it returns.
+    ///
+    /// # Errors
+    ///
+    /// If the device has failed.
+    pub fn after(&self, stream: &ForeignStream) -> Result<()> {
+        Ok(self.gpu.compute().after(&stream.0)?)
+    }
+
+    /// Returns an interface that issues to `stream`, for all but products of matrices. Values on
+    /// the host, and collectives, still use the device's own stream. Scratch that was used on one
+    /// stream must not be dropped before the other is used.
+    pub fn on<'b>(&self, stream: &'b ForeignStream) -> Cuda<'b>
+    where
+        'a: 'b,
+    {
+        Cuda { stream: &stream.0, ..*self }
+    }
+}
+
+impl Part<'_> {
+    /// Returns values in another library's memory on the device of `cuda`. They must exist until
+    /// the work that uses them has ended; this is not checked.
+    pub fn foreign(
+        cuda: &Cuda<'_>,
+        address: u64,
+        dtype: DType,
+        elements: usize,
+        is_writable: bool,
+    ) -> Self {
+        let bytes = elements * dtype.size();
+        let place = DevicePlace { device: cuda.ordinal(), address, bytes };
+        Self::new(Memory::Device(place), dtype, elements, is_writable)
+    }
+}
+
+impl fmt::Debug for ForeignStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ForeignStream")
+    }
+}

@@ -1,0 +1,105 @@
+//! `cargo xtask candle-cuda`: candle with its feature `cuda`, which links CUDA's libraries.
+//!
+//! Without a toolkit it is built with the compiler `nvcc` of the tests' driver in software, and its
+//! tests run on that driver. With `--real` it is built with the toolkit of this machine. Such a
+//! program starts only where CUDA's libraries are, so it has a target folder of its own.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, bail};
+
+use crate::commands::{cargo_in, run, target};
+
+/// The names under which programs link CUDA's libraries, and under which ours loads them.
+const LIBRARIES: [&str; 9] = [
+    "libcuda.so",
+    "libcublas.so",
+    "libcublasLt.so",
+    "libcurand.so",
+    "libcudart.so",
+    "libnvrtc.so",
+    "libcuda.so.1",
+    "libnvrtc.so.13",
+    "libcublas.so.13",
+];
+
+/// The driver in software, as cargo names its file.
+const DRIVER: &str = "libsoftcuda_driver.so";
+
+/// The compute capability of the driver in software.
+const CAPABILITY: &str = "80";
+
+/// Runs the command with these arguments: `--real`, or those of the tests.
+///
+/// # Errors
+///
+/// If a build or a test fails, or `--real` finds no toolkit.
+pub(crate) fn candle_cuda(root: &Path, arguments: &[&str]) -> anyhow::Result<()> {
+    let folder = target()?.join("candle-cuda");
+    match arguments {
+        ["--real"] => real(root, &folder),
+        tests => software(root, &folder, tests),
+    }
+}
+
+fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
+    let built = |arguments: &[&str]| {
+        let mut command = cargo_in(root, arguments);
+        command.env("CARGO_TARGET_DIR", folder);
+        command
+    };
+    run(&mut built(&["build", "--package", "softcuda-driver"]))?;
+    let programs = folder.join("debug");
+    let toolkit = folder.join("toolkit");
+    fs::create_dir_all(&toolkit).context("making a folder for the driver")?;
+    let mut links = vec![("nvcc", programs.join("nvcc"))];
+    links.extend(LIBRARIES.map(|name| (name, programs.join("deps").join(DRIVER))));
+    for (name, file) in links {
+        let link = toolkit.join(name);
+        // The old link may be of a folder that was moved.
+        let _ = fs::remove_file(&link);
+        symlink(&file, &link).with_context(|| format!("linking {}", link.display()))?;
+    }
+    let path = first("PATH", &toolkit)?;
+    let mut command = built(&["test", "--package", "mpmd-candle", "--features", "cuda"]);
+    if tests.is_empty() {
+        command.args(["--test", "cuda"]);
+    }
+    command.args(tests).env("PATH", path);
+    command.env("LIBRARY_PATH", &toolkit).env("CUDA_COMPUTE_CAP", CAPABILITY);
+    command.env("LD_LIBRARY_PATH", first("LD_LIBRARY_PATH", &toolkit)?);
+    run(&mut command)
+}
+
+fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
+    let mut command = cargo_in(root, &["build", "--profile", "gpu", "--features", "candle-cuda"]);
+    command.args(["--package", "mpmd-examples", "--bin", "train_gpt"]);
+    command.env("CARGO_TARGET_DIR", folder.with_file_name("candle-cuda-real"));
+    if let Some(home) = std::env::var_os("CUDA_HOME").map(PathBuf::from) {
+        command.env("PATH", first("PATH", &home.join("bin"))?);
+        command.env("LIBRARY_PATH", first("LIBRARY_PATH", &home.join("lib64"))?);
+    } else if !crate::commands::answers("nvcc", &["--version"]) {
+        bail!("--real needs CUDA's toolkit: set CUDA_HOME, or put nvcc on PATH");
+    }
+    if std::env::var_os("CUDA_COMPUTE_CAP").is_none()
+        && Command::new("nvidia-smi").output().is_err()
+    {
+        bail!("set CUDA_COMPUTE_CAP, for example to 90: there is no nvidia-smi that tells it");
+    }
+    run(&mut command)?;
+    let program = folder.with_file_name("candle-cuda-real").join("gpu/train_gpt");
+    let bytes = fs::metadata(&program).context("looking at the program")?.len();
+    println!("{}: {:.1} MB", program.display(), bytes as f64 / 1e6);
+    Ok(())
+}
+
+/// Returns the search path of a variable with `folder` in front.
+fn first(variable: &str, folder: &Path) -> anyhow::Result<std::ffi::OsString> {
+    let rest = std::env::var_os(variable).filter(|rest| !rest.is_empty()).unwrap_or_default();
+    let rest = std::env::split_paths(&rest).collect::<Vec<_>>();
+    std::env::join_paths(std::iter::once(folder.to_owned()).chain(rest))
+        .with_context(|| format!("the path of {variable}"))
+}
