@@ -7,6 +7,8 @@
 // `#[derive(Tree)]` names this crate from outside.
 extern crate mpmd_core as mpmd;
 
+use mpmd_layout::topology::DeviceKind;
+
 mod bridge;
 mod collectives;
 #[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
@@ -30,3 +32,11 @@ pub use function::{Call, Function, function};
 pub use params::parts_builder;
 pub use stage::{CandleStage, named, stage};
 pub use tensors::{Tensors, Value, Values};
+
+/// True if candle's stages compute on devices of this kind. If not, they compute in host memory.
+pub fn computes_on(kind: DeviceKind) -> bool {
+    match kind {
+        DeviceKind::Cpu => true,
+        DeviceKind::Cuda => cfg!(feature = "cuda"),
+    }
+}

@@ -22,7 +22,7 @@ use mpmd_base::block::{now, since};
 use crate::choice::{Choice, History};
 use crate::clock::{StageTimes, TIMES};
 use crate::cut::Room;
-use crate::decoder::Rows;
+use crate::decoder::{Part, Rows};
 use crate::load::{Load, Loaded};
 use crate::over::Over;
 use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
@@ -306,11 +306,23 @@ impl Load {
             let started = clock.as_ref().map(|clock| clock.start());
             let x = if is_first { loaded.tokens(&x, &pass, cx)? } else { x };
             let x = x.narrow(1, 0, pass.tokens())?;
-            let Loaded { part, caches, .. } = &mut *loaded;
-            let x = part.follow(x, &Rows::new(pass.rows(), load.positions)?, caches, cx)?;
+            let device = x.device().clone();
+            let part = match loaded.part.clone() {
+                Some(part) => part,
+                None => {
+                    let part = load.read_to(&device).map_err(candle_core::Error::wrap)?;
+                    loaded.part.insert(Arc::new(part)).clone()
+                }
+            };
+            let x = if is_first { x } else { load.working(x)? };
+            let rows = Rows::new(pass.rows(), load.positions, &device)?;
+            let x = part.follow(x, &rows, &mut loaded.caches, cx)?;
             let y = match is_last {
-                true => loaded.choices(&x, &pass, (room, load.over), cx)?,
-                false => x.pad_with_zeros(1, 0, form - pass.tokens())?,
+                true => loaded.choices(&part, &x, &pass, (room, load.over), cx)?,
+                false => {
+                    let x = x.to_dtype(candle_core::DType::F32)?;
+                    x.pad_with_zeros(1, 0, form - pass.tokens())?
+                }
             };
             if let (Some(clock), Some(started)) = (clock, started) {
                 clock.end(started, y.elem_count() * y.dtype().size_in_bytes());
@@ -337,7 +349,8 @@ impl Load {
         let rows = tokens.min(self.positions);
         let blocks = (0..rows.div_ceil(BLOCK) as u32).collect::<Vec<_>>();
         let mut caches = self.caches(blocks.len());
-        let rows = Rows::new(vec![PagedRows { start: 0, rows, blocks }], self.positions)?;
+        let rows = vec![PagedRows { start: 0, rows, blocks }];
+        let rows = Rows::new(rows, self.positions, x.device())?;
         let x = zeros.follow(x.narrow(1, 0, rows.sequences[0].rows)?, &rows, &mut caches, cx)?;
         if is_last {
             let most = x.dim(1)?.min(room.sequences);
@@ -363,13 +376,14 @@ impl Loaded {
             }
             at += chunk.tokens();
         }
-        Tensor::from_vec(tokens, x.shape(), &Device::Cpu)
+        Tensor::from_vec(tokens, x.shape(), x.device())
     }
 
     /// Chooses the token that follows each chunk which asks for it. `x` are the outputs of the last
     /// layer.
     fn choices(
         &mut self,
+        part: &Part,
         x: &Tensor,
         pass: &Pass,
         (room, over): (Room, Over),
@@ -400,11 +414,12 @@ impl Loaded {
             rows.push(0);
         }
         if rows.is_empty() {
-            return Tensor::from_vec(choices, (room.sequences, CHOICE), &Device::Cpu);
+            return Tensor::from_vec(choices, (room.sequences, CHOICE), x.device());
         }
         let count = rows.len();
-        let x = x.index_select(&Tensor::from_vec(rows, count, &Device::Cpu)?, 1)?;
-        let logits = self.part.logits(&x, cx)?.squeeze(0)?.to_vec2::<f32>()?;
+        let x = x.index_select(&Tensor::from_vec(rows, count, x.device())?, 1)?;
+        let logits = part.logits(&x, cx)?.squeeze(0)?.to_dtype(candle_core::DType::F32)?;
+        let logits = logits.to_vec2::<f32>()?;
         for (slot, logits) in asked.iter().zip(logits) {
             let Some(history) = &mut self.histories[*slot as usize] else {
                 bail!("no sequence has begun in place {slot}");
@@ -412,6 +427,6 @@ impl Loaded {
             let words = &mut choices[*slot as usize * CHOICE..][..CHOICE];
             history.choose(logits).write(words);
         }
-        Tensor::from_vec(choices, (room.sequences, CHOICE), &Device::Cpu)
+        Tensor::from_vec(choices, (room.sequences, CHOICE), x.device())
     }
 }

@@ -25,7 +25,8 @@ use crate::rope::Angles;
 
 /// The state of a stage on a device.
 pub(crate) struct Loaded {
-    pub(crate) part: Arc<Part>,
+    /// `None` until the first pass on a device of candle's other than the CPU.
+    pub(crate) part: Option<Arc<Part>>,
     pub(crate) caches: Caches,
     /// The last token of each place, on the first stage.
     pub(crate) last: Vec<u32>,
@@ -80,6 +81,8 @@ pub(crate) struct Load {
     /// The most tokens of a sequence.
     pub(crate) positions: usize,
     in_half: bool,
+    /// True if candle computes on the devices themselves, which are not CPUs.
+    on_device: bool,
     /// The bytes on a device.
     pub(crate) bytes: u64,
     weights: Weights,
@@ -93,7 +96,7 @@ impl Load {
         angles: &[Angles],
         (layers, mesh): (Range<usize>, &Mesh),
         (room, positions): (Room, usize),
-        (in_half, weights): (bool, &Weights),
+        (in_half, on_device, weights): (bool, bool, &Weights),
     ) -> Result<Self> {
         let Held { element, layer } = Held::inference(folder, room, in_half);
         let (mesh, over) = (mesh.clone(), Over::of(mesh)?);
@@ -106,6 +109,7 @@ impl Load {
             room,
             positions,
             in_half,
+            on_device,
             bytes: layers.len() as u64 * layer / over.tensor as u64,
             weights: weights.clone(),
             clock: Arc::default(),
@@ -155,13 +159,44 @@ impl Load {
             self.clock.reset();
         }
         Ok(Loaded {
-            part: self.weights.get_or_read(what, || self.read(device))?,
+            part: match self.on_device {
+                true => None,
+                false => Some(self.weights.get_or_read(what, || self.read(device))?),
+            },
             caches: self.caches(self.room.blocks),
             last: vec![0; self.room.sequences],
             histories: vec![None; self.room.sequences],
             clock: (place == 0).then(|| self.clock.clone()),
             bytes: self.bytes,
         })
+    }
+
+    /// Reads the weights of a device to its memory, for a pass there. A later epoch of the job has
+    /// other devices, and reads them again.
+    pub(crate) fn read_to(&self, device: &Device) -> Result<Part> {
+        let own = self.mesh.devices()[0];
+        let half = self.in_half && !device.is_cpu();
+        let mut tensors = BTreeMap::new();
+        let failed = |why: candle_core::Error| Error::kernel(why.to_string());
+        for (name, region) in self.regions(self.layers.clone(), own)? {
+            let mut values = vec![0.0; region.elements()];
+            self.folder.read(&name, &region, &mut values)?;
+            let tensor = Tensor::from_vec(values, region.shape(), device).map_err(failed)?;
+            let tensor = match half {
+                true => tensor.to_dtype(candle_core::DType::BF16).map_err(failed)?,
+                false => tensor,
+            };
+            tensors.insert(name, tensor);
+        }
+        Part::new(self.plan(), self.layers.clone(), &parts_builder(tensors)).map_err(failed)
+    }
+
+    /// Returns the inputs of a stage in the dtype of its weights.
+    pub(crate) fn working(&self, x: Tensor) -> CandleResult<Tensor> {
+        match self.in_half && !x.device().is_cpu() {
+            true => x.to_dtype(candle_core::DType::BF16),
+            false => Ok(x),
+        }
     }
 
     /// Reads the weights of a device layer by layer, and packs them.

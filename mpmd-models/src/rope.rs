@@ -2,9 +2,11 @@
 
 use std::f64::consts::PI;
 use std::fmt;
+use std::sync::Arc;
 
 use mpmd::candle::nn::rotary_emb::rope_thd;
 use mpmd::candle::{Device, Result, Tensor};
+use mpmd_base::block::Mutex;
 
 /// The rotary embedding of a model: the frequencies by which pairs of elements rotate.
 #[derive(Clone, Debug, PartialEq)]
@@ -210,6 +212,8 @@ pub struct Angles {
     /// Those of short sequences, or of all.
     tables: [Tensor; 2],
     is_fixed: bool,
+    /// Copies of the tables in the memory of candle's devices that have used them.
+    copies: Arc<Mutex<Vec<[Tensor; 2]>>>,
 }
 
 impl Angles {
@@ -220,7 +224,7 @@ impl Angles {
     /// If candle fails.
     pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, 0)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: false })
+        Ok(Self { rope: rope.clone(), tables, is_fixed: false, copies: Arc::default() })
     }
 
     /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
@@ -231,7 +235,7 @@ impl Angles {
     /// If candle fails.
     pub fn fixed(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, positions)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: true })
+        Ok(Self { rope: rope.clone(), tables, is_fixed: true, copies: Arc::default() })
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
@@ -248,6 +252,20 @@ impl Angles {
         Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
+    /// Returns the tables in the memory of a device.
+    fn tables_on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        if device.is_cpu() {
+            return Ok(self.tables.clone());
+        }
+        let mut copies = self.copies.lock();
+        if let Some(known) = copies.iter().find(|copy| copy[0].device().same_device(device)) {
+            return Ok(known.clone());
+        }
+        let copy = to(&self.tables, device)?;
+        copies.push(copy.clone());
+        Ok(copy)
+    }
+
     /// Rotates heads `[batch, time, heads, head_dim]` of whole sequences, or of tokens at these
     /// positions, `[time]`.
     ///
@@ -257,8 +275,8 @@ impl Angles {
     pub fn rotate(&self, heads: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
         let (_, time, _, head_dim) = heads.dims4()?;
         let tables = match !self.is_fixed && self.rope.is_long(time) {
-            true => Self::tables(&self.rope, time, time)?,
-            false => self.tables.clone(),
+            true => to(&Self::tables(&self.rope, time, time)?, heads.device())?,
+            false => self.tables_on(heads.device())?,
         };
         let [cos, sin] = match positions {
             None => tables,
@@ -274,6 +292,10 @@ impl Angles {
         let rotated = rope_thd(&heads.narrow(3, 0, dim)?, &cos, &sin)?;
         Tensor::cat(&[rotated, heads.narrow(3, dim, head_dim - dim)?], 3)
     }
+}
+
+fn to([cos, sin]: &[Tensor; 2], device: &Device) -> Result<[Tensor; 2]> {
+    Ok([cos.to_device(device)?, sin.to_device(device)?])
 }
 
 #[cfg(test)]

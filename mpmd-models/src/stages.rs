@@ -7,7 +7,7 @@ use mpmd::aval::ShapedArray;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
-use mpmd::topology::Mesh;
+use mpmd::topology::{DeviceKind, Mesh};
 use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
@@ -413,7 +413,17 @@ impl Stages {
         let meshes = &meshes[..self.cut.len()];
         let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
             let place = (layers.clone(), mesh);
-            let kind = (in_half, &self.weights);
+            let device = mesh.devices().first().and_then(|device| p.topology().kind_of(*device));
+            let on_device =
+                device.is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind));
+            if on_device && (mesh.devices().len() > 1 || self.folder.config().experts.is_some()) {
+                return Err(Error::kernel(format!(
+                    "inference on devices of kind {} takes models without experts, and one device \
+                     for each stage",
+                    device.map_or("cpu", DeviceKind::name)
+                )));
+            }
+            let kind = (in_half, on_device, &self.weights);
             Load::new(&self.folder, &angles, place, (room, self.positions), kind)
         };
         let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;

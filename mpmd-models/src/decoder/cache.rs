@@ -27,12 +27,17 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Returns the tokens of these sequences, which have up to `positions` tokens.
+    /// Returns the tokens of these sequences, which have up to `positions` tokens, for a pass on
+    /// `device`.
     ///
     /// # Errors
     ///
     /// If a sequence is longer.
-    pub(crate) fn new(sequences: Vec<PagedRows>, positions: usize) -> Result<Self> {
+    pub(crate) fn new(
+        sequences: Vec<PagedRows>,
+        positions: usize,
+        device: &Device,
+    ) -> Result<Self> {
         let mut all = Vec::new();
         for PagedRows { start, rows, .. } in &sequences {
             if start + rows > positions {
@@ -41,6 +46,6 @@ impl Rows {
             all.extend(*start as u32..(start + rows) as u32);
         }
         let count = all.len();
-        Ok(Self { sequences, positions: Tensor::from_vec(all, count, &Device::Cpu)? })
+        Ok(Self { sequences, positions: Tensor::from_vec(all, count, device)? })
     }
 }

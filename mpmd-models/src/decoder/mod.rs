@@ -21,7 +21,7 @@ use mpmd::candle::candle_core::{DType, Error as CandleError, bail};
 use mpmd::candle::nn::{
     Embedding, Linear, Module, PackedLinear, VarBuilder, embedding, linear_no_bias,
 };
-use mpmd::candle::{Cx, Device, Result, Tensor, stage};
+use mpmd::candle::{Cx, Result, Tensor, stage};
 
 use crate::config::Config;
 use crate::lora::Lora;
@@ -238,7 +238,7 @@ impl Part {
         if let Some(positions) = &self.positions {
             let at = match &cached {
                 Some((_, rows)) => rows.positions.clone(),
-                None => Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?,
+                None => Tensor::arange(0, x.dim(1)? as u32, x.device())?,
             };
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
@@ -270,8 +270,8 @@ impl Part {
             own.push(row.unwrap_or(0) as u32);
             is_own.push(if row.is_some() { 1.0f32 } else { 0.0 });
         }
-        let own = Tensor::from_vec(own, tokens.shape(), &Device::Cpu)?;
-        let is_own = Tensor::from_vec(is_own, tokens.shape(), &Device::Cpu)?;
+        let own = Tensor::from_vec(own, tokens.shape(), tokens.device())?;
+        let is_own = Tensor::from_vec(is_own, tokens.shape(), tokens.device())?;
         let found = table.forward(&own)?.broadcast_mul(&is_own.unsqueeze(tokens.rank())?)?;
         self.over.sum(found, cx)
     }

@@ -1,8 +1,8 @@
 //! The norms of a decoder.
 
-use mpmd::candle::candle_core::{D, DType};
+use mpmd::candle::candle_core::D;
 use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
-use mpmd::candle::{Cx, Device, Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
 use crate::config::{self, Config};
 use crate::over::{self, Over};
@@ -65,9 +65,9 @@ impl HeadNorms {
         let dim = config.head_dim;
         let weight = |head| vb.pp(head).get_with_hints(dim, "weight", Init::Const(1.0));
         let weights: Vec<Tensor> = (0..heads).map(weight).collect::<Result<_>>()?;
-        let ones = Tensor::ones(dim, DType::F32, &Device::Cpu)?;
-        let norm = LayerNorm::new_no_bias(ones, config.norm_eps);
-        Ok(Self { norm, weights: Tensor::stack(&weights, 0)? })
+        let weights = Tensor::stack(&weights, 0)?;
+        let norm = LayerNorm::new_no_bias(weights.get(0)?.ones_like()?, config.norm_eps);
+        Ok(Self { norm, weights })
     }
 
     /// Computes the norms of this device's heads, `[batch, time, heads, head_dim]`, which differ
