@@ -318,7 +318,8 @@ impl Load {
             Ok(y)
         };
         let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
-        let stage = stage(|_| Ok(()), forward)?.named(name);
+        // The loaded weights, their layouts and the caches are for CPUs.
+        let stage = stage(|_| Ok(()), forward)?.named(name).on_host();
         let choices = ShapedArray::try_new(&[room.sequences, CHOICE], DType::U32)?;
         Ok(stage
             .outputs(move |x| match is_last {

@@ -2,9 +2,11 @@
 
 use std::f64::consts::PI;
 use std::fmt;
+use std::sync::Arc;
 
 use mpmd::candle::nn::rotary_emb::rope_thd;
 use mpmd::candle::{Device, Result, Tensor};
+use mpmd_base::block::Mutex;
 
 /// The rotary embedding of a model: the frequencies by which pairs of elements rotate.
 #[derive(Clone, Debug, PartialEq)]
@@ -209,6 +211,8 @@ pub struct Angles {
     rope: Rope,
     /// Those of short sequences, or of all.
     tables: [Tensor; 2],
+    /// Copies of the tables on other devices.
+    copies: Arc<Mutex<Vec<[Tensor; 2]>>>,
     is_fixed: bool,
 }
 
@@ -220,7 +224,7 @@ impl Angles {
     /// If candle fails.
     pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, 0)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: false })
+        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: false })
     }
 
     /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
@@ -231,7 +235,7 @@ impl Angles {
     /// If candle fails.
     pub fn fixed(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, positions)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: true })
+        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: true })
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
@@ -248,6 +252,19 @@ impl Angles {
         Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
+    /// Returns the tables on a device. They are copied there once.
+    fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        let is_there = |tables: &&[Tensor; 2]| tables[0].device().same_device(device);
+        let mut copies = self.copies.lock();
+        if let Some(there) = [&self.tables].into_iter().chain(&*copies).find(is_there) {
+            return Ok(there.clone());
+        }
+        let [cos, sin] = &self.tables;
+        let tables = [cos.to_device(device)?, sin.to_device(device)?];
+        copies.push(tables.clone());
+        Ok(tables)
+    }
+
     /// Rotates heads `[batch, time, heads, head_dim]` of whole sequences, or of tokens at these
     /// positions, `[time]`.
     ///
@@ -257,8 +274,11 @@ impl Angles {
     pub fn rotate(&self, heads: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
         let (_, time, _, head_dim) = heads.dims4()?;
         let tables = match !self.is_fixed && self.rope.is_long(time) {
-            true => Self::tables(&self.rope, time, time)?,
-            false => self.tables.clone(),
+            true => {
+                let [cos, sin] = Self::tables(&self.rope, time, time)?;
+                [cos.to_device(heads.device())?, sin.to_device(heads.device())?]
+            }
+            false => self.on(heads.device())?,
         };
         let [cos, sin] = match positions {
             None => tables,

@@ -481,6 +481,10 @@ impl Stages {
             Part::new(plan, layers.clone(), &vb)
         };
         let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
+        // Routing and products of experts are for CPUs.
+        let has_experts =
+            self.folder.config().layers[self.layers(index)].iter().any(|it| it.has_experts);
+        let stage = if has_experts { stage.on_host() } else { stage };
         match (trains, lora) {
             (false, _) => Ok(stage.frozen()),
             (true, None) => Ok(stage.split_gradients()),

@@ -84,7 +84,8 @@ fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
     } else if !crate::commands::answers("nvcc", &["--version"]) {
         bail!("--real needs CUDA's toolkit: set CUDA_HOME, or put nvcc on PATH");
     }
-    if std::env::var_os("CUDA_COMPUTE_CAP").is_none() && Command::new("nvidia-smi").output().is_err()
+    if std::env::var_os("CUDA_COMPUTE_CAP").is_none()
+        && Command::new("nvidia-smi").output().is_err()
     {
         bail!("set CUDA_COMPUTE_CAP, for example to 90: there is no nvidia-smi that tells it");
     }

@@ -106,7 +106,7 @@ impl Attention {
             }
             Keys::Own(starts) => {
                 let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-                let mask = mask(window, starts, time)?;
+                let mask = mask(window, starts, time, x.device())?;
                 let out = match self.cap {
                     None => nn::attention(&q, &k, &v, mask, scale)?,
                     Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,
@@ -139,12 +139,17 @@ impl Keys<'_> {
 
 /// Returns the mask of a causal attention of `time` queries, in which each sees `window` keys at
 /// most, from its start on.
-fn mask(window: Option<usize>, starts: Option<&Tensor>, time: usize) -> Result<Mask> {
+fn mask(
+    window: Option<usize>,
+    starts: Option<&Tensor>,
+    time: usize,
+    device: &Device,
+) -> Result<Mask> {
     let Some(window) = window.filter(|window| *window < time) else {
         return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
     };
     let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
-    let first = Tensor::from_vec(first.collect(), (1, time), &Device::Cpu)?;
+    let first = Tensor::from_vec(first.collect(), (1, time), device)?;
     Ok(Mask::CausalFrom(match starts {
         Some(starts) => starts.broadcast_maximum(&first)?,
         None => first,

@@ -238,7 +238,7 @@ impl Part {
         if let Some(positions) = &self.positions {
             let at = match &cached {
                 Some((_, rows)) => rows.positions.clone(),
-                None => Tensor::arange(0, x.dim(1)? as u32, &Device::Cpu)?,
+                None => Tensor::arange(0, x.dim(1)? as u32, x.device())?,
             };
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
@@ -260,6 +260,13 @@ impl Part {
             return table.forward(tokens);
         }
         let first = self.over.place(cx)? * rows;
+        if tokens.device().is_cuda() {
+            let own = (tokens.to_dtype(DType::I64)?.to_dtype(DType::F64)? - first as f64)?;
+            let is_own = (own.ge(0f64)? * own.lt(rows as f64)?)?;
+            let own = (own * is_own.to_dtype(DType::F64)?)?.to_dtype(DType::U32)?;
+            let is_own = is_own.to_dtype(DType::F32)?.unsqueeze(tokens.rank())?;
+            return self.over.sum(table.forward(&own)?.broadcast_mul(&is_own)?, cx);
+        }
         let all = tokens.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
         let (mut own, mut is_own) = (Vec::new(), Vec::new());
         for token in all {

@@ -2,7 +2,7 @@
 
 use mpmd::candle::candle_core::{D, DType};
 use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
-use mpmd::candle::{Cx, Device, Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
 use crate::config::{self, Config};
 use crate::over::{self, Over};
@@ -65,7 +65,7 @@ impl HeadNorms {
         let dim = config.head_dim;
         let weight = |head| vb.pp(head).get_with_hints(dim, "weight", Init::Const(1.0));
         let weights: Vec<Tensor> = (0..heads).map(weight).collect::<Result<_>>()?;
-        let ones = Tensor::ones(dim, DType::F32, &Device::Cpu)?;
+        let ones = Tensor::ones(dim, DType::F32, vb.device())?;
         let norm = LayerNorm::new_no_bias(ones, config.norm_eps);
         Ok(Self { norm, weights: Tensor::stack(&weights, 0)? })
     }

@@ -357,7 +357,9 @@ pub(super) mod tests {
             assert!(!kit.folder.join("deps/small").exists());
         }
         let mut poor = Built { software: None, ..fake(&folder) };
-        assert!(lay(&poor).err().unwrap().to_string().contains("libsoftcuda_driver.so was not built"));
+        assert!(
+            lay(&poor).err().unwrap().to_string().contains("libsoftcuda_driver.so was not built")
+        );
         fs::create_dir_all(&kit).unwrap();
         fs::write(kit.join("mine"), "").unwrap();
         assert!(lay(&built).err().unwrap().to_string().contains("is neither empty nor a kit"));

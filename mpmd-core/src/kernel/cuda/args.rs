@@ -37,12 +37,7 @@ impl<'a> Part<'a> {
         Self { skipped: self.skipped.saturating_add(elements), ..self }
     }
 
-    pub(super) fn new(
-        memory: Memory<'a>,
-        dtype: DType,
-        elements: usize,
-        writable: bool,
-    ) -> Self {
+    pub(super) fn new(memory: Memory<'a>, dtype: DType, elements: usize, writable: bool) -> Self {
         Self { memory, dtype, skipped: 0, elements, writable }
     }
 

@@ -41,7 +41,8 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         return Ok(());
     }
     if has("--lib") {
-        let objects = files(".o").into_iter().filter(|path| *path != after("-o").unwrap_or_default());
+        let objects =
+            files(".o").into_iter().filter(|path| *path != after("-o").unwrap_or_default());
         return run(Command::new("ar").arg("crs").arg(after("-o")?).args(objects));
     }
     let sources = files(".cu");
@@ -67,7 +68,8 @@ fn program(source: &Path, name: String, arguments: &[String]) -> Result<Program,
     };
     // The architecture is given as `-gencode=arch=compute_75,code=sm_75`.
     let capability = arguments.iter().find_map(|argument| argument.split("compute_").nth(1));
-    let digits: String = capability.unwrap_or("75").chars().take_while(char::is_ascii_digit).collect();
+    let digits: String =
+        capability.unwrap_or("75").chars().take_while(char::is_ascii_digit).collect();
     let mut options =
         vec![format!("-D__CUDA_ARCH__={digits}0"), "-D__CUDACC_VER_MAJOR__=13".into()];
     options.extend(["-D__CUDACC_VER_MINOR__=0", "-include", HOST_HEADERS[0]].map(str::to_owned));
