@@ -79,7 +79,8 @@ call! { a: A, b: B, c: C, d: D }
 #[track_caller]
 pub fn function<A: 'static, F: Call<A>>(f: F) -> Function<F, A> {
     let captures = size_of::<F>() != 0;
-    let work = Work { f, shapes: OutputShapes::Unknown, arguments: PhantomData };
+    let on_host = cfg!(not(feature = "cuda"));
+    let work = Work { f, on_host, shapes: OutputShapes::Unknown, arguments: PhantomData };
     Function(HostKernel::closure("candle function", Location::caller(), captures, work))
 }
 
@@ -89,6 +90,7 @@ pub struct Function<F: Call<A>, A: 'static>(HostKernel<Work<F, A>>);
 /// The function, and the shapes of its outputs.
 struct Work<F: Call<A>, A> {
     f: F,
+    on_host: bool,
     shapes: OutputShapes<F::In, F::Out>,
     arguments: PhantomData<fn() -> A>,
 }
@@ -143,6 +145,13 @@ impl<A: 'static, F: Call<A>> Function<F, A> {
     #[must_use]
     pub fn with(self, value: impl fmt::Debug) -> Self {
         Self(self.0.with(value))
+    }
+
+    /// Computes on the host on CUDA devices too, with copies of all values. Without the feature
+    /// `cuda` all functions do.
+    #[must_use]
+    pub fn on_host(self) -> Self {
+        Self(self.0.map_work(|work| Work { on_host: true, ..work }))
     }
 
     fn shaped(self, shapes: OutputShapes<F::In, F::Out>) -> Self {
@@ -247,8 +256,9 @@ impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
         x: Views<'_, F::In>,
         y: ViewsMut<'_, F::Out>,
     ) -> Result<()> {
-        match OnCuda::enter(cx)? {
-            Some(on) => self.0.work().run_at(Some(&on), x, y),
+        let work = self.0.work();
+        match if work.on_host { None } else { OnCuda::enter(cx)? } {
+            Some(on) => work.run_at(Some(&on), x, y),
             None => self.0.run(cx, x, y),
         }
     }

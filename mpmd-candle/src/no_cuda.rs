@@ -152,6 +152,9 @@ pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor
 }
 
 /// Returns no sources of kernels.
-pub(crate) fn kernels(_: impl Iterator<Item = DType>) -> Vec<&'static Source> {
+pub(crate) fn kernels(
+    _: impl Iterator<Item = DType>,
+    _: impl Iterator<Item = usize>,
+) -> Vec<&'static Source> {
     Vec::new()
 }

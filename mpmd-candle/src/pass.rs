@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ptr::NonNull;
 
 use candle_core::{Device, Result, Tensor, TensorId, bail};
@@ -26,6 +26,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) deferred: Option<Vec<Deferred>>,
     /// The bytes that custom operations keep for the backward pass, beside tensors of the graph.
     pub(crate) kept_bytes: u64,
+    /// The lengths of the vectors of attentions.
+    pub(crate) heads: BTreeSet<usize>,
     /// The collectives of the device.
     pub(crate) exchange: Option<&'a mut dyn Exchange>,
     /// The CUDA device; `None` for a pass on the host.
@@ -180,6 +182,15 @@ pub(crate) fn keeps(bytes: u64) {
     with(|pass| {
         if let Some(pass) = pass {
             pass.kept_bytes += bytes;
+        }
+    });
+}
+
+/// Notes that an attention has vectors of `dim` elements.
+pub(crate) fn attends(dim: usize) {
+    with(|pass| {
+        if let Some(pass) = pass {
+            pass.heads.insert(dim);
         }
     });
 }

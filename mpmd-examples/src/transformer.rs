@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use mpmd::candle::nn::{self, Activation, Embedding, Init, LayerNorm, Linear, Mask, Module};
-use mpmd::candle::{Cx, Device, Result, Tensor, VarBuilder};
+use mpmd::candle::{Cx, Result, Tensor, VarBuilder};
 
 use mpmd_job::at_least;
 
@@ -95,7 +95,7 @@ impl Part {
     pub fn forward(&self, mut x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         if let Some([bytes, positions]) = &self.embeddings {
             let (batch, time) = x.dims2()?;
-            let places = Tensor::arange(0, time as u32, &Device::Cpu)?;
+            let places = Tensor::arange(0, time as u32, x.device())?;
             let places = places.unsqueeze(0)?.broadcast_as((batch, time))?;
             x = (bytes.forward(&x)? + positions.forward(&places)?)?;
         }

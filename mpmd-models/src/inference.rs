@@ -331,6 +331,7 @@ impl Load {
         };
         let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
         let stage = stage(|_| Ok(()), forward)?.named(name);
+        let stage = if self.on_device { stage } else { stage.on_host() };
         let choices = ShapedArray::try_new(&[room.sequences, CHOICE], DType::U32)?;
         Ok(stage
             .outputs(move |x| match is_last {

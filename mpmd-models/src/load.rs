@@ -82,7 +82,7 @@ pub(crate) struct Load {
     pub(crate) positions: usize,
     in_half: bool,
     /// True if candle computes on the devices themselves, which are not CPUs.
-    on_device: bool,
+    pub(crate) on_device: bool,
     /// The bytes on a device.
     pub(crate) bytes: u64,
     weights: Weights,

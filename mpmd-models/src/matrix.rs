@@ -1,7 +1,7 @@
 //! The matrices of a decoder: as they are trained, or packed for inference.
 
 use mpmd::candle::nn::{Embedding, Grouped, Linear, Module, PackedLinear};
-use mpmd::candle::{Cx, Device, Result, Tensor};
+use mpmd::candle::{Cx, Result, Tensor};
 
 /// A linear layer.
 #[derive(Clone, Debug)]
@@ -152,5 +152,5 @@ fn zeros(x: &Tensor, last: usize) -> Result<Tensor> {
     let mut shape = x.dims().to_vec();
     shape.pop();
     shape.push(last);
-    Tensor::zeros(shape, mpmd::candle::candle_core::DType::F32, &Device::Cpu)
+    Tensor::zeros(shape, mpmd::candle::candle_core::DType::F32, x.device())
 }

@@ -211,9 +211,9 @@ pub struct Angles {
     rope: Rope,
     /// Those of short sequences, or of all.
     tables: [Tensor; 2],
-    is_fixed: bool,
-    /// Copies of the tables in the memory of candle's devices that have used them.
+    /// Copies of the tables on other devices.
     copies: Arc<Mutex<Vec<[Tensor; 2]>>>,
+    is_fixed: bool,
 }
 
 impl Angles {
@@ -224,7 +224,7 @@ impl Angles {
     /// If candle fails.
     pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, 0)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: false, copies: Arc::default() })
+        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: false })
     }
 
     /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
@@ -235,7 +235,7 @@ impl Angles {
     /// If candle fails.
     pub fn fixed(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, positions)?;
-        Ok(Self { rope: rope.clone(), tables, is_fixed: true, copies: Arc::default() })
+        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: true })
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
@@ -252,18 +252,17 @@ impl Angles {
         Ok([table(f64::cos)?, table(f64::sin)?])
     }
 
-    /// Returns the tables in the memory of a device.
-    fn tables_on(&self, device: &Device) -> Result<[Tensor; 2]> {
-        if device.is_cpu() {
-            return Ok(self.tables.clone());
-        }
+    /// Returns the tables on a device. They are copied there once.
+    fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        let is_there = |tables: &&[Tensor; 2]| tables[0].device().same_device(device);
         let mut copies = self.copies.lock();
-        if let Some(known) = copies.iter().find(|copy| copy[0].device().same_device(device)) {
-            return Ok(known.clone());
+        if let Some(there) = [&self.tables].into_iter().chain(&*copies).find(is_there) {
+            return Ok(there.clone());
         }
-        let copy = to(&self.tables, device)?;
-        copies.push(copy.clone());
-        Ok(copy)
+        let [cos, sin] = &self.tables;
+        let tables = [cos.to_device(device)?, sin.to_device(device)?];
+        copies.push(tables.clone());
+        Ok(tables)
     }
 
     /// Rotates heads `[batch, time, heads, head_dim]` of whole sequences, or of tokens at these
@@ -275,8 +274,11 @@ impl Angles {
     pub fn rotate(&self, heads: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
         let (_, time, _, head_dim) = heads.dims4()?;
         let tables = match !self.is_fixed && self.rope.is_long(time) {
-            true => to(&Self::tables(&self.rope, time, time)?, heads.device())?,
-            false => self.tables_on(heads.device())?,
+            true => {
+                let [cos, sin] = Self::tables(&self.rope, time, time)?;
+                [cos.to_device(heads.device())?, sin.to_device(heads.device())?]
+            }
+            false => self.on(heads.device())?,
         };
         let [cos, sin] = match positions {
             None => tables,
@@ -292,10 +294,6 @@ impl Angles {
         let rotated = rope_thd(&heads.narrow(3, 0, dim)?, &cos, &sin)?;
         Tensor::cat(&[rotated, heads.narrow(3, dim, head_dim - dim)?], 3)
     }
-}
-
-fn to([cos, sin]: &[Tensor; 2], device: &Device) -> Result<[Tensor; 2]> {
-    Ok([cos.to_device(device)?, sin.to_device(device)?])
 }
 
 #[cfg(test)]

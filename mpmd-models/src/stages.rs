@@ -7,7 +7,7 @@ use mpmd::aval::ShapedArray;
 use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
 use mpmd::kernel::Shapes;
 use mpmd::pipeline::{Loss, Pipeline};
-use mpmd::topology::{DeviceKind, Mesh};
+use mpmd::topology::Mesh;
 use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::bytes_text;
 
@@ -414,15 +414,11 @@ impl Stages {
         let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
             let place = (layers.clone(), mesh);
             let device = mesh.devices().first().and_then(|device| p.topology().kind_of(*device));
-            let on_device =
-                device.is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind));
-            if on_device && (mesh.devices().len() > 1 || self.folder.config().experts.is_some()) {
-                return Err(Error::kernel(format!(
-                    "inference on devices of kind {} takes models without experts, and one device \
-                     for each stage",
-                    device.map_or("cpu", DeviceKind::name)
-                )));
-            }
+            // Routing, products of experts and parts of matrices are for CPUs.
+            let on_device = device
+                .is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind))
+                && mesh.devices().len() == 1
+                && self.folder.config().experts.is_none();
             let kind = (in_half, on_device, &self.weights);
             Load::new(&self.folder, &angles, place, (room, self.positions), kind)
         };
@@ -491,6 +487,10 @@ impl Stages {
             Part::new(plan, layers.clone(), &vb)
         };
         let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
+        // Routing and products of experts are for CPUs.
+        let has_experts =
+            self.folder.config().layers[self.layers(index)].iter().any(|it| it.has_experts);
+        let stage = if has_experts { stage.on_host() } else { stage };
         match (trains, lora) {
             (false, _) => Ok(stage.frozen()),
             (true, None) => Ok(stage.split_gradients()),

@@ -17,7 +17,7 @@ use super::softmax::softmax;
 use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
 use crate::cuda;
 use crate::matmul::{Matrix, multiply_here};
-use crate::pass::keeps;
+use crate::pass::{attends, keeps};
 use mpmd_device::cpu::lanes;
 
 /// The number of queries in a block: their scores are computed together.
@@ -337,6 +337,7 @@ struct Block {
 impl Attention {
     /// Creates the operation. `is_tracked` is true if it keeps normalizers for a backward pass.
     fn new(sizes: Sizes, mask: Option<Tensor>, sight: Sight, scale: f64, is_tracked: bool) -> Self {
+        attends(sizes.dim);
         if is_tracked {
             keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
         }

@@ -44,6 +44,7 @@ pub struct CandleStage<M, X: Tensors, Y: Tensors> {
     /// The paths of the parameters without gradient. Ties to other stages add to them.
     frozen: Mutex<BTreeSet<String>>,
     passes: Passes,
+    on_host: bool,
     specs: [Spec; 2],
     outputs: Option<Box<OutputShapes<X, Y>>>,
     probed: Mutex<Vec<Probed>>,
@@ -95,6 +96,7 @@ where
         params,
         frozen: Mutex::new(BTreeSet::new()),
         passes: Passes::Fused,
+        on_host: cfg!(not(feature = "cuda")),
         specs: Default::default(),
         outputs: None,
         probed: Mutex::new(Vec::new()),
@@ -150,6 +152,14 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     #[must_use]
     pub fn split_gradients(mut self) -> Self {
         self.passes = Passes::Both;
+        self
+    }
+
+    /// Computes on the host on CUDA devices too, with copies of all values: for a model that makes
+    /// its own tensors there. Without the feature `cuda` all stages do.
+    #[must_use]
+    pub fn on_host(mut self) -> Self {
+        self.on_host = true;
         self
     }
 
@@ -358,12 +368,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn computes_on_host(&self) -> bool {
-        cfg!(not(feature = "cuda"))
+        self.on_host
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
+        let probed = self.probed.lock();
+        let heads = probed.iter().flat_map(Probed::heads).copied();
         let dtypes = self.params.values().map(|(aval, _)| aval.dtype());
-        crate::cuda::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]))
+        crate::cuda::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]), heads)
     }
 
     fn draws_random(&self) -> bool {

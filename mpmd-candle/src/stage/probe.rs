@@ -50,12 +50,19 @@ pub(super) struct Found {
     pub(super) backward: Vec<collectives::Found>,
     draws: bool,
     needs_dx: bool,
+    /// The lengths of the vectors of attentions.
+    heads: BTreeSet<usize>,
 }
 
 impl Probed {
     /// Returns true if the model draws random keys.
     pub(super) fn draws(&self) -> bool {
         self.found.draws
+    }
+
+    /// Returns the lengths of the vectors of attentions.
+    pub(super) fn heads(&self) -> &BTreeSet<usize> {
+        &self.found.heads
     }
 }
 
@@ -210,6 +217,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut pass = Pass { key: Some(Key(0)), exchange: Some(&mut recorder), ..Pass::default() };
         let out = self.call(&mut models, true, &mut pass, tree, cx)?;
         let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);
+        let heads = std::mem::take(&mut pass.heads);
         let forward = std::mem::take(&mut recorder.found);
         let structure = out.structure();
         let y: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
@@ -226,6 +234,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             backward: recorder.found,
             draws,
             needs_dx: at.needs_dx,
+            heads,
         })
     }
 

@@ -106,7 +106,7 @@ impl Attention {
             }
             Keys::Own(starts) => {
                 let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-                let mask = mask(window, starts, time, q.device())?;
+                let mask = mask(window, starts, time, x.device())?;
                 let out = match self.cap {
                     None => nn::attention(&q, &k, &v, mask, scale)?,
                     Some(cap) => nn::capped_attention(&q, &k, &v, mask, scale, cap)?,

@@ -260,6 +260,13 @@ impl Part {
             return table.forward(tokens);
         }
         let first = self.over.place(cx)? * rows;
+        if tokens.device().is_cuda() {
+            let own = (tokens.to_dtype(DType::I64)?.to_dtype(DType::F64)? - first as f64)?;
+            let is_own = (own.ge(0f64)? * own.lt(rows as f64)?)?;
+            let own = (own * is_own.to_dtype(DType::F64)?)?.to_dtype(DType::U32)?;
+            let is_own = is_own.to_dtype(DType::F32)?.unsqueeze(tokens.rank())?;
+            return self.over.sum(table.forward(&own)?.broadcast_mul(&is_own)?, cx);
+        }
         let all = tokens.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
         let (mut own, mut is_own) = (Vec::new(), Vec::new());
         for token in all {

@@ -22,9 +22,24 @@ use mpmd_core::cuda::layers::sources;
 use mpmd_device::cuda::kernels::ADD;
 use mpmd_layout::aval::DType;
 
-/// Returns the sources of kernels that a stage launches, whose parameters have these types.
-pub(crate) fn kernels(mut dtypes: impl Iterator<Item = DType>) -> Vec<&'static Source> {
-    let halves =
-        if dtypes.any(|dtype| dtype == DType::Bf16) { sources(DType::Bf16) } else { Vec::new() };
-    [vec![&ADD], sources(DType::F32), halves].concat()
+/// Returns the sources of kernels that a stage launches, whose parameters have these types, and
+/// whose attentions have vectors of these lengths.
+pub(crate) fn kernels(
+    dtypes: impl Iterator<Item = DType>,
+    heads: impl Iterator<Item = usize>,
+) -> Vec<&'static Source> {
+    let heads: Vec<usize> = heads.collect();
+    let halves = dtypes.filter(|dtype| *dtype == DType::Bf16).take(1);
+    let mut all = vec![&ADD];
+    for dtype in [DType::F32].into_iter().chain(halves) {
+        let first = heads.first().copied().unwrap_or(usize::MAX);
+        for dim in [first].iter().chain(&heads) {
+            for source in sources(dtype, *dim) {
+                if !all.iter().any(|known| std::ptr::eq(*known, source)) {
+                    all.push(source);
+                }
+            }
+        }
+    }
+    all
 }
