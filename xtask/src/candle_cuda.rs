@@ -64,7 +64,9 @@ fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
         symlink(&file, &link).with_context(|| format!("linking {}", link.display()))?;
     }
     let path = first("PATH", &toolkit)?;
-    let mut command = built(&["test", "--package", "mpmd-candle", "--features", "cuda"]);
+    let packages = ["--package", "mpmd-candle", "--package", "mpmd-models"];
+    let features = ["--features", "mpmd-candle/cuda,mpmd-models/candle-cuda"];
+    let mut command = built(&[&["test"][..], &packages, &features].concat());
     if tests.is_empty() {
         command.args(["--test", "cuda"]);
     }
