@@ -114,8 +114,8 @@ impl<'a> From<&'a Scratch<'_>> for Part<'a> {
 /// An argument of a device function: values in memory, or a number.
 ///
 /// Views and [`Scratch`] become the address of their first element, `None` a null pointer; `usize`
-/// becomes a 64-bit number. The launch copies an input that is on no device to the device. For a single number, pass
-/// [`View::scalar`] instead.
+/// becomes a 64-bit number. The launch copies an input that is on no device to the device. For a
+/// single number, pass [`View::scalar`] instead.
 #[derive(Debug)]
 pub struct Arg<'a>(pub(super) Value<'a>);
 

@@ -6,8 +6,8 @@ use super::{Call, Cuda, Part, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y` may
-/// be `x`.
+/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y`
+/// may be `x`.
 ///
 /// # Errors
 ///
