@@ -122,9 +122,9 @@ impl<'a> From<&'a Scratch<'_>> for Part<'a> {
 
 /// An argument of a device function: values in memory, or a number.
 ///
-/// Views and [`Scratch`] become the address of their first element; `usize` becomes a 64-bit
-/// number. The launch copies an input that is on no device to the device. For a single number, pass
-/// [`View::scalar`] instead.
+/// Views and [`Scratch`] become the address of their first element, `None` a null pointer; `usize`
+/// becomes a 64-bit number. The launch copies an input that is on no device to the device. For a
+/// single number, pass [`View::scalar`] instead.
 #[derive(Debug)]
 pub struct Arg<'a>(pub(super) Value<'a>);
 
@@ -152,6 +152,12 @@ impl Number {
 impl<'a> From<Part<'a>> for Arg<'a> {
     fn from(part: Part<'a>) -> Self {
         Self(Value::Part(part))
+    }
+}
+
+impl<'a> From<Option<Part<'a>>> for Arg<'a> {
+    fn from(part: Option<Part<'a>>) -> Self {
+        part.map_or_else(|| 0u64.into(), Self::from)
     }
 }
 

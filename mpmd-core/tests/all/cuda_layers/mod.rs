@@ -103,6 +103,19 @@ fn close(name: &str, found: &HostArray, exact: &[f64], bound: f64) {
 }
 
 #[test]
+fn sources_are_those_of_a_dtype() {
+    let names = |dtype, dim| {
+        let sources = layers::sources(dtype, dim);
+        sources.iter().map(|source| source.name()).collect::<Vec<_>>()
+    };
+    let names_of_bf16 = names(DType::Bf16, 128);
+    assert!(names_of_bf16.contains(&"attention.cu 128 of bf16"), "{names_of_bf16:?}");
+    assert!(names_of_bf16.iter().all(|name| name.ends_with("of bf16")), "{names_of_bf16:?}");
+    assert_eq!((names(DType::F32, 64).len(), names(DType::F32, 257).len()), (9, 8));
+    assert_eq!(names(DType::F64, 64), [""; 0]);
+}
+
+#[test]
 fn wrong_arguments_are_refused_by_name() {
     if softcuda::again!() {
         return;

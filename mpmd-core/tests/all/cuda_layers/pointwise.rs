@@ -75,11 +75,12 @@ fn activations_end_in_lines() {
     let x = array(DType::F32, &[1e20, 100.0, -100.0, -1e20]);
     for curve in CURVES {
         let outputs = [shape(DType::F32, 4), shape(DType::F32, 4)];
-        let y = device(&layers::ACTIVATION, &[x.clone()], &outputs, move |cuda, x, y| {
-            let [y, d_x] = y else { panic!("two outputs") };
-            layers::activate(cuda, curve, (1, 4), &x[0], None, &mut *y)?;
-            layers::activate_backward(cuda, curve, (1, 4), &x[0], None, &x[0], d_x)
-        });
+        let y =
+            device(&layers::ACTIVATION, std::slice::from_ref(&x), &outputs, move |cuda, x, y| {
+                let [y, d_x] = y else { panic!("two outputs") };
+                layers::activate(cuda, curve, (1, 4), &x[0], None, &mut *y)?;
+                layers::activate_backward(cuda, curve, (1, 4), &x[0], None, &x[0], d_x)
+            });
         let [y, d_x] = [&y[0], &y[1]].map(|y| y.to_vec::<f32>().unwrap());
         assert!(y[..2] == [1e20, 100.0] && y[2..].iter().all(|y| y.abs() < 1e-25), "{y:?}");
         assert!(d_x[..2] == [1e20, 100.0] && d_x[2..].iter().all(|d| d.abs() < 1e-3), "{d_x:?}");

@@ -49,11 +49,11 @@ fn rotate(dtype: DType, [batch, time, heads, dim]: [usize; 4], beside: bool, kin
         rotary.rotate(cuda, true, heads_of(there), tables, heads_of(back.at(0)))
     });
     let mut out = exact.clone();
-    for token in 0..tokens {
+    for (token, position) in positions.iter().enumerate() {
         let place = match kind {
             0 => token % time,
             1 => token,
-            _ => positions[token] as usize,
+            _ => *position as usize,
         };
         for head in 0..heads {
             let start = token * row + head * (dim + 1);

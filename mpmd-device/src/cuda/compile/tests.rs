@@ -1,5 +1,6 @@
 //! Compiles all CUDA sources of the repository with NVIDIA's own compilers, which need no device.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -158,35 +159,46 @@ fn compile_all(folder: &Path) {
 
 /// Returns the sources of mpmd's own kernels.
 fn own_sources() -> impl Iterator<Item = &'static Source> {
-    let layers = kernels::LAYERS.iter().flat_map(|pair| {
-        [DType::F32, DType::Bf16].map(|dtype| pair.of(dtype).expect("the dtypes of layers"))
-    });
+    let layers = kernels::LAYERS.iter().flat_map(|pair| both(pair));
     std::iter::once(&kernels::ADD).chain(layers)
 }
 
-/// Prints the table of `docs/gpu-kernels.md`: what each of mpmd's kernels needs.
+fn both(pair: &'static kernels::Pair) -> [&'static Source; 2] {
+    [DType::F32, DType::Bf16].map(|dtype| pair.of(dtype).expect("the dtypes of layers"))
+}
+
+/// Prints the table of `docs/gpu-kernels.md`.
+fn print_registers(architecture: Architecture) {
+    println!("| source | kernel | registers, f32 | bf16 | shared bytes |\n|---|---|--:|--:|--:|");
+    for pair in kernels::LAYERS {
+        let [f32s, bf16s] = both(pair).map(|source| registers(source, architecture));
+        let source = both(pair)[0].name().trim_end_matches(" of f32");
+        for ((kernel, [registers, shared]), [halves, _]) in f32s.iter().zip(bf16s.values()) {
+            println!("| {source} | {kernel} | {registers} | {halves} | {shared} |");
+        }
+    }
+}
+
+/// Returns the registers and the shared memory of each kernel of a source.
 ///
 /// # Panics
 ///
-/// If a compilation has warnings, or registers of a kernel are spilled to memory.
-fn print_registers(architecture: Architecture) {
-    let entry = Regex::new(r"entry function '(\w+)'(?s:.*?)(\d+) bytes spill stores(?s:.*?)Used (\d+) registers(?:.*?(\d+) bytes smem)?").unwrap();
-    println!("| source | kernel | registers | shared bytes |\n|---|---|--:|--:|");
-    for source in own_sources() {
-        let mut options = options(source, architecture, Form::Binary);
-        options.push("--ptxas-options=-v".to_owned());
-        let log = log(&compiled(source, &options).unwrap());
-        assert!(!log.contains("warning"), "{log}");
-        let mut lines = Vec::new();
-        for found in entry.captures_iter(&log) {
-            let found = found.unwrap();
-            let text = |group| found.get(group).map_or("0", |text| text.as_str());
-            let [kernel, spilled, registers, shared] = [1, 2, 3, 4].map(text);
-            assert_eq!(spilled, "0", "registers of {kernel} of {} are spilled", source.name());
-            lines.push(format!("| {} | {kernel} | {registers} | {shared} |", source.name()));
-        }
-        assert!(!lines.is_empty(), "{log}");
-        lines.sort();
-        lines.iter().for_each(|line| println!("{line}"));
-    }
+/// If the compilation has warnings, or registers are spilled to memory.
+fn registers(source: &'static Source, architecture: Architecture) -> BTreeMap<String, [String; 2]> {
+    let mut options = options(source, architecture, Form::Binary);
+    options.push("--ptxas-options=-v".to_owned());
+    let log = log(&compiled(source, &options).unwrap());
+    assert!(!log.contains("warning"), "{log}");
+    let name = r"entry function '(\w+)'(?s:.*?)(\d+) bytes spill stores";
+    let used = r"Used (\d+) registers(?:.*?(\d+) bytes smem)?";
+    let entry = Regex::new(&format!("{name}(?s:.*?){used}")).unwrap();
+    let kernels = entry.captures_iter(&log).map(|found| {
+        let found = found.unwrap();
+        let text = |group| found.get(group).map_or("0", |text| text.as_str()).to_owned();
+        assert_eq!(text(2), "0", "{} of {} spills registers", text(1), source.name());
+        (text(1), [text(3), text(4)])
+    });
+    let kernels: BTreeMap<_, _> = kernels.collect();
+    assert_eq!(kernels.len(), source.text().matches(KERNEL).count(), "{log}");
+    kernels
 }

@@ -43,7 +43,8 @@ struct Place : Sizes {
         if (!first_keys) return 0;
         u32 least = ALL;
         for (u32 i = threadIdx.x % 32; i < N && query + i < queries; i += 32) least = min(least, first_key(query + i));
-        return __reduce_min_sync(ALL, least);
+        for (int step = 16; step > 0; step /= 2) least = min(least, __shfl_xor_sync(ALL, least, step));
+        return least;
     }
     // The score of a product of query and key, and its slope.
     __device__ float score(float product, u32 query, u32 key, float *slope) const {

@@ -32,7 +32,10 @@ impl Pair {
 }
 
 macro_rules! pairs {
-    ($($(#[$doc:meta])* $name:ident: $file:literal $(with $defines:literal named $label:literal)?,)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident: $file:literal $(with $defines:literal named $label:literal)?,
+    )*) => {
         $($(#[$doc])* pub static $name: Pair = Pair {
             f32: pairs!($file, "float", "f32" $(, $defines, $label)?),
             bf16: pairs!($file, "bf16", "bf16" $(, $defines, $label)?),
@@ -56,11 +59,14 @@ pairs! {
     /// GELU, SiLU and gates, with gradients.
     ACTIVATION: "activation.cu",
     /// Attention to vectors of up to 64 elements, with gradients.
-    ATTENTION_64: "attention.cu" with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64",
+    ATTENTION_64: "attention.cu"
+        with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64",
     /// Attention to vectors of up to 128 elements.
-    ATTENTION_128: "attention.cu" with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128",
+    ATTENTION_128: "attention.cu"
+        with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128",
     /// Attention to vectors of up to 256 elements.
-    ATTENTION_256: "attention.cu" with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256",
+    ATTENTION_256: "attention.cu"
+        with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256",
     /// Sums of the columns of a matrix.
     COLUMNS: "columns.cu",
     /// Sums, biases, conversions and dropout.

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ACTIVATION;
 
-use super::{Call, Cuda, Grid, Part, Target, fours, or_null, product};
+use super::{Call, Cuda, Part, Target, args, fours, product};
 use crate::error::Result;
 
 /// A function of one number.
@@ -47,9 +47,8 @@ pub fn activate<'x>(
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&y])?;
-    let args =
-        [rows.into(), width.into(), curve.number().into(), x.into(), or_null(bias), y.into()];
-    call.launch("activate", Grid::over(fours(rows, width)), &args)
+    let args = args![rows, width, curve.number(), x, bias, y];
+    call.over("activate", fours(rows, width), args)
 }
 
 /// Computes the gradient of `x` from that of `curve(x + bias)`, `d_y`. `d_x` may be `d_y`. The
@@ -74,17 +73,8 @@ pub fn activate_backward<'x>(
     call.has(&[("x", &x, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&d_x])?;
-    let args = [
-        rows.into(),
-        width.into(),
-        curve.number().into(),
-        x.into(),
-        or_null(bias),
-        d_y.into(),
-        d_x.into(),
-        u32::from(adds).into(),
-    ];
-    call.launch("activate_backward", Grid::over(fours(rows, width)), &args)
+    let args = args![rows, width, curve.number(), x, bias, d_y, d_x, u32::from(adds)];
+    call.over("activate_backward", fours(rows, width), args)
 }
 
 /// Computes `y = curve(a) b`. All are `[rows, width]`; rows of `a` and `b` begin `stride` elements
@@ -106,16 +96,8 @@ pub fn gate<'x>(
     let last = in_rows(rows, width, stride);
     call.has(&[("a", &a, last), ("b", &b, last), ("y", &y, product(&[rows, width]))])?;
     call.writes(&[&y])?;
-    let args = [
-        rows.into(),
-        width.into(),
-        stride.into(),
-        curve.number().into(),
-        a.into(),
-        b.into(),
-        y.into(),
-    ];
-    call.launch("gate", Grid::over(fours(rows, width)), &args)
+    let args = args![rows, width, stride, curve.number(), a, b, y];
+    call.over("gate", fours(rows, width), args)
 }
 
 /// Computes the gradients of `a` and `b` from that of `curve(a) b`, `d_y`. They lie as `a` and `b`
@@ -138,18 +120,8 @@ pub fn gate_backward<'x>(
     call.has(&[("a", &a, last), ("b", &b, last), ("d_a", &d_a, last), ("d_b", &d_b, last)])?;
     call.has(&[("d_y", &d_y, product(&[rows, width]))])?;
     call.writes(&[&d_a, &d_b])?;
-    let args = [
-        rows.into(),
-        width.into(),
-        stride.into(),
-        curve.number().into(),
-        a.into(),
-        b.into(),
-        d_y.into(),
-        d_a.into(),
-        d_b.into(),
-    ];
-    call.launch("gate_backward", Grid::over(fours(rows, width)), &args)
+    let args = args![rows, width, stride, curve.number(), a, b, d_y, d_a, d_b];
+    call.over("gate_backward", fours(rows, width), args)
 }
 
 /// Returns the least number of elements of an array with rows that begin `stride` apart.

@@ -2,12 +2,9 @@
 
 use mpmd_device::cuda::kernels::{ATTENTION_64, ATTENTION_128, ATTENTION_256, Pair};
 
-use super::{Arg, Call, Cuda, Part, or_null, product};
+use super::{Arg, Call, Cuda, Part, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
-
-/// Threads of a block.
-const THREADS: u32 = 256;
 
 /// The vectors of heads in an array: that of a head begins at `sequence * strides[0] + token *
 /// strides[1] + head * strides[2]` elements, and is dense.
@@ -142,8 +139,7 @@ impl Attention<'_> {
         args.push(normalizers.into());
         args.extend(self.sizes());
         let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
-        let grid = call.grid(blocks, THREADS)?.shared(tiles.shared(2));
-        call.launch("attention", grid, &args)
+        call.shared("attention", blocks, tiles.shared(2), &args)
     }
 
     /// Computes the gradients of queries, keys and values from the result, its gradient, and the
@@ -177,7 +173,7 @@ impl Attention<'_> {
         let means = cuda.scratch(DType::F32, rows)?;
         let mut args: Vec<_> = [out, d_out].iter().flat_map(Heads::args).collect();
         args.extend([small(heads), small(queries), rows.into(), small(dim), (&means).into()]);
-        call.launch("attention_means", call.grid(rows.div_ceil(8), THREADS)?, &args)?;
+        call.blocks("attention_means", rows.div_ceil(8), &args)?;
         let of_queries = (&[d_q][..], product(&[queries.div_ceil(tiles.rows), heads, batch]));
         let of_keys = (&[d_k, d_v][..], product(&[keys.div_ceil(tiles.rows), groups, batch]));
         let both = [("attention_queries", of_queries), ("attention_keys", of_keys)];
@@ -186,8 +182,7 @@ impl Attention<'_> {
             [q, k, v, d_out].iter().chain(results).for_each(|heads| args.extend(heads.args()));
             args.extend([normalizers.into(), (&means).into()]);
             args.extend(self.sizes());
-            let grid = call.grid(blocks, THREADS)?.shared(tiles.shared(4));
-            call.launch(function, grid, &args)?;
+            call.shared(function, blocks, tiles.shared(4), &args)?;
         }
         Ok(())
     }
@@ -251,33 +246,22 @@ impl Attention<'_> {
     }
 
     /// Returns the arguments that all kernels take.
-    fn sizes(&self) -> [Arg<'_>; 14] {
+    fn sizes(&self) -> Vec<Arg<'_>> {
         let Self { heads, groups, queries, keys, dim, scale, cap, mask, .. } = *self;
         let causal = matches!(mask, Mask::Causal | Mask::CausalFrom(..));
-        let (first, first_stride) = match mask {
+        let (first, stride) = match mask {
             Mask::CausalFrom(first, stride) => (Some(first), stride),
             _ => (None, 0),
         };
-        let (mask, [sequence, head, query]) = match mask {
+        let (mask, strides) = match mask {
             Mask::Additive(mask, strides) => (Some(mask), strides),
             _ => (None, [0; 3]),
         };
-        [
-            small(heads),
-            small(groups),
-            small(queries),
-            small(keys),
-            small(dim),
-            scale.into(),
-            cap.unwrap_or(0.0).into(),
-            u32::from(causal).into(),
-            or_null(first),
-            first_stride.into(),
-            or_null(mask),
-            sequence.into(),
-            head.into(),
-            query.into(),
-        ]
+        let mut args: Vec<_> = [heads, groups, queries, keys, dim].map(small).into();
+        args.extend([scale.into(), cap.unwrap_or(0.0).into(), u32::from(causal).into()]);
+        args.extend([first.into(), stride.into(), mask.into()]);
+        args.extend(strides.map(Arg::from));
+        args
     }
 }
 

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::COLUMNS;
 
-use super::{Call, Cuda, Grid, Part, Target, product};
+use super::{Call, Cuda, Grid, Part, Target, args, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -54,8 +54,8 @@ pub fn sum_rows<'x>(
     let chunks = Chunks::of(rows);
     let parts = cuda.scratch(DType::F32, product(&[chunks.count, width]))?;
     if all > 0 {
-        let args = [rows.into(), width.into(), chunks.rows.into(), x.into(), (&parts).into()];
-        call.launch("column_sums", chunks.grid(width), &args)?;
+        let args = args![rows, width, chunks.rows, x, &parts];
+        call.launch("column_sums", chunks.grid(width), args)?;
     }
     finish(&call, chunks, width, parts.at(0), sums.into())
 }
@@ -74,7 +74,6 @@ pub(super) fn finish(
         return Ok(());
     }
     let source = COLUMNS.of(call.dtype).ok_or_else(|| Error::kernel("sums of no float"))?;
-    let args =
-        [chunks.count.into(), width.into(), parts.into(), part.into(), u32::from(adds).into()];
-    call.cuda.launch(source, "add_chunks", Grid::over(width), &args)
+    let args = args![chunks.count, width, parts, part, u32::from(adds)];
+    call.cuda.launch(source, "add_chunks", Grid::over(width), args)
 }

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ELEMENTWISE;
 
-use super::{Call, Cuda, Grid, Part, fours, or_null, product};
+use super::{Call, Cuda, Part, args, fours, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 use mpmd_layout::random::Key;
@@ -43,8 +43,8 @@ pub fn add_bias<'x>(
     bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     residual.iter().try_for_each(|more| call.has(&[("the residual", more, all)]))?;
     call.writes(&[&y])?;
-    let args = [rows.into(), width.into(), x.into(), or_null(bias), or_null(residual), y.into()];
-    call.launch("add_bias", Grid::over(fours(rows, width)), &args)
+    let args = args![rows, width, x, bias, residual, y];
+    call.over("add_bias", fours(rows, width), args)
 }
 
 /// Computes `y += factor x` of so many elements. `y` has the dtype of `x`, or `f32`.
@@ -71,8 +71,8 @@ pub fn add_scaled<'x>(
         _ => call.has(&[("y", &y, elements)])?,
     }
     call.writes(&[&y])?;
-    let args = [elements.into(), factor.into(), x.into(), y.into()];
-    call.launch(function, Grid::over(elements.div_ceil(4)), &args)
+    let args = args![elements, factor, x, y];
+    call.over(function, elements.div_ceil(4), args)
 }
 
 /// Copies so many elements of `f32` or `bf16` to an array of either dtype. Rounds to nearest even.
@@ -92,9 +92,9 @@ pub fn convert<'x>(
     call.one("x", &x, x.dtype(), elements)?;
     call.one("y", &y, if from_f32 { y.dtype() } else { DType::F32 }, elements)?;
     call.writes(&[&y])?;
-    let args = [elements.into(), x.into(), y.into()];
+    let args = args![elements, x, y];
     let function = if from_f32 { "from_f32" } else { "to_f32" };
-    call.launch(function, Grid::over(elements.div_ceil(4)), &args)
+    call.over(function, elements.div_ceil(4), args)
 }
 
 /// Sets elements to zero with the probability `drop_p`, and multiplies the others by `1 / (1 -
@@ -126,6 +126,6 @@ pub fn dropout<'x>(
     // Below 2^16.
     let limit = (f64::from(drop_p) * DRAWS).round().min(DRAWS - 1.0) as u32;
     let scale = (DRAWS / (DRAWS - f64::from(limit))) as f32;
-    let args = [elements.into(), key.0.into(), limit.into(), scale.into(), x.into(), y.into()];
-    call.launch("dropout", Grid::over(elements.div_ceil(4)), &args)
+    let args = args![elements, key.0, limit, scale, x, y];
+    call.over("dropout", elements.div_ceil(4), args)
 }

@@ -2,15 +2,12 @@
 
 use mpmd_device::cuda::kernels::EMBEDDING;
 
-use super::{Call, Cuda, Grid, Part, Target, or_null, product};
+use super::{Call, Cuda, Part, Target, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
 /// Sorted tokens that a block adds up.
 const CHUNK: usize = 32;
-/// Threads of a block.
-const THREADS: u32 = 256;
-
 /// Gets rows of a table of `entries` rows by `tokens` indices.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Embedding {
@@ -49,20 +46,9 @@ impl Embedding {
             call.has(&[("the positions", positions, product(&[time, width]))])?;
         }
         call.writes(&[&y])?;
-        if all == 0 {
-            return Ok(());
-        }
-        let args = [
-            entries.into(),
-            width.into(),
-            time.into(),
-            table.into(),
-            indices.into(),
-            bytes.into(),
-            or_null(positions.map(|(positions, _)| positions)),
-            y.into(),
-        ];
-        call.launch("embed", call.grid(tokens, THREADS)?, &args)
+        let positions = positions.map(|(positions, _)| positions);
+        let args = args![entries, width, time, table, indices, bytes, positions, y];
+        call.blocks("embed", tokens, args)
     }
 
     /// Computes the gradient of the table, `f32`, from that of the result. Indices beyond the table
@@ -91,30 +77,17 @@ impl Embedding {
         if u32::try_from(tokens).is_err() {
             return call.fail(&format!("{tokens} tokens are too many"));
         }
-        if !adds && table > 0 {
-            call.launch("clear", Grid::over(table), &[table.into(), d_table.into()])?;
-        }
-        if product(&[tokens, width]) == 0 {
-            return Ok(());
+        if !adds {
+            call.over("clear", table, args![table, d_table])?;
         }
         let order = cuda.scratch(DType::U32, tokens)?;
-        let args = [tokens.into(), indices.into(), bytes.into(), (&order).into()];
-        call.launch("sort_tokens", Grid::over(tokens), &args)?;
+        let args = args![tokens, indices, bytes, &order];
+        call.over("sort_tokens", tokens, args)?;
         // For each chunk: the sum of its last index, and of its first one.
         let chunks = tokens.div_ceil(CHUNK);
         let open = cuda.scratch(DType::F32, product(&[chunks, 2, width]))?;
-        let args = [
-            tokens.into(),
-            entries.into(),
-            width.into(),
-            indices.into(),
-            bytes.into(),
-            (&order).into(),
-            d_y.into(),
-            (&open).into(),
-            d_table.into(),
-        ];
-        call.launch("embed_backward", call.grid(chunks, THREADS)?, &args)?;
-        call.launch("embed_backward_open", call.grid(chunks, THREADS)?, &args)
+        let args = args![tokens, entries, width, indices, bytes, &order, d_y, &open, d_table];
+        call.blocks("embed_backward", chunks, args)?;
+        call.blocks("embed_backward_open", chunks, args)
     }
 }

@@ -64,6 +64,15 @@ impl<'a, P: Into<Part<'a>>> From<P> for Target<'a> {
     }
 }
 
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Returns a reference to an array of arguments.
+macro_rules! args {
+    ($($value:expr),* $(,)?) => { &[$($crate::kernel::cuda::Arg::from($value)),*] };
+}
+use args;
+
 /// Checks the arguments of a function, and launches it.
 #[derive(Clone, Copy)]
 struct Call<'a> {
@@ -133,17 +142,30 @@ impl<'a> Call<'a> {
         Err(Error::kernel(format!("{}: {why}", self.name)))
     }
 
-    fn launch(&self, function: &str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
-        self.cuda.launch(self.source, function, grid, args)
+    /// Launches a function with a block for each of something. No block is no launch.
+    fn blocks(&self, function: &str, blocks: usize, args: &[Arg<'_>]) -> Result<()> {
+        self.shared(function, blocks, 0, args)
     }
 
-    /// Returns a grid of `blocks` blocks along x.
-    fn grid(&self, blocks: usize, threads: u32) -> Result<Grid> {
+    /// Launches a function whose blocks have so many bytes of shared memory.
+    fn shared(&self, function: &str, blocks: usize, bytes: u32, args: &[Arg<'_>]) -> Result<()> {
         match i32::try_from(blocks) {
+            Ok(0) => Ok(()),
             // Not negative.
-            Ok(blocks) => Ok(Grid::new(blocks.max(1) as u32, threads)),
+            Ok(blocks) => {
+                self.launch(function, Grid::new(blocks as u32, THREADS).shared(bytes), args)
+            }
             Err(_) => self.fail(&format!("{blocks} blocks are more than a device takes")),
         }
+    }
+
+    /// Launches a function with a thread for each of something.
+    fn over(&self, function: &str, threads: usize, args: &[Arg<'_>]) -> Result<()> {
+        self.launch(function, Grid::over(threads), args)
+    }
+
+    fn launch(&self, function: &str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
+        self.cuda.launch(self.source, function, grid, args)
     }
 }
 
@@ -155,9 +177,4 @@ fn product(sizes: &[usize]) -> usize {
 /// Returns the number of threads that walk over a matrix, four elements of a row at a time.
 fn fours(rows: usize, width: usize) -> usize {
     product(&[rows, width.div_ceil(4)])
-}
-
-/// Returns the argument for an array, or a null pointer.
-fn or_null(part: Option<Part<'_>>) -> Arg<'_> {
-    part.map_or_else(|| 0u64.into(), Arg::from)
 }

@@ -3,12 +3,9 @@
 use mpmd_device::cuda::kernels::NORM;
 
 use super::columns::{Chunks, finish};
-use super::{Call, Cuda, Part, Target, or_null, product};
+use super::{Call, Cuda, Part, Target, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
-
-/// Threads of a block, which has one row at a time.
-const THREADS: u32 = 256;
 
 /// Scales each row to variance 1, then scales and shifts each column.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,20 +45,8 @@ impl Norm {
         bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&y, &statistics])?;
-        if all == 0 {
-            return Ok(());
-        }
-        let args = [
-            width.into(),
-            eps.into(),
-            u32::from(remove_mean).into(),
-            x.into(),
-            weight.into(),
-            or_null(bias),
-            y.into(),
-            statistics.into(),
-        ];
-        call.launch("norm_forward", call.grid(rows, THREADS)?, &args)
+        let args = args![width, eps, u32::from(remove_mean), x, weight, bias, y, statistics];
+        call.blocks("norm_forward", rows, args)
     }
 
     /// Computes the gradient of `x` from `d_y`, both `[rows, width]`, and the `statistics` of the
@@ -88,20 +73,9 @@ impl Norm {
         call.has(&[("d_y", &d_y, all), ("d_x", &d_x, all)])?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&d_x])?;
-        if all == 0 {
-            return Ok(());
-        }
-        let args = [
-            width.into(),
-            u32::from(remove_mean).into(),
-            x.into(),
-            weight.into(),
-            d_y.into(),
-            statistics.into(),
-            d_x.into(),
-            u32::from(adds).into(),
-        ];
-        call.launch("norm_backward", call.grid(rows, THREADS)?, &args)
+        let args =
+            args![width, u32::from(remove_mean), x, weight, d_y, statistics, d_x, u32::from(adds)];
+        call.blocks("norm_backward", rows, args)
     }
 
     /// Computes the gradients of weight and bias, `f32`, from `x`, `d_y` and the `statistics` of
@@ -129,17 +103,17 @@ impl Norm {
         let chunks = Chunks::of(rows);
         let sums = cuda.scratch(DType::F32, product(&[2, chunks.count, width]))?;
         if all > 0 {
-            let args = [
-                rows.into(),
-                width.into(),
-                chunks.rows.into(),
-                x.into(),
-                d_y.into(),
-                statistics.into(),
-                sums.at(0).into(),
-                sums.at(chunks.count * width).into(),
+            let args = args![
+                rows,
+                width,
+                chunks.rows,
+                x,
+                d_y,
+                statistics,
+                sums.at(0),
+                sums.at(chunks.count * width)
             ];
-            call.launch("norm_weight_sums", chunks.grid(width), &args)?;
+            call.launch("norm_weight_sums", chunks.grid(width), args)?;
         }
         finish(&call, chunks, width, sums.at(0), d_weight)?;
         match d_bias {

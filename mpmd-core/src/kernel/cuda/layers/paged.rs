@@ -3,12 +3,12 @@
 use mpmd_device::cpu::paged::BLOCK;
 use mpmd_device::cuda::kernels::PAGED;
 
-use super::{Arg, Call, Cuda, Grid, Heads, Part, product};
+use super::{Arg, Call, Cuda, Heads, Part, THREADS, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
 /// Keys that a block of threads reads, which has a thread for each.
-const KEYS: usize = 256;
+const KEYS: usize = THREADS as usize;
 /// The most elements of scratch memory for parts of results.
 const ROOM: usize = 1 << 24;
 
@@ -73,7 +73,7 @@ impl Paged<'_> {
             args.extend([part.into(), token.into(), head.into()]);
         }
         args.extend([keys.into(), values.into()]);
-        call.launch("paged_write", Grid::over(all), &args)
+        call.over("paged_write", all, &args)
     }
 
     /// Computes the causal attention of the queries of a pass, for `heads` heads, to the keys that
@@ -122,21 +122,20 @@ impl Paged<'_> {
             args.extend([scale.into(), cap.unwrap_or(0.0).into()]);
             args.extend([q.part.into(), q_token.into(), q_head.into()]);
             args.extend([keys.into(), values.into(), (&results).into()]);
-            let grid = call.grid(product(&[tokens, heads, parts]), KEYS as u32)?;
-            call.launch("paged_parts", grid, &args)?;
-            let args = [
-                first.into(),
-                heads.into(),
-                parts.into(),
-                dim.into(),
-                window.into(),
-                rows.positions.into(),
-                (&results).into(),
-                out.part.into(),
-                out_token.into(),
-                out_head.into(),
+            call.blocks("paged_parts", product(&[tokens, heads, parts]), &args)?;
+            let args = args![
+                first,
+                heads,
+                parts,
+                dim,
+                window,
+                rows.positions,
+                &results,
+                out.part,
+                out_token,
+                out_head
             ];
-            call.launch("paged_join", call.grid(product(&[tokens, heads]), 64)?, &args)?;
+            call.blocks("paged_join", product(&[tokens, heads]), args)?;
         }
         Ok(())
     }

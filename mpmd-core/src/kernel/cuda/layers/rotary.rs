@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::ROTARY;
 
-use super::{Call, Cuda, Grid, Heads, Part, or_null, product};
+use super::{Call, Cuda, Heads, Part, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -76,7 +76,7 @@ impl Rotary<'_> {
         let direction = if is_back { -1f32 } else { 1.0 };
         args.extend([u32::from(beside).into(), direction.into()]);
         args.extend([x, y].iter().flat_map(Heads::args));
-        args.extend([cos.into(), sin.into(), stride.into(), or_null(positions)]);
-        call.launch("rotate", Grid::over(all), &args)
+        args.extend([cos.into(), sin.into(), stride.into(), positions.into()]);
+        call.over("rotate", all, &args)
     }
 }

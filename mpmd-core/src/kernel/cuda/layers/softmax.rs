@@ -2,15 +2,12 @@
 
 use mpmd_device::cuda::kernels::SOFTMAX;
 
-use super::{Arg, Call, Cuda, Grid, Part, or_null, product};
+use super::{Call, Cuda, Part, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
-/// Threads of a block, which has one row at a time.
-const THREADS: u32 = 256;
-
-/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y` may
-/// be `x`.
+/// Computes the softmax of each row of `x`, `[rows, width]`, or with `is_log` its logarithm. `y`
+/// may be `x`.
 ///
 /// # Errors
 ///
@@ -27,11 +24,8 @@ pub fn softmax<'x>(
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     call.writes(&[&y])?;
-    if all == 0 {
-        return Ok(());
-    }
-    let args = [width.into(), u32::from(is_log).into(), x.into(), y.into()];
-    call.launch("softmax", call.grid(rows, THREADS)?, &args)
+    let args = args![width, u32::from(is_log), x, y];
+    call.blocks("softmax", rows, args)
 }
 
 /// Computes the gradient of `x` from the result `y` of [`softmax`] and its gradient `d_y`. `d_x`
@@ -53,11 +47,8 @@ pub fn softmax_backward<'x>(
     let all = product(&[rows, width]);
     call.has(&[("y", &y, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     call.writes(&[&d_x])?;
-    if all == 0 {
-        return Ok(());
-    }
-    let args = [width.into(), u32::from(is_log).into(), y.into(), d_y.into(), d_x.into()];
-    call.launch("softmax_backward", call.grid(rows, THREADS)?, &args)
+    let args = args![width, u32::from(is_log), y, d_y, d_x];
+    call.blocks("softmax_backward", rows, args)
 }
 
 /// The cross-entropy of classes under rows of logits, in nats.
@@ -97,20 +88,10 @@ impl CrossEntropy<'_> {
         call.writes(&[&total, &normalizers])?;
         let Self { rows, classes, targets, weights } = *self;
         let losses = cuda.scratch(DType::F32, rows)?;
-        if rows > 0 {
-            let args = [
-                classes.into(),
-                logits.into(),
-                targets.into(),
-                bytes.into(),
-                or_null(weights),
-                (&losses).into(),
-                normalizers.into(),
-            ];
-            call.launch("cross_entropy", call.grid(rows, THREADS)?, &args)?;
-        }
-        let args = [rows.into(), (&losses).into(), or_null(weights), total.into()];
-        call.launch("loss_total", Grid::new(1, THREADS), &args)
+        let args = args![classes, logits, targets, bytes, weights, &losses, normalizers];
+        call.blocks("cross_entropy", rows, args)?;
+        let args = args![rows, &losses, weights, total];
+        call.blocks("loss_total", 1, args)
     }
 
     /// Computes the gradient of the logits: `scale` times that of the sum of losses, times the
@@ -134,21 +115,9 @@ impl CrossEntropy<'_> {
         call.has(&[("d_logits", &d_logits, product(&[rows, classes]))])?;
         d_loss.iter().try_for_each(|d_loss| call.has_f32(&[("d_loss", d_loss, 1)]))?;
         call.writes(&[&d_logits])?;
-        if rows == 0 {
-            return Ok(());
-        }
-        let args: [Arg<'_>; 9] = [
-            classes.into(),
-            logits.into(),
-            targets.into(),
-            bytes.into(),
-            or_null(weights),
-            normalizers.into(),
-            scale.into(),
-            or_null(d_loss),
-            d_logits.into(),
-        ];
-        call.launch("cross_entropy_backward", call.grid(rows, THREADS)?, &args)
+        let args =
+            args![classes, logits, targets, bytes, weights, normalizers, scale, d_loss, d_logits];
+        call.blocks("cross_entropy_backward", rows, args)
     }
 
     /// Checks what both passes take. Returns the bytes of a target.
