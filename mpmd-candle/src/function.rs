@@ -15,6 +15,7 @@ use mpmd_layout::tree::{Structure, Tree};
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
 use crate::form::Form;
+use crate::pass::{self, Pass};
 use crate::tensors::{Tensors, Value, Values};
 use crate::threads;
 
@@ -231,7 +232,13 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
         let structure = x.structure();
         let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view, place).map(Value));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
-        let out = self.f.call(Tree::from_leaves(&structure, tensors)?).map_err(bridge::refused)?;
+        let x = Tree::from_leaves(&structure, tensors)?;
+        let out = match place {
+            // Layers reach the device through the pass.
+            Some(_) => pass::enter(&mut Pass { cuda: place, ..Pass::default() }, || self.f.call(x)),
+            None => self.f.call(x),
+        };
+        let out = out.map_err(bridge::refused)?;
         if out.structure() != y.structure() {
             return Err(Error::kernel("the function returned another structure than declared"));
         }

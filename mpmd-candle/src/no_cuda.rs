@@ -13,6 +13,7 @@ use mpmd_layout::random::Key;
 
 use crate::collectives::Step;
 use crate::nn::activation::Curve;
+use crate::nn::{PagedRows, PagedScores};
 
 /// Access to candle's device during a pass on a CUDA device. There is none.
 pub(crate) struct OnCuda<'a>(Infallible, PhantomData<&'a ()>);
@@ -149,6 +150,20 @@ pub(crate) fn dropout(_: &Tensor, _: Key, _: f32) -> Option<Result<Tensor>> {
 
 pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor>> {
     None
+}
+
+/// The keys and values of a layer on a device. There are none.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks(Infallible);
+
+pub(crate) fn paged(
+    cache: &mut Option<Blocks>,
+    _: [usize; 3],
+    _: [&Tensor; 3],
+    _: &[PagedRows],
+    _: PagedScores,
+) -> Option<Result<Tensor>> {
+    cache.as_ref().map(|blocks| match blocks.0 {})
 }
 
 /// Returns no sources of kernels.

@@ -38,14 +38,27 @@ impl DeviceGradient<'_> {
         }
     }
 
-    /// Adds the gradient of index `group` in the first dimension.
-    pub(crate) fn add_group(&mut self, more: &Tensor, group: usize) -> Result<()> {
+    /// Adds `d_yᵀ x`, the gradient of a linear layer's weight, or of index `group` in its first
+    /// dimension. `d_y` is `[rows, outputs]` and `x` is `[rows, inputs]`, both contiguous.
+    pub(crate) fn add_product(
+        &mut self,
+        d_y: &Tensor,
+        x: &Tensor,
+        group: Option<usize>,
+    ) -> Result<()> {
         match self {
             Self::Part(on, sums) => {
-                let at = sums.at(group * more.elem_count());
-                on.add_to(more, at).map_err(candle_core::Error::wrap)
+                let size = d_y.dim(1)? * x.dim(1)?;
+                let sums = sums.at(group.unwrap_or(0) * size);
+                let added = match d_y.dtype() {
+                    DType::F32 => on.add_product(d_y, x, sums),
+                    _ => on.add_to(&d_y.t()?.matmul(x)?.to_dtype(DType::F32)?, sums),
+                };
+                added.map_err(candle_core::Error::wrap)
             }
             Self::Tensor(_, shape) => {
+                let more = d_y.t()?.matmul(x)?;
+                let Some(group) = group else { return self.add(&more) };
                 let behind = shape.dims()[0] - group - 1;
                 self.add(&more.unsqueeze(0)?.pad_with_zeros(0, group, behind)?)
             }

@@ -16,6 +16,7 @@ mod collectives;
 mod gradient;
 mod layers;
 mod op;
+mod product;
 
 use std::any::Any;
 use std::cell::RefCell;

@@ -188,6 +188,12 @@ impl OnCuda<'_> {
         Ok(tensor(self.made(like.shape(), like.dtype(), fill)?, like.shape()))
     }
 
+    /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
+    pub(super) fn writable(&self, tensor: &Tensor) -> mpmd_core::Result<Part<'static>> {
+        let (storage, layout) = tensor.storage_and_layout();
+        self.part(on_cuda(&storage).map_err(crate::bridge::refused)?, layout, true)
+    }
+
     /// Calls `f` with the elements of contiguous tensors.
     pub(super) fn with<const N: usize, R>(
         &self,

@@ -8,6 +8,7 @@ use mpmd_device::cpu::paged::{Paged, Query, Scores};
 use rayon::prelude::*;
 
 use super::values::values;
+use crate::cuda;
 
 /// Number of tokens whose queries are computed by one thread.
 const ROWS: usize = 16;
@@ -17,6 +18,9 @@ const ROWS: usize = 16;
 #[derive(Clone, Debug)]
 pub struct PagedCache {
     paged: Paged,
+    /// The blocks on a CUDA device, from the first pass there on.
+    on_cuda: Option<cuda::Blocks>,
+    blocks: usize,
     heads: usize,
     dim: usize,
 }
@@ -46,7 +50,7 @@ pub struct PagedScores {
 impl PagedCache {
     /// Creates `blocks` blocks for so many heads of keys, of width `dim`.
     pub fn new(blocks: usize, heads: usize, dim: usize) -> Self {
-        Self { paged: Paged::zeros(blocks, heads, dim), heads, dim }
+        Self { paged: Paged::zeros(blocks, heads, dim), on_cuda: None, blocks, heads, dim }
     }
 
     /// Adds the keys and values of a pass, and computes the causal attention of its queries. `q` is
@@ -85,10 +89,17 @@ impl PagedCache {
         };
         for PagedRows { start, rows, blocks } in sequences {
             let needed = (start + rows).div_ceil(BLOCK);
-            let all = self.paged.blocks();
+            let all = self.blocks;
             if blocks.len() < needed || blocks.iter().any(|block| *block as usize >= all) {
                 bail!("{needed} blocks of {all} are needed for a sequence, found {blocks:?}");
             }
+        }
+        let sizes = [self.blocks, groups, dim];
+        let rest = PagedScores { scale, cap, window };
+        if let Some(out) = cuda::paged(&mut self.on_cuda, sizes, [q, k, v], sequences, rest) {
+            // The host's blocks were never touched.
+            self.paged = Paged::zeros(0, groups, dim);
+            return out;
         }
         let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
         let [q, k, v] = [values(&q)?, values(&k)?, values(&v)?];

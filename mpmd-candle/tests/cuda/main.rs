@@ -5,6 +5,7 @@
 mod collectives;
 mod copies;
 mod divided;
+mod functions;
 mod layers;
 #[path = "../all/model.rs"]
 mod model;

@@ -112,13 +112,7 @@ impl Product {
             false => None,
         };
         let (x, group) = (x.detach().reshape(((), inputs))?, self.group);
-        let d_weight = device_gradient(weight, move |into| {
-            let more = gradient.t()?.matmul(&x)?;
-            match group {
-                Some(group) => into.add_group(&more, group),
-                None => into.add(&more),
-            }
-        })?;
+        let d_weight = device_gradient(weight, move |into| into.add_product(&gradient, &x, group))?;
         Ok((d_x, d_weight))
     }
 }
@@ -176,8 +170,8 @@ impl Layer<3> for Activated {
     fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let shape = Shape::from(self.product.shape.clone());
         let before = tensor(self.product.multiply(x, weight)?, &shape);
-        let size =
-            (before.elem_count() / before.dim(candle_core::D::Minus1)?.max(1), bias_len(bias));
+        let width = bias.layout.shape().elem_count();
+        let size = (before.elem_count() / width.max(1), width);
         let y = issue(|on| {
             on.made(&shape, before.dtype(), |y| {
                 on.with([&before], |[before]| {
@@ -212,10 +206,6 @@ impl Layer<3> for Activated {
         let (d_x, d_weight) = self.product.gradients(x, weight, &gradient)?;
         Ok([d_x, d_weight, bias_gradient(bias, &gradient)?])
     }
-}
-
-fn bias_len(bias: Argument<'_>) -> usize {
-    bias.layout.shape().elem_count()
 }
 
 /// Returns the sum of contiguous rows and a bias.

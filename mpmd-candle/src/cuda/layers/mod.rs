@@ -7,6 +7,7 @@ mod embedding;
 mod linear;
 mod loss;
 mod norm;
+mod paged;
 mod rows;
 
 pub(crate) use activation::activate;
@@ -15,6 +16,7 @@ pub(crate) use embedding::embedding;
 pub(crate) use linear::{activated, add_bias, grouped, linear};
 pub(crate) use loss::cross_entropy;
 pub(crate) use norm::norm;
+pub(crate) use paged::{Blocks, paged};
 pub(crate) use rows::{dropout, rotary, softmax};
 
 use mpmd_core::cuda::Source;

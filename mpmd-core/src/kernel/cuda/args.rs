@@ -57,6 +57,11 @@ impl<'a> Part<'a> {
         self.memory
     }
 
+    /// Returns the number of elements: 0 for a part that begins beyond the end.
+    pub fn count(&self) -> usize {
+        self.elements().unwrap_or(0)
+    }
+
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }

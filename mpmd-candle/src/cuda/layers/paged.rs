@@ -1,0 +1,87 @@
+//! Attention to keys and values in blocks.
+
+use candle_core::{Result, Shape, Tensor};
+use mpmd_core::cuda::Part;
+use mpmd_core::cuda::layers::{self, Heads};
+use mpmd_device::cpu::paged::BLOCK;
+
+use crate::cuda::op::{fit, issue, tensor};
+use crate::nn::{PagedRows, PagedScores};
+
+/// The keys and values of a layer on a device.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks {
+    /// Numbers of blocks, heads of keys, and elements of a key.
+    sizes: [usize; 3],
+    keys: Tensor,
+    values: Tensor,
+}
+
+/// Computes what [`PagedCache::attention`](crate::nn::PagedCache::attention) does, whose arguments
+/// have been checked. The first call makes the `cache` of these sizes.
+pub(crate) fn paged(
+    cache: &mut Option<Blocks>,
+    sizes: [usize; 3],
+    [q, k, v]: [&Tensor; 3],
+    sequences: &[PagedRows],
+    scores: PagedScores,
+) -> Option<Result<Tensor>> {
+    fit(&[q, k, v]).then(|| {
+        let cache = match cache {
+            Some(cache) => cache,
+            None => cache.insert(Blocks::new(sizes, q)?),
+        };
+        cache.attention([q, k, v], sequences, scores)
+    })
+}
+
+impl Blocks {
+    fn new(sizes: [usize; 3], like: &Tensor) -> Result<Self> {
+        let elements = sizes.iter().product::<usize>() * BLOCK;
+        let zeros = || Tensor::zeros(elements, like.dtype(), like.device());
+        Ok(Self { sizes, keys: zeros()?, values: zeros()? })
+    }
+
+    fn attention(
+        &mut self,
+        [q, k, v]: [&Tensor; 3],
+        sequences: &[PagedRows],
+        PagedScores { scale, cap, window }: PagedScores,
+    ) -> Result<Tensor> {
+        let (tokens, heads, dim) = q.dims3()?;
+        let most = sequences.iter().map(|sequence| sequence.blocks.len()).max().unwrap_or(0).max(1);
+        let (mut owners, mut positions, mut tables) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, PagedRows { start, rows, blocks }) in sequences.iter().enumerate() {
+            owners.extend(std::iter::repeat_n(number as u32, *rows));
+            positions.extend((*start..start + rows).map(|position| position as u32));
+            tables.extend_from_slice(blocks);
+            // No block has this number.
+            tables.resize((number + 1) * most, u32::MAX);
+        }
+        let words = |words: Vec<u32>| {
+            let count = words.len();
+            Tensor::from_vec(words, count, q.device())
+        };
+        let numbers = [words(owners)?, words(positions)?, words(tables)?];
+        let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+        let ([blocks, groups, _], shape) = (self.sizes, Shape::from((tokens, heads, dim)));
+        let in_rows = |part: Part<'static>, heads: usize| Heads::new(part, [0, heads * dim, dim]);
+        let scores = (scale as f32, cap.map(|cap| cap as f32), window);
+        let out = issue(|on| {
+            let [keys, values] = [on.writable(&self.keys)?, on.writable(&self.values)?];
+            let paged = layers::Paged { blocks, groups, dim, keys, values };
+            on.made(&shape, q.dtype(), |out| {
+                on.with(numbers.each_ref(), |[sequences, positions, tables]| {
+                    let rows = layers::PagedRows { tokens, sequences, positions, tables, most };
+                    on.with([&q, &k, &v], |[q, k, v]| {
+                        let cuda = on.kernels();
+                        paged.write(&cuda, &rows, in_rows(k, groups), in_rows(v, groups))?;
+                        let (q, out) = (in_rows(q, heads), in_rows(out, heads));
+                        paged.attend(&cuda, &rows, heads, scores, q, out)
+                    })
+                })
+            })
+        })?;
+        Ok(tensor(out, &shape))
+    }
+}

@@ -1,0 +1,75 @@
+//! The product of a weight gradient, which cuBLAS adds to the gradient so far: candle has no product
+//! that adds.
+
+use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+use candle_core::cuda_backend::gemm_reduced_precision_f32;
+use candle_core::{DType, Tensor};
+use mpmd_core::Error;
+use mpmd_core::Result;
+use mpmd_core::cuda::Part;
+
+use super::OnCuda;
+
+impl OnCuda<'_> {
+    /// Adds `d_yᵀ x` to `sums`, all of f32: `d_y` is `[rows, outputs]`, `x` is `[rows, inputs]` and
+    /// `sums` is `[outputs, inputs]`. Tensors are contiguous.
+    ///
+    /// # Errors
+    ///
+    /// If the shapes do not fit each other, or cuBLAS fails.
+    pub(super) fn add_product(&self, d_y: &Tensor, x: &Tensor, sums: Part<'_>) -> Result<()> {
+        let sizes = (d_y.dims2().ok()).zip(x.dims2().ok());
+        let is_f32 = d_y.dtype() == DType::F32 && x.dtype() == DType::F32;
+        let Some(((rows, outputs), (x_rows, inputs))) = sizes.filter(|_| is_f32) else {
+            return Err(Error::kernel("the product of a weight gradient is of f32 matrices"));
+        };
+        let to = self.compute.address(sums)?;
+        if rows != x_rows || sums.count() < outputs * inputs {
+            return Err(Error::kernel("the matrices of a weight gradient do not fit each other"));
+        }
+        if rows * outputs * inputs == 0 {
+            return Ok(());
+        }
+        let size = |size: usize| {
+            i32::try_from(size).map_err(|_| Error::kernel(format!("{size} rows are too many")))
+        };
+        let (rows, outputs, inputs) = (size(rows)?, size(outputs)?, size(inputs)?);
+        let compute = match gemm_reduced_precision_f32() {
+            true => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            false => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        };
+        let (f32s, one) = (sys::cudaDataType_t::CUDA_R_32F, 1f32);
+        let blas = self.device.cublas_handle();
+        self.with([d_y, x], |[d_y, x]| {
+            let [d_y, x] = [self.compute.address(d_y)?, self.compute.address(x)?];
+            // SAFETY: the handle issues to candle's stream, whose context `enter` has made current.
+            // A row-major matrix is a column-major one transposed, so `sumsᵀ += xᵀ d_y` is computed:
+            // all three have as many elements as their sizes say, and cuBLAS reads the factors
+            // before it returns.
+            let issued = unsafe {
+                result::gemm_ex(
+                    *blas.handle(),
+                    sys::cublasOperation_t::CUBLAS_OP_N,
+                    sys::cublasOperation_t::CUBLAS_OP_T,
+                    inputs,
+                    outputs,
+                    rows,
+                    (&raw const one).cast(),
+                    x as *const _,
+                    f32s,
+                    inputs,
+                    d_y as *const _,
+                    f32s,
+                    outputs,
+                    (&raw const one).cast(),
+                    to as *mut _,
+                    f32s,
+                    inputs,
+                    compute,
+                    sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                )
+            };
+            issued.map_err(|error| Error::kernel(format!("a weight gradient by cuBLAS: {error}")))
+        })
+    }
+}
