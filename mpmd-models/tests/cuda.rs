@@ -5,9 +5,8 @@
 #[path = "all/folders.rs"]
 #[allow(dead_code, reason = "other tests use the rest")]
 mod folders;
-#[path = "all/training.rs"]
-#[allow(dead_code, reason = "other tests use the rest")]
-mod training;
+#[path = "all/given.rs"]
+mod given;
 
 use mpmd::pipeline::Schedule;
 use mpmd::prelude::*;
@@ -19,7 +18,7 @@ use mpmd_models::train::trainer;
 use mpmd_models::{Sampling, Stages};
 
 use folders::{expected, open};
-use training::{Given, args, set_lora};
+use given::{Given, args, set_lora};
 
 /// Folders of families without experts, with all kinds of their parts.
 const DENSE: [&str; 8] =
@@ -102,8 +101,11 @@ fn tokens_of_cuda_devices_equal_those_of_transformers() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
+    let products = || softcuda::calls("cublasGemmEx");
     for name in DENSE {
+        let before = products();
         assert_eq!(generated(name, 12, false), expected(name).greedy[..12], "{name}");
+        assert!(products() > before, "{name}: the devices multiply");
     }
     // Experts are computed on the host.
     assert_eq!(generated("mixtral", 4, false), expected("mixtral").greedy[..4]);

@@ -1,5 +1,6 @@
 //! The attention of a decoder's layer.
 
+use mpmd::candle::candle_core::DType;
 use mpmd::candle::nn::{self, Mask, PagedCache, PagedScores, VarBuilder};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
@@ -101,8 +102,11 @@ impl Attention {
         let out = match keys {
             Keys::Cached(cache, rows) => {
                 let scores = PagedScores { scale, cap: self.cap, window };
-                let [q, k, v] = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
-                cache.attention([&q, &k, &v], &rows.sequences, scores)?
+                // Caches are f32, whatever the model computes in.
+                let single = |x: &Tensor| x.squeeze(0)?.to_dtype(DType::F32);
+                let [of_q, k, v] = [single(&q)?, single(&k)?, single(&v)?];
+                let out = cache.attention([&of_q, &k, &v], &rows.sequences, scores)?;
+                out.to_dtype(q.dtype())?
             }
             Keys::Own(starts) => {
                 let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];

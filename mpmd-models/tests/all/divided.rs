@@ -12,7 +12,7 @@ use mpmd_models::train::trainer;
 use mpmd_models::{Folder, Sampling, Stages, merged, save};
 
 use crate::folders::{ALL, expected, open, path, read_all, tokens};
-use crate::training::{Given, args, set_lora};
+use crate::given::{Given, args, set_lora};
 
 /// The numbers of devices of each stage, and the numbers of devices of each process.
 type Job = (&'static [usize], &'static [usize]);

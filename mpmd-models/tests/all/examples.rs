@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::folders::{copy, open, path, simulate};
-use crate::training::args;
+use crate::given::args;
 
 /// The results of others.
 #[derive(Deserialize)]

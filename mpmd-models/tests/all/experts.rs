@@ -14,7 +14,7 @@ use mpmd_models::train::trainer;
 use mpmd_models::{CutArgs, Held, Sampling, Stages, merged, save};
 
 use crate::folders::{expected, open, path, read_all, tokens};
-use crate::training::{Given, args};
+use crate::given::{Given, args};
 
 /// The numbers of devices of each stage over which its experts are divided, and the number of
 /// processes.

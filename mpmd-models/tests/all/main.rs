@@ -6,6 +6,7 @@ mod examples;
 mod experts;
 mod folders;
 mod generation;
+mod given;
 mod guide;
 mod inputs;
 mod new;

@@ -13,7 +13,7 @@ use mpmd_models::{Folder, Stages, merged, save, save_adapter};
 use serde_json::Value;
 
 use crate::folders::{ALL, change, copy, expected, open, path, read, read_all, simulate, tokens};
-use crate::training::{Given, args};
+use crate::given::{Given, args};
 
 #[test]
 fn untrained_models_are_saved_with_equal_bits() {

@@ -1,85 +1,13 @@
 //! Training equals torch's, and LoRA trains only its matrices.
 
-use clap::Parser as _;
-use mpmd::aval::{DType, ShapedArray};
-use mpmd::candle::named;
-use mpmd::pipeline::{Loss, Microbatch, Pipeline, Schedule};
-use mpmd::topology::Mesh;
+use mpmd::pipeline::Schedule;
 use mpmd::train::data::{At, Data, Packed, Sequence};
 use mpmd::train::{Rate, Run};
-use mpmd::{MpmdArray, Program, Result};
-use mpmd_models::train::{TrainArgs, trainer};
+use mpmd_models::train::trainer;
 use mpmd_models::{Folder, Stages};
 
 use crate::folders::{ALL, Expected, change_config, copy, expected, open, run, simulate};
-
-/// The arguments of a training, without those of the program.
-#[derive(clap::Parser)]
-#[command(no_binary_name = true)]
-struct Args {
-    /// Always false; a text is not needed if it is set.
-    #[arg(long)]
-    score: bool,
-    #[command(flatten)]
-    training: TrainArgs,
-}
-
-pub(crate) fn args(text: &str) -> TrainArgs {
-    Args::parse_from(format!("--score {text}").split_whitespace()).training
-}
-
-/// Given windows: for each step and microbatch the rows.
-pub(crate) struct Given(pub(crate) Vec<Vec<Vec<Vec<u32>>>>);
-
-impl Given {
-    fn array(&self, p: &mut Program, mesh: &Mesh, at: At, skip: usize) -> Result<MpmdArray> {
-        let rows = &self.0[at.step as usize - 1][at.microbatch];
-        let time = rows[0].len() - 1;
-        let aval = ShapedArray::new(&[rows.len(), time], DType::U32);
-        let tokens: Vec<u32> =
-            rows.iter().flat_map(|row| &row[skip..skip + time]).copied().collect();
-        p.array_from_fn(aval, mesh.replicated(), move |_, mut view| {
-            view.as_mut_slice::<u32>()?.copy_from_slice(&tokens);
-            Ok(())
-        })
-    }
-}
-
-impl Data<MpmdArray> for Given {
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
-        let last = meshes.len() - 1;
-        let (x, targets) =
-            (self.array(p, &meshes[0], at, 0)?, self.array(p, &meshes[last], at, 1)?);
-        Ok(Microbatch::new(x).side(last, named([("targets", targets)])))
-    }
-}
-
-/// Replaces LoRA's matrices A by `0.5 cos(i)`, where `i` is the index of the element.
-pub(crate) fn set_lora(
-    p: &mut Program,
-    pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
-) -> Result<()> {
-    for stage in 0..pipeline.stages() {
-        let mut params = Vec::new();
-        for (name, array) in pipeline.params(stage) {
-            params.push(if name.ends_with("lora_A.weight") {
-                let (aval, sharding) = (array.aval().clone(), array.sharding().cloned());
-                let shape = aval.shape().to_vec();
-                p.array_from_fn(aval, sharding.unwrap(), move |region, mut view| {
-                    let elements = region.indices(&shape);
-                    for (value, i) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
-                        *value = (0.5 * (i as f64).cos()) as f32;
-                    }
-                    Ok(())
-                })?
-            } else {
-                array
-            });
-        }
-        pipeline.set_params(stage, params)?;
-    }
-    Ok(())
-}
+use crate::given::{Given, args, set_lora};
 
 /// Trains on the expected windows of a folder, and returns the losses.
 fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora: &str) -> Vec<f64> {
