@@ -346,7 +346,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     fn cuda(&self) -> Vec<&'static Source> {
         let probed = self.probed.lock();
         let heads = probed.iter().flat_map(Probed::heads).copied();
-        crate::cuda::kernels(self.params.values().map(|(aval, _)| aval.dtype()), heads)
+        crate::cuda_layers::kernels(self.params.values().map(|(aval, _)| aval.dtype()), heads)
     }
 
     fn draws_random(&self) -> bool {

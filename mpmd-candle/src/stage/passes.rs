@@ -16,6 +16,7 @@ use super::model::{Models, Weights, gradient};
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
 use crate::cx::{Cx, Side};
+use crate::dtypes;
 use crate::pass::{self, Deferred, Gradient, Pass};
 use crate::tensors::{Tensors, Value, Values};
 use crate::threads;
@@ -223,7 +224,7 @@ pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
 
 /// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
 fn input(view: &View<'_>, with_gradient: bool, place: Place<'_>) -> Result<Tensor> {
-    let float = bridge::candle_type(view.global().dtype())?.is_float();
+    let float = dtypes::candle_type(view.global().dtype())?.is_float();
     match with_gradient && float {
         true => bridge::var_of(view, place),
         false => bridge::tensor_of(view, place),
