@@ -3,14 +3,13 @@
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail,
 };
-use mpmd_core::Error;
 use mpmd_core::kernel::Signature;
 use mpmd_layout::aval::f32s;
 use mpmd_layout::topology::Mesh;
 use serde::{Deserialize, Serialize};
 
-use crate::cuda;
-use crate::exchange::Exchange;
+use crate::cuda_layers;
+use crate::exchange::{Exchange, Step};
 use crate::pass;
 
 /// A collective found by a probe.
@@ -190,62 +189,9 @@ fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
     x.contiguous()?.apply_op1(Collective { axis: axis.to_owned(), step })
 }
 
-/// The forward pass of a collective.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Step {
-    Sum,
-    Same,
-    /// Adds up in the order of a binary tree over the devices.
-    TreeSum,
-    /// The step whose gradient is such a sum.
-    SameOfTree,
-    Gather,
-    Scatter,
-    /// Concatenates for a computation that is the same on all devices.
-    Join,
-    /// Takes the device's own part.
-    Part,
-}
-
 struct Collective {
     axis: String,
     step: Step,
-}
-
-impl Step {
-    /// Returns the shape of the result for `size` devices.
-    ///
-    /// # Errors
-    ///
-    /// If the devices do not divide the first dimension.
-    pub(crate) fn shape(self, dims: &[usize], axis: &str, size: usize) -> mpmd_core::Result<Shape> {
-        let mut dims = dims.to_vec();
-        match self {
-            Self::Same | Self::SameOfTree | Self::Sum | Self::TreeSum => {}
-            Self::Gather | Self::Join => dims[0] *= size,
-            Self::Scatter | Self::Part if dims[0].is_multiple_of(size) => dims[0] /= size,
-            Self::Scatter | Self::Part => {
-                return Err(Error::kernel(format!(
-                    "{size} devices along axis {axis:?} do not divide a dimension of {}",
-                    dims[0]
-                )));
-            }
-        }
-        Ok(Shape::from(dims))
-    }
-
-    fn gradient(self) -> Self {
-        match self {
-            Self::Sum => Self::Same,
-            Self::Same => Self::Sum,
-            Self::TreeSum => Self::SameOfTree,
-            Self::SameOfTree => Self::TreeSum,
-            Self::Gather => Self::Scatter,
-            Self::Scatter => Self::Gather,
-            Self::Join => Self::Part,
-            Self::Part => Self::Join,
-        }
-    }
 }
 
 impl Collective {
@@ -311,7 +257,7 @@ impl CustomOp1 for Collective {
     }
 
     fn cuda_fwd(&self, values: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        cuda::collective((&self.axis, self.step), values, layout)
+        cuda_layers::collective((&self.axis, self.step), values, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -1,6 +1,6 @@
 //! The collectives that operations of a model call: those of the device, or of a probe.
 
-#[cfg(feature = "cuda")]
+use candle_core::Shape;
 use mpmd_core::Error;
 use mpmd_core::Result;
 #[cfg(feature = "cuda")]
@@ -44,6 +44,59 @@ pub(crate) enum Way {
     AllReduce,
     AllGather,
     ReduceScatter,
+}
+
+/// The forward pass of a collective.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    Sum,
+    Same,
+    /// Adds up in the order of a binary tree over the devices.
+    TreeSum,
+    /// The step whose gradient is such a sum.
+    SameOfTree,
+    Gather,
+    Scatter,
+    /// Concatenates for a computation that is the same on all devices.
+    Join,
+    /// Takes the device's own part.
+    Part,
+}
+
+impl Step {
+    /// Returns the shape of the result for `size` devices.
+    ///
+    /// # Errors
+    ///
+    /// If the devices do not divide the first dimension.
+    pub(crate) fn shape(self, dims: &[usize], axis: &str, size: usize) -> Result<Shape> {
+        let mut dims = dims.to_vec();
+        match self {
+            Self::Same | Self::SameOfTree | Self::Sum | Self::TreeSum => {}
+            Self::Gather | Self::Join => dims[0] *= size,
+            Self::Scatter | Self::Part if dims[0].is_multiple_of(size) => dims[0] /= size,
+            Self::Scatter | Self::Part => {
+                return Err(Error::kernel(format!(
+                    "{size} devices along axis {axis:?} do not divide a dimension of {}",
+                    dims[0]
+                )));
+            }
+        }
+        Ok(Shape::from(dims))
+    }
+
+    pub(crate) fn gradient(self) -> Self {
+        match self {
+            Self::Sum => Self::Same,
+            Self::Same => Self::Sum,
+            Self::TreeSum => Self::SameOfTree,
+            Self::SameOfTree => Self::TreeSum,
+            Self::Gather => Self::Scatter,
+            Self::Scatter => Self::Gather,
+            Self::Join => Self::Part,
+            Self::Part => Self::Join,
+        }
+    }
 }
 
 /// Adds up rows of `len` elements into the first one: adds the sums of both halves of the rows.

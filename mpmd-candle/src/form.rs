@@ -7,7 +7,7 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Name, Structure, Tree};
 use serde::{Deserialize, Serialize};
 
-use crate::bridge;
+use crate::dtypes;
 
 /// A tree's structure, and the shape and dtype of each leaf.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -35,7 +35,7 @@ impl Form {
         change: impl Fn(ShapedArray) -> Result<ShapedArray>,
     ) -> Result<Self> {
         let leaves = tensors.iter().map(|tensor| {
-            let aval = change(bridge::aval_of(tensor)?)?;
+            let aval = change(dtypes::aval_of(tensor)?)?;
             Ok((aval.shape().to_vec(), aval.dtype()))
         });
         Ok(Self { branches: structure.into(), leaves: leaves.collect::<Result<_>>()? })

@@ -14,6 +14,7 @@ use mpmd_layout::tree::{Structure, Tree};
 
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
+use crate::dtypes;
 use crate::form::Form;
 use crate::pass::{self, Pass};
 use crate::tensors::{Tensors, Value, Values};
@@ -183,7 +184,7 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
     fn try_out(&self, x: &Shapes<F::In>) -> Result<Form> {
         let zeros = x.leaves().into_iter().map(|aval| bridge::zeros(aval, false).map(Value));
         let zeros = zeros.collect::<Result<Vec<_>>>()?;
-        let y = self.f.call(Tree::from_leaves(&x.structure(), zeros)?).map_err(bridge::refused)?;
+        let y = self.f.call(Tree::from_leaves(&x.structure(), zeros)?).map_err(dtypes::refused)?;
         let structure = y.structure();
         let y: Vec<_> = y.into_leaves().into_iter().map(|value| value.0).collect();
         Form::of(&structure, &y, Ok)
@@ -238,7 +239,7 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
             Some(_) => pass::enter(&mut Pass { cuda: place, ..Pass::default() }, || self.f.call(x)),
             None => self.f.call(x),
         };
-        let out = out.map_err(bridge::refused)?;
+        let out = out.map_err(dtypes::refused)?;
         if out.structure() != y.structure() {
             return Err(Error::kernel("the function returned another structure than declared"));
         }

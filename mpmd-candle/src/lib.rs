@@ -13,7 +13,10 @@ mod bridge;
 mod collectives;
 #[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda_layers.rs")]
+mod cuda_layers;
 mod cx;
+mod dtypes;
 mod exchange;
 mod form;
 mod function;

@@ -2,18 +2,10 @@
 
 use std::convert::Infallible;
 use std::marker::PhantomData;
-use std::ops::Range;
 
-use candle_core::{CudaStorage, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Device, Tensor};
 use mpmd_core::Result as CoreResult;
-use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, View, ViewMut};
-use mpmd_layout::aval::DType;
-use mpmd_layout::random::Key;
-
-use crate::collectives::Step;
-use crate::nn::activation::Curve;
-use crate::nn::{PagedRows, PagedScores};
 
 /// Access to candle's device during a pass on a CUDA device. There is none.
 pub(crate) struct OnCuda<'a>(Infallible, PhantomData<&'a ()>);
@@ -58,118 +50,4 @@ impl<'a> OnCuda<'a> {
     pub(crate) fn gradient<'g>(&'g self, _: &'g mut ViewMut<'_>) -> DeviceGradient<'g> {
         match self.0 {}
     }
-}
-
-/// Runs a collective over the first dimension of contiguous values on a CUDA device.
-pub(crate) fn collective(
-    (axis, _): (&str, Step),
-    _: &CudaStorage,
-    _: &Layout,
-) -> Result<(CudaStorage, Shape)> {
-    bail!("a collective over axis {axis:?} on a CUDA device: build with the feature `cuda`")
-}
-
-/// What `cuda::layers` has: a layer on a CUDA device, if the tensors are on one.
-pub(crate) fn linear(
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-    _: &[usize],
-) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn grouped(
-    _: &Tensor,
-    _: &Tensor,
-    _: impl Iterator<Item = Range<usize>>,
-) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    y.broadcast_add(bias)
-}
-
-pub(crate) fn embedding(_: &Tensor, _: &Tensor, _: &[usize]) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn activated(_: [&Tensor; 3], _: Curve, _: &[usize]) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn activate(_: &Tensor, _: Curve) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn norm(
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-    _: (bool, f64),
-) -> Option<Result<Tensor>> {
-    None
-}
-
-/// The keys that queries see.
-pub(crate) enum Sight {
-    All,
-    Causal,
-    From(Tensor),
-    Additive(Tensor),
-}
-
-pub(crate) fn attention(_: [&Tensor; 3], sight: Sight, _: f64, _: f64) -> Option<Result<Tensor>> {
-    match sight {
-        Sight::From(tensor) | Sight::Additive(tensor) => drop(tensor),
-        Sight::All | Sight::Causal => {}
-    }
-    None
-}
-
-pub(crate) fn self_attention(_: &Tensor, _: usize, _: bool, _: f64) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn cross_entropy(
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-) -> Option<Result<(Tensor, Tensor)>> {
-    None
-}
-
-pub(crate) fn softmax(_: &Tensor, _: bool) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn dropout(_: &Tensor, _: Key, _: f32) -> Option<Result<Tensor>> {
-    None
-}
-
-pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor>> {
-    None
-}
-
-/// The keys and values of a layer on a device. There are none.
-#[derive(Clone, Debug)]
-pub(crate) struct Blocks(Infallible);
-
-pub(crate) fn paged(
-    cache: &mut Option<Blocks>,
-    _: [usize; 3],
-    _: [&Tensor; 3],
-    _: &[PagedRows],
-    _: PagedScores,
-) -> Option<Result<Tensor>> {
-    cache.as_ref().map(|blocks| match blocks.0 {})
-}
-
-/// Returns no sources of kernels.
-pub(crate) fn kernels(
-    _: impl Iterator<Item = DType>,
-    _: impl Iterator<Item = usize>,
-) -> Vec<&'static Source> {
-    Vec::new()
 }

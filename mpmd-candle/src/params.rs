@@ -17,7 +17,7 @@ use mpmd_layout::aval::{DType as ArrayType, ShapedArray};
 use mpmd_layout::random::{Key, normal_f64, uniform_f64};
 use mpmd_layout::region::Region;
 
-use crate::bridge::array_type;
+use crate::dtypes::array_type;
 
 /// A parameter, as the model's constructor asks for it.
 #[derive(Clone, Copy, Debug)]

@@ -122,14 +122,17 @@ pub(crate) fn device_gradient(
     else {
         return Ok(None);
     };
-    let mut into = Gradient::Cuda(DeviceGradient::Tensor(None, weight.shape().clone()));
-    add(&mut into)?;
-    match into {
-        Gradient::Cuda(DeviceGradient::Tensor(Some(sum), _)) => {
-            sum.to_dtype(weight.dtype()).map(Some)
+    with(|pass| {
+        let on = pass.and_then(|pass| pass.cuda);
+        let mut into = Gradient::Cuda(DeviceGradient::Tensor(on, None, weight.shape().clone()));
+        add(&mut into)?;
+        match into {
+            Gradient::Cuda(DeviceGradient::Tensor(_, Some(sum), _)) => {
+                sum.to_dtype(weight.dtype()).map(Some)
+            }
+            _ => weight.zeros_like().map(Some),
         }
-        _ => weight.zeros_like().map(Some),
-    }
+    })
 }
 
 /// Has the pass take the gradient of one use of `weight`, at once or later. Returns `add` if no

@@ -52,9 +52,11 @@ xtask gpu --prebuilt FOLDER [--software] [--stage NAME,...] [--limit SECONDS]
 FOLDER/out
 xtask gpu --list             the stages and their limits
 cargo xtask candle-cuda [ARGUMENTS OF cargo test]
-                             candle on CUDA devices: builds it with the tests' own CUDA, and runs its tests there
+                             candle on CUDA devices: builds it with the tests' own CUDA, and \
+runs its tests there
 cargo xtask candle-cuda --real
-                             builds train_gpt with it by the machine's CUDA toolkit (CUDA_HOME, CUDA_COMPUTE_CAP)
+                             builds train_gpt with it by the machine's CUDA toolkit \
+(CUDA_HOME, CUDA_COMPUTE_CAP)
 cargo xtask bench [--against REV] [--pairs N] [--only NAME,...] [--list]
                   [--json FILE] [--at-most RATIO] [--record]
                              a fixed set of measurements; with REV in turns with those of that \

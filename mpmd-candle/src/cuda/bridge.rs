@@ -14,7 +14,7 @@ use mpmd_device::cuda::kernels::ADD;
 use mpmd_layout::aval::DType;
 
 use super::OnCuda;
-use crate::bridge::{array_type, candle_type, refused};
+use crate::dtypes::{array_type, candle_type, refused};
 
 impl OnCuda<'_> {
     /// Returns a tensor, or a variable, with a copy of the view's values.
@@ -42,7 +42,7 @@ impl OnCuda<'_> {
     }
 
     /// Adds the tensor's values to others.
-    pub(super) fn add_to(&self, tensor: &Tensor, sums: Part<'_>) -> Result<()> {
+    pub(crate) fn add_to(&self, tensor: &Tensor, sums: Part<'_>) -> Result<()> {
         let function = match array_type(tensor.dtype())? {
             DType::F32 => "add_f32",
             DType::F64 => "add_f64",
@@ -60,7 +60,7 @@ impl OnCuda<'_> {
     }
 
     /// Calls `f` with the tensor's values, row-major.
-    pub(super) fn with_values<R>(
+    pub(crate) fn with_values<R>(
         &self,
         tensor: &Tensor,
         f: impl FnOnce(Part<'_>) -> Result<R>,
@@ -72,7 +72,7 @@ impl OnCuda<'_> {
 
     /// Calls `f` with the elements of a tensor from its first one to the end of its memory. The
     /// tensor's strides count in them.
-    pub(super) fn with_rest<R>(
+    pub(crate) fn with_rest<R>(
         &self,
         tensor: &Tensor,
         f: impl FnOnce(Part<'static>) -> Result<R>,
@@ -86,7 +86,7 @@ impl OnCuda<'_> {
     }
 
     /// Returns memory for a tensor, with arbitrary values.
-    pub(super) fn uninitialized(
+    pub(crate) fn uninitialized(
         &self,
         shape: &Shape,
         dtype: candle_core::DType,
@@ -96,7 +96,7 @@ impl OnCuda<'_> {
     }
 
     /// Returns a contiguous tensor's elements for kernels of ours.
-    pub(super) fn part(
+    pub(crate) fn part(
         &self,
         storage: &CudaStorage,
         layout: &Layout,
@@ -112,7 +112,7 @@ impl OnCuda<'_> {
 }
 
 /// Returns the storage of a tensor on a CUDA device.
-pub(super) fn on_cuda<'s>(storage: &'s StorageRef<'_>) -> candle_core::Result<&'s CudaStorage> {
+pub(crate) fn on_cuda<'s>(storage: &'s StorageRef<'_>) -> candle_core::Result<&'s CudaStorage> {
     match &**storage {
         Storage::Cuda(storage) => Ok(storage),
         _ => bail!("a tensor of a pass on a CUDA device is not on that device"),

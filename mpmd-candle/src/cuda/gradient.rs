@@ -1,19 +1,19 @@
 //! The gradients of parameters on a CUDA device.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::{Target, add_to};
 use mpmd_core::kernel::ViewMut;
 
 use super::OnCuda;
-use super::op::{issue, tensor};
+use super::tensors::tensor;
 
 /// The gradient of a parameter that layers add to.
 pub(crate) enum DeviceGradient<'a> {
     /// An array's values.
     Part(&'a OnCuda<'a>, Part<'a>),
     /// A tensor of the parameter's shape, where no pass takes the gradient. `None` for zeros.
-    Tensor(Option<Tensor>, Shape),
+    Tensor(Option<&'a OnCuda<'a>>, Option<Tensor>, Shape),
 }
 
 impl OnCuda<'_> {
@@ -28,7 +28,7 @@ impl DeviceGradient<'_> {
     pub(crate) fn add(&mut self, more: &Tensor) -> Result<()> {
         match self {
             Self::Part(on, sums) => on.add_to(more, *sums).map_err(candle_core::Error::wrap),
-            Self::Tensor(sum, _) => {
+            Self::Tensor(_, sum, _) => {
                 *sum = Some(match sum.take() {
                     Some(sum) => (sum + more)?,
                     None => more.clone(),
@@ -56,7 +56,7 @@ impl DeviceGradient<'_> {
                 };
                 added.map_err(candle_core::Error::wrap)
             }
-            Self::Tensor(_, shape) => {
+            Self::Tensor(_, _, shape) => {
                 let more = d_y.t()?.matmul(x)?;
                 let Some(group) = group else { return self.add(&more) };
                 let behind = shape.dims()[0] - group - 1;
@@ -72,9 +72,11 @@ impl DeviceGradient<'_> {
     ) -> Result<()> {
         match self {
             Self::Part(on, sums) => work(on, add_to(*sums)).map_err(candle_core::Error::wrap),
-            Self::Tensor(_, shape) => {
-                let shape = shape.clone();
-                let more = issue(|on| on.made(&shape, DType::F32, |part| work(on, part.into())))?;
+            Self::Tensor(on, _, shape) => {
+                let (on, shape) = (*on, shape.clone());
+                let Some(on) = on else { bail!("a gradient on a CUDA device outside of a pass") };
+                let more = on.made(&shape, DType::F32, |part| work(on, part.into()));
+                let more = more.map_err(candle_core::Error::wrap)?;
                 self.add(&tensor(more, &shape))
             }
         }

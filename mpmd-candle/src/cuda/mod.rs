@@ -12,11 +12,9 @@
 #![allow(unsafe_code)]
 
 mod bridge;
-mod collectives;
 mod gradient;
-mod layers;
-mod op;
 mod product;
+mod tensors;
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -29,11 +27,11 @@ use mpmd_core::cuda::{Cuda, ForeignHandle, ForeignStream};
 use mpmd_core::kernel::Context;
 use mpmd_core::{Error, Result};
 
-use crate::bridge::refused;
+use crate::dtypes::refused;
 
-pub(crate) use collectives::collective;
+pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
-pub(crate) use layers::*;
+pub(crate) use tensors::tensor;
 
 /// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our
 /// device run after the pass.
@@ -85,6 +83,14 @@ impl<'a> OnCuda<'a> {
     /// Returns the device of the pass's tensors.
     pub(crate) fn device(&self) -> Device {
         Device::Cuda(self.device.clone())
+    }
+
+    /// Runs `work` on our compute stream: after the work of candle's stream, before its later work.
+    pub(crate) fn between<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.compute.after(&self.stream)?;
+        let result = work()?;
+        self.compute.before(&self.stream)?;
+        Ok(result)
     }
 
     /// Returns the interface for copies and kernels of ours on candle's stream.

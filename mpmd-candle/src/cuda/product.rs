@@ -1,5 +1,5 @@
-//! The product of a weight gradient, which cuBLAS adds to the gradient so far: candle has no product
-//! that adds.
+//! The product of a weight gradient, which cuBLAS adds to the gradient so far: candle has no
+//! product that adds.
 
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
@@ -43,9 +43,9 @@ impl OnCuda<'_> {
         self.with([d_y, x], |[d_y, x]| {
             let [d_y, x] = [self.compute.address(d_y)?, self.compute.address(x)?];
             // SAFETY: the handle issues to candle's stream, whose context `enter` has made current.
-            // A row-major matrix is a column-major one transposed, so `sumsᵀ += xᵀ d_y` is computed:
-            // all three have as many elements as their sizes say, and cuBLAS reads the factors
-            // before it returns.
+            // A row-major matrix is a column-major one transposed: so `sumsᵀ += xᵀ d_y` is
+            // computed. All three have as many elements as their sizes say, and cuBLAS reads the
+            // factors before it returns.
             let issued = unsafe {
                 result::gemm_ex(
                     *blas.handle(),

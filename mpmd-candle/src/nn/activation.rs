@@ -7,7 +7,8 @@ use candle_nn::Module;
 pub use candle_nn::activation::{PReLU, prelu};
 
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
-use crate::cuda;
+use crate::cuda_layers;
+use mpmd_core::cuda::layers;
 use mpmd_device::cpu::lanes::exp;
 
 /// The kernels' functions and slopes beyond this number are those of infinity.
@@ -81,7 +82,7 @@ impl Module for Activation {
 ///
 /// If candle fails.
 pub fn gelu(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda::activate(xs, Curve::Gelu) {
+    if let Some(y) = cuda_layers::activate(xs, Curve::Gelu.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
@@ -96,7 +97,7 @@ pub fn gelu(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda::activate(xs, Curve::GeluErf) {
+    if let Some(y) = cuda_layers::activate(xs, Curve::GeluErf.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
@@ -111,7 +112,7 @@ pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn silu(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda::activate(xs, Curve::Silu) {
+    if let Some(y) = cuda_layers::activate(xs, Curve::Silu.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
@@ -167,13 +168,22 @@ impl Activation {
 
 /// A function of one number with a kernel.
 #[derive(Clone, Copy)]
-pub(crate) enum Curve {
+pub(super) enum Curve {
     Gelu,
     GeluErf,
     Silu,
 }
 
 impl Curve {
+    /// Returns the function for kernels on CUDA devices.
+    pub(super) fn on_cuda(self) -> layers::Curve {
+        match self {
+            Self::Gelu => layers::Curve::Gelu,
+            Self::GeluErf => layers::Curve::GeluErf,
+            Self::Silu => layers::Curve::Silu,
+        }
+    }
+
     pub(super) fn forward(self, x: &[f32]) -> Vec<f32> {
         match self {
             Self::Gelu => map(x, |x| x.max(-BOUND) * gelu_weight(x).0),

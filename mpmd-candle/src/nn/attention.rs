@@ -15,7 +15,7 @@ use rayon::prelude::*;
 
 use super::softmax::softmax;
 use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
-use crate::cuda;
+use crate::cuda_layers;
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::{attends, keeps};
 use mpmd_device::cpu::lanes;
@@ -76,8 +76,8 @@ pub fn capped_attention(
         Mask::CausalFrom(first) => {
             let sizes = Sizes::of(q, k, v)?;
             check_first_keys(&first, sizes)?;
-            let sight = cuda::Sight::From(first.clone());
-            if let Some(y) = cuda::attention([q, k, v], sight, scale, cap) {
+            let sight = cuda_layers::Sight::From(first.clone());
+            if let Some(y) = cuda_layers::attention([q, k, v], sight, scale, cap) {
                 return y;
             }
             (None, Sight::From(first_keys(&first, sizes)?))
@@ -106,7 +106,7 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
     }
     let dim = columns / (3 * heads);
     if let (Mask::None | Mask::Causal, is_causal) = (&mask, matches!(mask, Mask::Causal))
-        && let Some(y) = cuda::self_attention(qkv, heads, is_causal, scale)
+        && let Some(y) = cuda_layers::self_attention(qkv, heads, is_causal, scale)
     {
         return y;
     }
@@ -196,14 +196,15 @@ pub(super) fn attend(
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
     let mask = mask.map(|mask| single(mask)?.broadcast_as(scores)).transpose()?;
     let on_cuda = match (&mask, &sight) {
-        (None, Sight::All) => Some(cuda::Sight::All),
-        (None, Sight::Causal) => Some(cuda::Sight::Causal),
+        (None, Sight::All) => Some(cuda_layers::Sight::All),
+        (None, Sight::Causal) => Some(cuda_layers::Sight::Causal),
         (Some(mask), Sight::All) if !mask.track_op() && mask.stride()[3] == 1 => {
-            Some(cuda::Sight::Additive(mask.clone()))
+            Some(cuda_layers::Sight::Additive(mask.clone()))
         }
         _ => None,
     };
-    if let Some(y) = on_cuda.and_then(|sight| cuda::attention([q, k, v], sight, scale, cap)) {
+    if let Some(y) = on_cuda.and_then(|sight| cuda_layers::attention([q, k, v], sight, scale, cap))
+    {
         return y;
     }
     let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());

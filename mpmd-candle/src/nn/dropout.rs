@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, Device, Layout, ModuleT, Result, Shape,
 use mpmd_layout::random::{Key, bits};
 
 use super::values::{are_fast, for_rows, result, slice, tensor_like, values};
-use crate::cuda;
+use crate::cuda_layers;
 use crate::pass::random_key;
 
 /// The elements that share one block of 64 random bits.
@@ -60,7 +60,7 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     }
     let limit = ((f64::from(drop_p) * DRAWS).round() as u64).min(DRAWS as u64 - 1);
     let key = random_key()?;
-    if let Some(y) = cuda::dropout(xs, key, drop_p) {
+    if let Some(y) = cuda_layers::dropout(xs, key, drop_p) {
         return y;
     }
     let drop = Drop { key, limit };

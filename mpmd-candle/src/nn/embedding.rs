@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, b
 use candle_nn::{Init, Module, VarBuilder};
 
 use super::values::{are_fast, in_layer, name_of, offsets, values};
-use crate::cuda;
+use crate::cuda_layers;
 use crate::pass::{keeps, weight_gradient};
 
 /// A table with a row for each index.
@@ -39,7 +39,7 @@ impl Embedding {
         let mut shape = indexes.dims().to_vec();
         shape.push(width);
         let table = self.embeddings.contiguous()?;
-        if let Some(rows) = cuda::embedding(&table, indexes, &shape) {
+        if let Some(rows) = cuda_layers::embedding(&table, indexes, &shape) {
             return rows;
         }
         if !are_fast(&[&table]) {

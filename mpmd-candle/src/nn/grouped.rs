@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 use super::values::{are_fast, in_layer, name_of, result, slice, tensor_like, values};
-use crate::cuda;
+use crate::cuda_layers;
 use crate::matmul::{Matrix, multiply};
 use crate::pass::weight_gradient;
 
@@ -52,7 +52,7 @@ impl Grouped {
         if are_fast(&[&x, &weight]) {
             return x.apply_op2(&weight, Product { rows: rows.into(), outputs, inputs });
         }
-        if let Some(y) = cuda::grouped(&x, &weight, ranges(rows)) {
+        if let Some(y) = cuda_layers::grouped(&x, &weight, ranges(rows)) {
             return y;
         }
         let product = |(group, rows): (usize, Range<usize>)| {

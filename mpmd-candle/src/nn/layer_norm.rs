@@ -10,7 +10,7 @@ use super::values::{
     add_columns, are_fast, bias_gradient, for_rows, in_layer, name_of, result, single, slice,
     tensor_like, values,
 };
-use crate::cuda;
+use crate::cuda_layers;
 use crate::pass::weight_gradient;
 use mpmd_device::cpu::lanes;
 
@@ -180,7 +180,7 @@ impl Norm {
         {
             bail!("the bias is {:?}: expected [{width}]", bias.dims());
         }
-        if let Some(y) = cuda::norm(x, weight, bias, (self.remove_mean, self.eps)) {
+        if let Some(y) = cuda_layers::norm(x, weight, bias, (self.remove_mean, self.eps)) {
             return y;
         }
         if are_fast(&[x, weight]) && bias.is_none_or(|bias| are_fast(&[bias])) {

@@ -10,10 +10,10 @@ use super::values::{
     are_fast, bias_gradient, in_layer, name_of, result, single, slice, tensor_like, values,
 };
 use crate::collectives;
-use crate::cuda;
 use crate::cx::Cx;
 use crate::matmul::{Matrix, multiply};
 use crate::pass::{keeps, weight_gradient};
+use crate::{cuda, cuda_layers};
 
 /// A linear layer: `y = x wᵀ + b`, with `x` `[..., inputs]` and `y` `[..., outputs]`.
 #[derive(Clone, Debug)]
@@ -58,7 +58,7 @@ impl Linear {
         let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
         match &self.bias {
             None => Ok(y),
-            Some(bias) if cuda::are_on_cuda(&[&y, bias]) => cuda::add_bias(&y, bias),
+            Some(bias) if cuda::are_on_cuda(&[&y, bias]) => cuda_layers::add_bias(&y, bias),
             Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
             Some(bias) => single(&y)?.broadcast_add(&single(bias)?)?.to_dtype(y.dtype()),
         }
@@ -73,7 +73,8 @@ impl Linear {
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
         if let (Some(curve), Some(bias)) = (activation.curve(), &self.bias)
             && let Ok(shape) = self.shape(x)
-            && let Some(y) = cuda::activated([x, &self.weight, bias], curve, &shape)
+            && let Some(y) =
+                cuda_layers::activated([x, &self.weight, bias], curve.on_cuda(), &shape)
         {
             return in_layer(self.name.as_deref(), y);
         }
@@ -114,7 +115,7 @@ impl Linear {
         let x = x.contiguous()?;
         let weight = self.weight.contiguous()?;
         let bias = self.bias.as_ref().map(Tensor::contiguous).transpose()?;
-        if let Some(y) = cuda::linear(&x, &weight, bias.as_ref(), &shape) {
+        if let Some(y) = cuda_layers::linear(&x, &weight, bias.as_ref(), &shape) {
             return y;
         }
         if are_fast(&[&x, &weight]) && bias.as_ref().is_none_or(|bias| are_fast(&[bias])) {

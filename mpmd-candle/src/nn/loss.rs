@@ -8,7 +8,7 @@ use super::attention::Normalizer;
 use super::embedding::indices;
 use super::softmax::log_softmax;
 use super::values::{are_fast, for_costly_rows, for_rows, single, slice, tensor_like, values};
-use crate::cuda;
+use crate::cuda_layers;
 use crate::pass::keeps;
 use mpmd_device::cpu::lanes;
 
@@ -100,7 +100,7 @@ fn on_cuda(
     weights: Option<&Tensor>,
 ) -> Result<Option<(Tensor, Tensor)>> {
     check(logits, targets, weights)?;
-    cuda::cross_entropy(logits, targets, weights).transpose()
+    cuda_layers::cross_entropy(logits, targets, weights).transpose()
 }
 
 /// Returns the number of classes, or an error if the shapes do not fit each other.

@@ -8,7 +8,7 @@ use mpmd_device::cpu::paged::{Paged, Query, Scores};
 use rayon::prelude::*;
 
 use super::values::values;
-use crate::cuda;
+use crate::cuda_layers;
 
 /// Number of tokens whose queries are computed by one thread.
 const ROWS: usize = 16;
@@ -19,7 +19,7 @@ const ROWS: usize = 16;
 pub struct PagedCache {
     paged: Paged,
     /// The blocks on a CUDA device, from the first pass there on.
-    on_cuda: Option<cuda::Blocks>,
+    on_cuda: Option<cuda_layers::Blocks>,
     blocks: usize,
     heads: usize,
     dim: usize,
@@ -95,8 +95,10 @@ impl PagedCache {
             }
         }
         let sizes = [self.blocks, groups, dim];
-        let rest = PagedScores { scale, cap, window };
-        if let Some(out) = cuda::paged(&mut self.on_cuda, sizes, [q, k, v], sequences, rest) {
+        let rows: Vec<(usize, usize, &[u32])> =
+            sequences.iter().map(|one| (one.start, one.rows, &one.blocks[..])).collect();
+        let scores = (scale, cap, window);
+        if let Some(out) = cuda_layers::paged(&mut self.on_cuda, sizes, [q, k, v], &rows, scores) {
             // The host's blocks were never touched.
             self.paged = Paged::zeros(0, groups, dim);
             return out;

@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
 pub use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 
-use crate::cuda;
+use crate::cuda_layers;
 
 use super::values::{are_fast, for_rows, result, single, slice, tensor_like, values};
 
@@ -63,7 +63,7 @@ pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         _ => angles.narrow(1, 0, time),
     };
     let (cos, sin) = (angles(cos)?, angles(sin)?);
-    if let Some(y) = cuda::rotary(xs, &cos, &sin) {
+    if let Some(y) = cuda_layers::rotary(xs, &cos, &sin) {
         return y;
     }
     if !are_fast(&[xs, &cos, &sin]) || cos.track_op() || sin.track_op() {

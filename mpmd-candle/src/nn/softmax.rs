@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
 use super::values::{
     Values, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
 };
-use crate::cuda;
+use crate::cuda_layers;
 use mpmd_device::cpu::lanes;
 
 /// Computes the softmax along dimension `dim`.
@@ -50,7 +50,7 @@ fn along(
         return Ok(xs.clone());
     }
     if dim + 1 == xs.rank()
-        && let Some(y) = cuda::softmax(xs, rows.is_log)
+        && let Some(y) = cuda_layers::softmax(xs, rows.is_log)
     {
         return y;
     }

@@ -375,7 +375,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         let probed = self.probed.lock();
         let heads = probed.iter().flat_map(Probed::heads).copied();
         let dtypes = self.params.values().map(|(aval, _)| aval.dtype());
-        crate::cuda::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]), heads)
+        crate::cuda_layers::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]), heads)
     }
 
     fn draws_random(&self) -> bool {

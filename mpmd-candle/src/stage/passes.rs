@@ -17,6 +17,7 @@ use super::model::{Models, Weights, gradient};
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
 use crate::cx::{Cx, Side};
+use crate::dtypes;
 use crate::pass::{self, Deferred, Gradient, Pass};
 use crate::tensors::{Tensors, Value, Values};
 use crate::threads;
@@ -179,7 +180,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Returns an input as a tensor, or as a variable if it is to have a gradient and can.
     fn input(&self, view: &View<'_>, with_gradient: bool, place: Place<'_>) -> Result<Tensor> {
         let dtype = self.working(view.global().dtype());
-        let float = bridge::candle_type(dtype)?.is_float();
+        let float = dtypes::candle_type(dtype)?.is_float();
         bridge::tensor_in(view, dtype, with_gradient && float, place)
     }
 

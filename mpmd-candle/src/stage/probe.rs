@@ -22,6 +22,7 @@ use super::passes::{Graph, Named, deferring, values};
 use crate::bridge;
 use crate::collectives::{self, Recorder};
 use crate::cx::{Cx, Side};
+use crate::dtypes;
 use crate::form::Form;
 use crate::pass::Pass;
 use crate::tensors::Tensors;
@@ -200,7 +201,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut models = self.models(Arc::new(Weights::new(Device::Cpu, weights)))?;
         let mut x = Vec::new();
         for aval in at.x.leaves() {
-            let float = bridge::candle_type(aval.dtype())?.is_float();
+            let float = dtypes::candle_type(aval.dtype())?.is_float();
             let part = self.working_form(&part_of(aval, &input, device)?);
             x.push(bridge::zeros(&part, at.needs_dx && float)?);
         }
@@ -247,7 +248,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<Vec<(String, u64)>> {
         let seed = |y: &Tensor| -> Result<Option<Tensor>> {
             match y.track_op() {
-                true => Ok(Some(y.zeros_like().map_err(bridge::refused)?.detach())),
+                true => Ok(Some(y.zeros_like().map_err(dtypes::refused)?.detach())),
                 false => Ok(None),
             }
         };

@@ -1,4 +1,5 @@
-//! The CUDA driver in software: a dynamic library that is loaded under the names of CUDA's libraries.
+//! The CUDA driver in software: a dynamic library that is loaded under the names of CUDA's
+//! libraries.
 //!
 //! `softcuda`, which tests use, says what it does and how it is set up. It is a package of its own
 //! because the functions of this one must be in no test: a program that links CUDA would call them

@@ -2,18 +2,17 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result, Shape, Tensor};
-use mpmd_core::cuda::layers;
+use mpmd_core::cuda::layers::{self, Curve};
 
-use crate::cuda::op::{Argument, Layer, Op, fit, issue};
-use crate::nn::activation::Curve;
+use super::op::{Argument, Layer, Op, fit, issue};
 
 /// Computes an activation function of each element.
 pub(crate) fn activate(x: &Tensor, curve: Curve) -> Option<Result<Tensor>> {
-    fit(&[x]).then(|| x.contiguous()?.apply_op1(Op(Activation(curve_of(curve)))))
+    fit(&[x]).then(|| x.contiguous()?.apply_op1(Op(Activation(curve))))
 }
 
 /// The operation of an activation function. It keeps nothing.
-struct Activation(layers::Curve);
+struct Activation(Curve);
 
 impl Layer<1> for Activation {
     const NAME: &'static str = "activation";
@@ -44,14 +43,5 @@ impl Layer<1> for Activation {
             })
         })?;
         Ok([Some(d_x)])
-    }
-}
-
-/// Returns the function by the name of the kernels.
-pub(super) fn curve_of(curve: Curve) -> layers::Curve {
-    match curve {
-        Curve::Gelu => layers::Curve::Gelu,
-        Curve::GeluErf => layers::Curve::GeluErf,
-        Curve::Silu => layers::Curve::Silu,
     }
 }

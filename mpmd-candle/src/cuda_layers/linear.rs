@@ -6,12 +6,11 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::op::Add;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::layers;
+use mpmd_core::cuda::layers::{self, Curve};
 
-use super::activation::curve_of;
+use super::op::{Argument, Layer, Op, fit, issue};
 use crate::cuda::are_on_cuda;
-use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
-use crate::nn::activation::Curve;
+use crate::cuda::tensor;
 use crate::pass::device_gradient;
 
 /// Computes `x wᵀ + b` with a result of this shape. `x` is `[..., inputs]`, `weight` `[outputs,
@@ -41,7 +40,7 @@ pub(crate) fn activated(
 ) -> Option<Result<Tensor>> {
     fit(&[x, weight, bias]).then(|| {
         let product = Product { shape: shape.to_vec(), group: None };
-        let operation = Op(Activated { product, curve: curve_of(curve), before: OnceLock::new() });
+        let operation = Op(Activated { product, curve, before: OnceLock::new() });
         x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, operation)
     })
 }
@@ -159,7 +158,7 @@ impl Layer<3> for Product {
 /// The operation of a layer with a bias, then an activation function.
 struct Activated {
     product: Product,
-    curve: layers::Curve,
+    curve: Curve,
     /// The product without bias, for the backward pass.
     before: OnceLock<Tensor>,
 }

@@ -1,17 +1,22 @@
-//! Layers on CUDA devices. Each returns `None` for tensors that are not on one, or that it does not
-//! take; then the caller has another way.
+//! Layers of stages on CUDA devices, with the feature `cuda`.
+//!
+//! Each returns `None` for tensors that are not on one, or that it does not take; then the caller
+//! has another way.
 
 mod activation;
 mod attention;
+mod collectives;
 mod embedding;
 mod linear;
 mod loss;
 mod norm;
+mod op;
 mod paged;
 mod rows;
 
 pub(crate) use activation::activate;
 pub(crate) use attention::{Sight, attention, self_attention};
+pub(crate) use collectives::collective;
 pub(crate) use embedding::embedding;
 pub(crate) use linear::{activated, add_bias, grouped, linear};
 pub(crate) use loss::cross_entropy;

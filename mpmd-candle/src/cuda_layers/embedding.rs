@@ -4,9 +4,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result, Shape, Tensor};
 use mpmd_core::cuda::layers;
 
+use super::op::{Argument, Layer, Op, fit, issue};
 use crate::cuda::are_on_cuda;
-use crate::cuda::bridge::on_cuda;
-use crate::cuda::op::{Argument, Layer, Op, fit, issue};
+use crate::cuda::on_cuda;
 use crate::pass::device_gradient;
 
 /// Returns the rows of a contiguous `table` `[rows, width]` for `indices`, in this shape. An index

@@ -6,8 +6,8 @@ use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::{self, Angles, Heads};
 use mpmd_layout::random::Key;
 
+use super::op::{Argument, Layer, Op, fit, issue};
 use crate::cuda::OnCuda;
-use crate::cuda::op::{Argument, Layer, Op, fit, issue};
 
 /// Computes the softmax of each row, or its logarithm.
 pub(crate) fn softmax(x: &Tensor, is_log: bool) -> Option<Result<Tensor>> {

@@ -1,14 +1,12 @@
 //! Operations of candle on CUDA devices, whose kernels are ours.
 
-use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape,
-    Storage, Tensor, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor,
+    bail,
 };
 use mpmd_core::cuda::Part;
 
-use super::OnCuda;
-use super::bridge::on_cuda;
+use crate::cuda::OnCuda;
 use crate::pass;
 
 /// An operation of `N` contiguous tensors.
@@ -164,54 +162,4 @@ pub(super) fn issue<R>(f: impl FnOnce(&OnCuda<'_>) -> mpmd_core::Result<R>) -> R
         Some(issued) => issued.map_err(candle_core::Error::wrap),
         None => bail!("a layer of a CUDA device outside of its pass"),
     }
-}
-
-impl OnCuda<'_> {
-    /// Makes memory of this shape and type that `fill` fills completely.
-    pub(super) fn made(
-        &self,
-        shape: &Shape,
-        dtype: DType,
-        fill: impl FnOnce(Part<'static>) -> mpmd_core::Result<()>,
-    ) -> mpmd_core::Result<CudaStorage> {
-        let storage = self.uninitialized(shape, dtype).map_err(crate::bridge::refused)?;
-        fill(self.part(&storage, &Layout::contiguous(shape), true)?)?;
-        Ok(storage)
-    }
-
-    /// Makes a tensor of the shape and type of `like` that `fill` fills completely.
-    pub(super) fn tensor_like(
-        &self,
-        like: &Tensor,
-        fill: impl FnOnce(Part<'static>) -> mpmd_core::Result<()>,
-    ) -> mpmd_core::Result<Tensor> {
-        Ok(tensor(self.made(like.shape(), like.dtype(), fill)?, like.shape()))
-    }
-
-    /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
-    pub(super) fn writable(&self, tensor: &Tensor) -> mpmd_core::Result<Part<'static>> {
-        let (storage, layout) = tensor.storage_and_layout();
-        self.part(on_cuda(&storage).map_err(crate::bridge::refused)?, layout, true)
-    }
-
-    /// Calls `f` with the elements of contiguous tensors.
-    pub(super) fn with<const N: usize, R>(
-        &self,
-        tensors: [&Tensor; N],
-        f: impl FnOnce([Part<'static>; N]) -> mpmd_core::Result<R>,
-    ) -> mpmd_core::Result<R> {
-        let storages = tensors.map(Tensor::storage_and_layout);
-        let mut parts = Vec::with_capacity(N);
-        for (storage, layout) in &storages {
-            let storage = on_cuda(storage).map_err(crate::bridge::refused)?;
-            parts.push(self.part(storage, layout, false)?);
-        }
-        let mut parts = parts.into_iter();
-        f(std::array::from_fn(|_| parts.next().expect("one for each tensor")))
-    }
-}
-
-/// Returns memory as a tensor.
-pub(super) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
-    Tensor::from_storage(Storage::Cuda(storage), shape.clone(), BackpropOp::none(), false)
 }

@@ -6,9 +6,8 @@ use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::add;
 use mpmd_layout::aval::DType as ArrayType;
 
-use super::OnCuda;
-use crate::collectives::Step;
-use crate::exchange::{Exchange, Way};
+use crate::cuda::OnCuda;
+use crate::exchange::{Exchange, Step, Way};
 use crate::pass;
 
 /// Runs a collective over the first dimension of contiguous values.
@@ -22,7 +21,7 @@ pub(crate) fn collective(
         let shape = step.shape(layout.dims(), axis, size)?;
         let (values, count) = (on.part(storage, layout, false)?, shape.elem_count());
         let out = on.made(&shape, DType::F32, |out| {
-            let mut issue = |way, to| on.collect(exchange, axis, way, values, to);
+            let mut issue = |way, to| on.between(|| exchange.on_cuda(axis, way, values, to));
             match step {
                 Step::Same | Step::SameOfTree => on.kernels().copy(values, out),
                 Step::Sum => {
@@ -51,22 +50,6 @@ pub(crate) fn collective(
     match pass::with_cuda_exchange(run) {
         Some(done) => done.map_err(candle_core::Error::wrap),
         None => bail!("a collective over axis {axis:?} outside of a stage"),
-    }
-}
-
-impl OnCuda<'_> {
-    /// Runs a collective after the work of candle's stream, and before its later work.
-    fn collect(
-        &self,
-        exchange: &mut dyn Exchange,
-        axis: &str,
-        way: Way,
-        from: Part<'_>,
-        to: Part<'_>,
-    ) -> CoreResult<()> {
-        self.compute.after(&self.stream)?;
-        exchange.on_cuda(axis, way, from, to)?;
-        self.compute.before(&self.stream)
     }
 }
 

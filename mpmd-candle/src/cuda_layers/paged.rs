@@ -5,8 +5,8 @@ use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::{self, Heads};
 use mpmd_device::cpu::paged::BLOCK;
 
-use crate::cuda::op::{fit, issue, tensor};
-use crate::nn::{PagedRows, PagedScores};
+use super::op::{fit, issue};
+use crate::cuda::tensor;
 
 /// The keys and values of a layer on a device.
 #[derive(Clone, Debug)]
@@ -17,14 +17,20 @@ pub(crate) struct Blocks {
     values: Tensor,
 }
 
+/// Position of the first token, number of tokens, and blocks of a sequence.
+type Sequence<'a> = (usize, usize, &'a [u32]);
+
+/// The scale, the cap and the window of `PagedScores`.
+type Scores = (f64, Option<f64>, Option<usize>);
+
 /// Computes what [`PagedCache::attention`](crate::nn::PagedCache::attention) does, whose arguments
 /// have been checked. The first call makes the `cache` of these sizes.
 pub(crate) fn paged(
     cache: &mut Option<Blocks>,
     sizes: [usize; 3],
     [q, k, v]: [&Tensor; 3],
-    sequences: &[PagedRows],
-    scores: PagedScores,
+    sequences: &[Sequence<'_>],
+    scores: Scores,
 ) -> Option<Result<Tensor>> {
     fit(&[q, k, v]).then(|| {
         let cache = match cache {
@@ -45,13 +51,13 @@ impl Blocks {
     fn attention(
         &mut self,
         [q, k, v]: [&Tensor; 3],
-        sequences: &[PagedRows],
-        PagedScores { scale, cap, window }: PagedScores,
+        sequences: &[Sequence<'_>],
+        (scale, cap, window): Scores,
     ) -> Result<Tensor> {
         let (tokens, heads, dim) = q.dims3()?;
-        let most = sequences.iter().map(|sequence| sequence.blocks.len()).max().unwrap_or(0).max(1);
+        let most = sequences.iter().map(|sequence| sequence.2.len()).max().unwrap_or(0).max(1);
         let (mut owners, mut positions, mut tables) = (Vec::new(), Vec::new(), Vec::new());
-        for (number, PagedRows { start, rows, blocks }) in sequences.iter().enumerate() {
+        for (number, (start, rows, blocks)) in sequences.iter().enumerate() {
             owners.extend(std::iter::repeat_n(number as u32, *rows));
             positions.extend((*start..start + rows).map(|position| position as u32));
             tables.extend_from_slice(blocks);

@@ -7,7 +7,8 @@ use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::layers;
 
 use super::linear::bias_gradient;
-use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use super::op::{Argument, Layer, Op, fit, issue};
+use crate::cuda::tensor;
 use crate::pass::device_gradient;
 
 /// Normalises the rows of `x` `[..., width]`. `weight` and `bias` are `[width]`.

@@ -6,7 +6,8 @@ use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::CrossEntropy;
 
-use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use super::op::{Argument, Layer, Op, fit, issue};
+use crate::cuda::tensor;
 use crate::cuda::{OnCuda, are_on_cuda};
 
 /// Returns the sum of `weight * cross-entropy` over all rows, and the sum of the weights, both f32.

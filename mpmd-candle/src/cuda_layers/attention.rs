@@ -7,7 +7,8 @@ use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::Part;
 use mpmd_core::cuda::layers::{self, Attention as Work, Heads};
 
-use crate::cuda::op::{Argument, Layer, Op, fit, issue, tensor};
+use super::op::{Argument, Layer, Op, fit, issue};
+use crate::cuda::tensor;
 use crate::cuda::{OnCuda, are_on_cuda};
 
 /// The most elements of a vector that the kernels take.

@@ -1,0 +1,60 @@
+//! Tensors that kernels of ours fill and read.
+
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, DType, Layout, Shape, Storage, Tensor};
+use mpmd_core::Result;
+use mpmd_core::cuda::Part;
+
+use super::OnCuda;
+use super::bridge::on_cuda;
+use crate::dtypes::refused;
+
+impl OnCuda<'_> {
+    /// Makes memory of this shape and type that `fill` fills completely.
+    pub(crate) fn made(
+        &self,
+        shape: &Shape,
+        dtype: DType,
+        fill: impl FnOnce(Part<'static>) -> Result<()>,
+    ) -> Result<CudaStorage> {
+        let storage = self.uninitialized(shape, dtype).map_err(refused)?;
+        fill(self.part(&storage, &Layout::contiguous(shape), true)?)?;
+        Ok(storage)
+    }
+
+    /// Makes a tensor of the shape and type of `like` that `fill` fills completely.
+    pub(crate) fn tensor_like(
+        &self,
+        like: &Tensor,
+        fill: impl FnOnce(Part<'static>) -> Result<()>,
+    ) -> Result<Tensor> {
+        Ok(tensor(self.made(like.shape(), like.dtype(), fill)?, like.shape()))
+    }
+
+    /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
+    pub(crate) fn writable(&self, tensor: &Tensor) -> Result<Part<'static>> {
+        let (storage, layout) = tensor.storage_and_layout();
+        self.part(on_cuda(&storage).map_err(refused)?, layout, true)
+    }
+
+    /// Calls `f` with the elements of contiguous tensors.
+    pub(crate) fn with<const N: usize, R>(
+        &self,
+        tensors: [&Tensor; N],
+        f: impl FnOnce([Part<'static>; N]) -> Result<R>,
+    ) -> Result<R> {
+        let storages = tensors.map(Tensor::storage_and_layout);
+        let mut parts = Vec::with_capacity(N);
+        for (storage, layout) in &storages {
+            let storage = on_cuda(storage).map_err(refused)?;
+            parts.push(self.part(storage, layout, false)?);
+        }
+        let mut parts = parts.into_iter();
+        f(std::array::from_fn(|_| parts.next().expect("one for each tensor")))
+    }
+}
+
+/// Returns memory as a tensor.
+pub(crate) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape.clone(), BackpropOp::none(), false)
+}
