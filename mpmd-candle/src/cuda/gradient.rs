@@ -51,7 +51,7 @@ impl DeviceGradient<'_> {
                 let size = d_y.dim(1)? * x.dim(1)?;
                 let sums = sums.at(group.unwrap_or(0) * size);
                 let added = match d_y.dtype() {
-                    DType::F32 => on.add_product(d_y, x, sums),
+                    DType::F32 | DType::BF16 => on.add_product(d_y, x, sums),
                     _ => on.add_to(&d_y.t()?.matmul(x)?.to_dtype(DType::F32)?, sums),
                 };
                 added.map_err(candle_core::Error::wrap)

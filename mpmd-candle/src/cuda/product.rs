@@ -11,17 +11,21 @@ use mpmd_core::cuda::Part;
 use super::OnCuda;
 
 impl OnCuda<'_> {
-    /// Adds `d_yᵀ x` to `sums`, all of f32: `d_y` is `[rows, outputs]`, `x` is `[rows, inputs]` and
-    /// `sums` is `[outputs, inputs]`. Tensors are contiguous.
+    /// Adds `d_yᵀ x` to `sums` of f32: `d_y` is `[rows, outputs]`, `x` is `[rows, inputs]`, both of
+    /// f32 or of bf16, and `sums` is `[outputs, inputs]`. Tensors are contiguous.
     ///
     /// # Errors
     ///
     /// If the shapes do not fit each other, or cuBLAS fails.
     pub(super) fn add_product(&self, d_y: &Tensor, x: &Tensor, sums: Part<'_>) -> Result<()> {
         let sizes = (d_y.dims2().ok()).zip(x.dims2().ok());
-        let is_f32 = d_y.dtype() == DType::F32 && x.dtype() == DType::F32;
-        let Some(((rows, outputs), (x_rows, inputs))) = sizes.filter(|_| is_f32) else {
-            return Err(Error::kernel("the product of a weight gradient is of f32 matrices"));
+        let factors = match (d_y.dtype(), x.dtype()) {
+            (DType::F32, DType::F32) => Some(sys::cudaDataType_t::CUDA_R_32F),
+            (DType::BF16, DType::BF16) => Some(sys::cudaDataType_t::CUDA_R_16BF),
+            _ => None,
+        };
+        let Some((((rows, outputs), (x_rows, inputs)), factors)) = sizes.zip(factors) else {
+            return Err(Error::kernel("the product of a weight gradient is of f32 or bf16"));
         };
         let to = self.compute.address(sums)?;
         if rows != x_rows || sums.count() < outputs * inputs {
@@ -56,10 +60,10 @@ impl OnCuda<'_> {
                     rows,
                     (&raw const one).cast(),
                     x as *const _,
-                    f32s,
+                    factors,
                     inputs,
                     d_y as *const _,
-                    f32s,
+                    factors,
                     outputs,
                     (&raw const one).cast(),
                     to as *mut _,
