@@ -88,7 +88,9 @@ DEVICE float4 load4(const bf16 *at) {
     return make_float4(from_bf16(x.x), from_bf16(x.y), from_bf16(x.z), from_bf16(x.w));
 }
 DEVICE void store4(float *at, float4 x) { *(float4 *)at = x; }
-DEVICE void store4(bf16 *at, float4 x) { *(ushort4 *)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w)); }
+DEVICE void store4(bf16 *at, float4 x) {
+    *(ushort4 *)at = make_ushort4(to_bf16(x.x), to_bf16(x.y), to_bf16(x.z), to_bf16(x.w));
+}
 
 // True if `load4` can read there. A null pointer counts.
 template <class E> DEVICE bool is_aligned(const E *at) { return (u64)at % (4 * sizeof(E)) == 0; }
@@ -123,6 +125,20 @@ DEVICE float4 operator*(float4 x, float by) { return make_float4(x.x * by, x.y *
 #define EACH_FOUR_OF_ROWS(rows, width)                                                                                 \
     for (u64 fours = ((width) + 3) / 4, four = FIRST, row, column, left;                                               \
          row = four / fours, column = four % fours * 4, left = (width) - column, four < (rows) * fours; four += STEP)
+
+// Does so in a row that all threads of a block have together.
+#define EACH_FOUR_OF_BLOCK(width)                                                                                      \
+    for (u64 at = 4 * threadIdx.x, left; left = (width) - at, at < (width); at += 4 * blockDim.x)
+
+// The sum and the largest of four numbers, of which `left` exist.
+DEVICE float sum_of(float4 x, u64 left) {
+    return x.x + (left > 1 ? x.y : 0.0f) + (left > 2 ? x.z : 0.0f) + (left > 3 ? x.w : 0.0f);
+}
+DEVICE float largest_of(float4 x, u64 left) {
+    float most = left > 1 ? fmaxf(x.x, x.y) : x.x;
+    if (left > 2) most = fmaxf(most, x.z);
+    return left > 3 ? fmaxf(most, x.w) : most;
+}
 
 // Sets an element, or adds to it.
 template <class E> DEVICE void put(E *at, float value, u32 adds) {

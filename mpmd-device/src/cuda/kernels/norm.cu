@@ -6,21 +6,24 @@ extern "C" __global__ void norm_forward(
     __shared__ float room[32];
     x += blockIdx.x * width;
     y += blockIdx.x * width;
+    bool vector = width % 4 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(bias) && is_aligned(y);
     float mean = 0.0f;
     if (remove_mean) {
         float sum = 0.0f;
-        for (u64 i = threadIdx.x; i < width; i += blockDim.x) sum += load(x + i);
+        EACH_FOUR_OF_BLOCK(width) sum += sum_of(load_some(x + at, left, vector), left);
         mean = block_sum(sum, room) / (float)width;
     }
     float squares = 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float d = load(x + i) - mean;
-        squares += d * d;
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 square = each(load_some(x + at, left, vector), [=](float x) { return (x - mean) * (x - mean); });
+        squares += sum_of(square, left);
     }
     float scale = 1.0f / sqrtf(block_sum(squares, room) / (float)width + eps);
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float value = (load(x + i) - mean) * scale * load(weight + i);
-        store(y + i, bias ? value + load(bias + i) : value);
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 from = load_some(x + at, left, vector), by = load_some(weight + at, left, vector);
+        float4 value = each(from, by, [=](float x, float by) { return (x - mean) * scale * by; });
+        if (bias) value = value + load_some(bias + at, left, vector);
+        store_some(y + at, value, left, vector);
     }
     if (threadIdx.x == 0) {
         statistics[2 * blockIdx.x] = mean;
@@ -35,20 +38,25 @@ extern "C" __global__ void norm_backward(
     x += blockIdx.x * width;
     d_y += blockIdx.x * width;
     d_x += blockIdx.x * width;
+    bool vector = width % 4 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(d_y) && is_aligned(d_x);
     float mean = statistics[2 * blockIdx.x], scale = statistics[2 * blockIdx.x + 1];
+    auto times = [](float x, float y) { return x * y; };
+    auto normal = [=](float x) { return (x - mean) * scale; };
     // Mean and variance depend on all elements of the row: their parts of the gradient.
     float sum = 0.0f, along = 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float d = load(d_y + i) * load(weight + i);
-        sum += d;
-        along += d * ((load(x + i) - mean) * scale);
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 d = each(load_some(d_y + at, left, vector), load_some(weight + at, left, vector), times);
+        sum += sum_of(d, left);
+        along += sum_of(each(d, each(load_some(x + at, left, vector), normal), times), left);
     }
     sum = block_sum(sum, room) / (float)width;
     along = block_sum(along, room) / (float)width;
     float shift = remove_mean ? sum : 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float d = load(d_y + i) * load(weight + i);
-        put(d_x + i, scale * (d - shift - (load(x + i) - mean) * scale * along), adds);
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 d = each(load_some(d_y + at, left, vector), load_some(weight + at, left, vector), times);
+        float4 from = each(load_some(x + at, left, vector), normal);
+        d = each(d, from, [=](float d, float x) { return scale * (d - shift - x * along); });
+        store_some(d_x + at, adds ? d + load_some(d_x + at, left, vector) : d, left, vector);
     }
 }
 

@@ -2,11 +2,14 @@
 // of the exponentials).
 
 // The normalizer of a row, for all threads of a block.
-DEVICE float2 normalizer(u64 width, const T *x, float *room) {
+DEVICE float2 normalizer(u64 width, const T *x, bool vector, float *room) {
     float largest = NOTHING, sum = 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) largest = fmaxf(largest, load(x + i));
+    EACH_FOUR_OF_BLOCK(width) largest = fmaxf(largest, largest_of(load_some(x + at, left, vector), left));
     largest = block_largest(largest, room);
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) sum += expf(load(x + i) - largest);
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 power = each(load_some(x + at, left, vector), [=](float x) { return expf(x - largest); });
+        sum += sum_of(power, left);
+    }
     return make_float2(largest, 1.0f / block_sum(sum, room));
 }
 
@@ -14,11 +17,12 @@ extern "C" __global__ void softmax(u64 width, u32 is_log, const T *x, T *y) {
     __shared__ float room[32];
     x += blockIdx.x * width;
     y += blockIdx.x * width;
-    float2 of = normalizer(width, x, room);
+    bool vector = width % 4 == 0 && is_aligned(x) && is_aligned(y);
+    float2 of = normalizer(width, x, vector, room);
     float log = is_log ? logf(of.y) : 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float below = load(x + i) - of.x;
-        store(y + i, is_log ? below + log : expf(below) * of.y);
+    EACH_FOUR_OF_BLOCK(width) {
+        auto share = [=](float x) { return is_log ? x - of.x + log : expf(x - of.x) * of.y; };
+        store_some(y + at, each(load_some(x + at, left, vector), share), left, vector);
     }
 }
 
@@ -27,24 +31,31 @@ extern "C" __global__ void softmax_backward(u64 width, u32 is_log, const T *y, c
     y += blockIdx.x * width;
     d_y += blockIdx.x * width;
     d_x += blockIdx.x * width;
+    bool vector = width % 4 == 0 && is_aligned(y) && is_aligned(d_y) && is_aligned(d_x);
     float sum = 0.0f;
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) sum += load(d_y + i) * (is_log ? 1.0f : load(y + i));
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 y4 = load_some(y + at, left, vector), d = load_some(d_y + at, left, vector);
+        sum += sum_of(each(y4, d, [=](float y, float d) { return is_log ? d : d * y; }), left);
+    }
     sum = block_sum(sum, room);
-    for (u64 i = threadIdx.x; i < width; i += blockDim.x) {
-        float share = load(y + i), d = load(d_y + i);
-        store(d_x + i, is_log ? d - expf(share) * sum : share * (d - sum));
+    EACH_FOUR_OF_BLOCK(width) {
+        float4 y4 = load_some(y + at, left, vector), d = load_some(d_y + at, left, vector);
+        auto through = [=](float y, float d) { return is_log ? d - expf(y) * sum : y * (d - sum); };
+        store_some(d_x + at, each(y4, d, through), left, vector);
     }
 }
 
 extern "C" __global__ void cross_entropy(
-    u64 classes, const T *logits, const void *targets, u32 bytes, const float *weights, float *losses, float *normalizers
+    u64 classes, const T *logits, const void *targets, u32 bytes, const float *weights, float *losses,
+    float *normalizers
 ) {
     __shared__ float room[32];
     u64 row = blockIdx.x, target = index_at(targets, bytes, row);
     logits += row * classes;
     float weight = weights ? weights[row] : 1.0f;
+    bool vector = classes % 4 == 0 && is_aligned(logits);
     // A row of weight 0 may have infinite logits.
-    float2 of = weight == 0.0f ? make_float2(0.0f, 0.0f) : normalizer(classes, logits, room);
+    float2 of = weight == 0.0f ? make_float2(0.0f, 0.0f) : normalizer(classes, logits, vector, room);
     if (threadIdx.x > 0) return;
     float loss = target < classes ? of.x - load(logits + target) - logf(of.y) : NOT_A_NUMBER;
     losses[row] = weight == 0.0f ? 0.0f : weight * loss;
@@ -83,8 +94,14 @@ extern "C" __global__ void cross_entropy_backward(
     float weight = weights ? weights[row] : 1.0f, factor = scale * weight * (d_loss ? *d_loss : 1.0f);
     float largest = normalizers[2 * row], share = factor * normalizers[2 * row + 1];
     if (target >= classes) share = NOT_A_NUMBER;
-    for (u64 i = threadIdx.x; i < classes; i += blockDim.x) {
-        float d = share * expf(load(logits + i) - largest) - (i == target ? factor : 0.0f);
-        store(d_logits + i, weight == 0.0f ? 0.0f : d);
+    bool vector = classes % 4 == 0 && is_aligned(logits) && is_aligned(d_logits);
+    EACH_FOUR_OF_BLOCK(classes) {
+        float4 d = each(load_some(logits + at, left, vector), [=](float x) { return share * expf(x - largest); });
+        if (at == target) d.x -= factor;
+        if (at + 1 == target) d.y -= factor;
+        if (at + 2 == target) d.z -= factor;
+        if (at + 3 == target) d.w -= factor;
+        if (weight == 0.0f) d = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        store_some(d_logits + at, d, left, vector);
     }
 }
