@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::cuda::Source;
 use mpmd_core::{Error, Result};
-use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory, Waiting};
+use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory};
 
 use super::Way;
 
@@ -28,7 +28,7 @@ impl Copies {
         let direct = Direct::open(FIRST)?;
         let device = direct.allocate(bytes)?;
         let mut other =
-            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes, false) }?;
+            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes) }?;
         other.pin()?;
         let (from, to) = if way == Way::Out { (device, other) } else { (other, device) };
         Ok(Self { direct, from, to, bytes })
@@ -85,7 +85,7 @@ impl Exchange {
     pub(crate) fn new(ordinal: u32, bytes: usize) -> Result<Self> {
         let direct = Direct::open(ordinal)?;
         let own =
-            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event(Waiting::Interprocess)?);
+            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event()?);
         direct.fill(&own.0, 1)?;
         own.1.record()?;
         direct.wait()?;

@@ -1,17 +1,12 @@
-//! CUDA without the framework: the reference for the framework's figures, and a probe of the
-//! driver.
+//! CUDA without the framework: the reference for the framework's figures.
 
 mod driver;
-mod facts;
-mod peer;
-mod probe;
 
 use std::time::Duration;
 
 use mpmd_core::Result;
 
 pub(crate) use driver::{Copies, Exchange, Launches};
-pub(crate) use probe::{ProbeArgs, probe};
 
 use crate::case::Case;
 use crate::options::Size;

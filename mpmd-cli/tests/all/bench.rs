@@ -213,8 +213,3 @@ fn job_with_another_transport_is_refused() {
         "{complained}"
     );
 }
-
-#[test]
-fn probe_of_a_cpu_is_refused() {
-    assert!(complaint(&["probe"]).contains("add --device cuda"));
-}

@@ -127,8 +127,6 @@ pub(crate) struct RuntimeConfig {
     pub(crate) device_memory: Option<u64>,
     /// True if host values of every size are compared between processes, not only small ones.
     pub(crate) check_uncommitted: bool,
-    /// True if the replicas of kernels' outputs are compared.
-    pub(crate) check_replicas: bool,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
     /// The driver's numbers of this process's accelerators, in order.

@@ -1,9 +1,8 @@
 //! CUDA without the framework: memory, copies, launches, events and IPC by single calls of the
 //! driver, on one stream and one thread.
 //!
-//! Benchmarks measure these beside the framework, and `mpmd bench probe` asks a driver for its
-//! facts with them. Nothing else uses them. An error of the driver comes back as it is: nothing is
-//! tried again.
+//! Benchmarks measure these beside the framework. Nothing else uses them. An error of the driver
+//! comes back as it is: nothing is tried again.
 
 use std::ffi::{c_char, c_void};
 use std::rc::Rc;
@@ -59,17 +58,6 @@ pub struct Event {
     raw: sys::CUevent,
 }
 
-/// The way in which the host waits for an event, and whether other processes can open it.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Waiting {
-    /// The thread spins.
-    Spinning,
-    /// The thread sleeps.
-    Blocking,
-    /// The thread sleeps, and other processes can open the event.
-    Interprocess,
-}
-
 /// A function of a module that is loaded on the device.
 pub struct Function {
     direct: Direct,
@@ -92,7 +80,7 @@ impl Direct {
         said("creating a CUDA stream directly", unsafe {
             calls::cuStreamCreate(&raw mut stream, flags as u32)
         })?;
-        let end = create_event(Waiting::Spinning);
+        let end = create_event(0);
         if end.is_err() {
             // SAFETY: created above, and nothing was issued to it.
             let _ = unsafe { calls::cuStreamDestroy_v2(stream) };
@@ -119,18 +107,16 @@ impl Direct {
         Ok(Memory { direct: self.clone(), address, bytes, origin: Origin::Allocated })
     }
 
-    /// Allocates memory of the host, with 1 in every byte. Memory that is `shared` is a sealed
-    /// memory file, as the framework's own segments are, else it is anonymous.
+    /// Allocates anonymous memory of the host, with 1 in every byte.
     ///
     /// # Errors
     ///
     /// If the system has no such memory.
-    pub fn host(&self, bytes: usize, shared: bool) -> Result<Memory, CudaError> {
+    pub fn host(&self, bytes: usize) -> Result<Memory, CudaError> {
         let none = |error: &dyn ToString| {
             CudaError::new("allocating memory of the host", "", error.to_string())
         };
-        let arena = if shared { Arena::shared() } else { Ok(Arena::private()) };
-        let pool = Pool::in_arena("direct", None, &arena.map_err(|error| none(&error))?);
+        let pool = Pool::in_arena("direct", None, &Arena::private());
         let mut memory = pool.allocate(bytes).map_err(|error| none(&error))?;
         memory.fill(1);
         let address = memory.as_mut_ptr().expose_provenance() as u64;
@@ -193,14 +179,16 @@ impl Direct {
         synchronize(self.0.end)
     }
 
-    /// Creates an event without times.
+    /// Creates an event without times, which other processes can open.
     ///
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn event(&self, waiting: Waiting) -> Result<Event, CudaError> {
+    pub fn event(&self) -> Result<Event, CudaError> {
+        use sys::CUevent_flags_enum as Flags;
         self.bind()?;
-        Ok(Event { direct: self.clone(), raw: create_event(waiting)? })
+        let flags = Flags::CU_EVENT_BLOCKING_SYNC as u32 | Flags::CU_EVENT_INTERPROCESS as u32;
+        Ok(Event { direct: self.clone(), raw: create_event(flags)? })
     }
 
     /// Opens an event that another process has [shown](Event::handle).
@@ -261,11 +249,6 @@ impl Drop for Inner {
 }
 
 impl Memory {
-    /// Returns the address of the first byte.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
     /// Pins memory of the host until it is dropped. Does nothing with other memory.
     ///
     /// # Errors
@@ -298,35 +281,9 @@ impl Memory {
         Ok(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
     }
 
-    /// Returns (address, bytes) of the range in which the driver holds this memory: it may be
-    /// larger than what was asked for.
-    ///
-    /// # Errors
-    ///
-    /// If the driver has no such attributes.
-    pub fn range(&self) -> Result<(u64, u64), CudaError> {
-        use sys::CUpointer_attribute_enum as Attribute;
-        self.direct.bind()?;
-        let ask = |attribute| {
-            let mut found = 0u64;
-            // SAFETY: both attributes are numbers of the size of `found`.
-            let answer = unsafe {
-                calls::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address)
-            };
-            said("asking for the range of memory", answer).map(|()| found)
-        };
-        Ok((
-            ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?,
-            ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?,
-        ))
-    }
-
     /// Returns the first byte. Waits for all work of the stream.
-    ///
-    /// # Errors
-    ///
-    /// If the device has failed.
-    pub fn first_byte(&self) -> Result<u8, CudaError> {
+    #[cfg(test)]
+    fn first_byte(&self) -> Result<u8, CudaError> {
         self.direct.bind()?;
         let mut byte = 0u8;
         // SAFETY: there is room for the byte until the wait below has ended.
@@ -387,7 +344,7 @@ impl Event {
     ///
     /// # Errors
     ///
-    /// If the driver refuses, as for events that are not [`Waiting::Interprocess`].
+    /// If the driver refuses, as for events that this process has opened itself.
     pub fn handle(&self) -> Result<Handle, CudaError> {
         self.direct.bind()?;
         let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
@@ -429,18 +386,12 @@ impl Function {
     }
 }
 
-fn create_event(waiting: Waiting) -> Result<sys::CUevent, CudaError> {
-    use sys::CUevent_flags_enum as Flags;
-    let (mut event, no_times) = (std::ptr::null_mut(), Flags::CU_EVENT_DISABLE_TIMING as u32);
-    let more = match waiting {
-        Waiting::Spinning => 0,
-        Waiting::Blocking => Flags::CU_EVENT_BLOCKING_SYNC as u32,
-        Waiting::Interprocess => {
-            Flags::CU_EVENT_BLOCKING_SYNC as u32 | Flags::CU_EVENT_INTERPROCESS as u32
-        }
-    };
+/// Creates an event with these flags, without times.
+fn create_event(flags: u32) -> Result<sys::CUevent, CudaError> {
+    let no_times = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+    let mut event = std::ptr::null_mut();
     // SAFETY: the context is bound, and there is room for the event.
-    let answer = unsafe { calls::cuEventCreate(&raw mut event, no_times | more) };
+    let answer = unsafe { calls::cuEventCreate(&raw mut event, no_times | flags) };
     said("creating an event directly", answer).map(|()| event)
 }
 
@@ -468,7 +419,7 @@ mod tests {
             return;
         }
         let direct = Direct::open(0).unwrap();
-        let mut host = [false, true].map(|shared| direct.host(1 << 20, shared).unwrap());
+        let mut host = [direct.host(1 << 20).unwrap(), direct.host(1 << 20).unwrap()];
         host[1].pin().unwrap();
         let device = [5, 6].map(|value| {
             let memory = direct.allocate(1 << 20).unwrap();
@@ -483,15 +434,10 @@ mod tests {
             direct.copy(host, &device[0], 1 << 20).unwrap();
             assert_eq!(device[0].first_byte(), Ok(1));
         }
-        let (start, bytes) = device[0].range().unwrap();
-        assert!(start <= device[0].address() && bytes >= 1 << 20);
         assert!(direct.open_memory([7; 64], 1).is_err() && direct.open_event([7; 64]).is_err());
-        let events = [Waiting::Spinning, Waiting::Blocking, Waiting::Interprocess];
-        for waiting in events {
-            let event = direct.event(waiting).unwrap();
-            event.record().and_then(|()| event.wait()).unwrap();
-            assert_eq!(event.handle().is_ok(), waiting == Waiting::Interprocess);
-        }
+        let event = direct.event().unwrap();
+        event.record().and_then(|()| event.wait()).unwrap();
+        assert!(event.handle().is_ok());
         assert!(device[0].handle().is_ok());
     }
 }

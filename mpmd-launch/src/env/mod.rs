@@ -85,8 +85,6 @@ pub struct JobEnv {
     pub host: Option<String>,
     /// True if the processes compare host values of any size.
     pub check_uncommitted: bool,
-    /// True if the replicas of each kernel's outputs are compared.
-    pub check_replicas: bool,
     /// Settings of a dry run, if this process is one. `process` is then the process that it stands
     /// for, or a number beyond the job.
     pub dry_run: Option<DryRunEnv>,
@@ -387,21 +385,17 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
-    let (mut check_uncommitted, mut check_replicas) = (false, false);
-    for check in vars.get(ours::CHECK).unwrap_or_default().split(',').map(str::trim) {
-        match check {
-            "" => {}
-            "uncommitted" => check_uncommitted = true,
-            "replicas" => check_replicas = true,
-            other => {
-                return Err(LaunchError::Variable {
-                    variable: ours::CHECK.into(),
-                    value: other.into(),
-                    expected: "uncommitted, replicas, or both with a comma".into(),
-                });
-            }
+    let check_uncommitted = match vars.get(ours::CHECK) {
+        None => false,
+        Some(check) if check == "uncommitted" => true,
+        Some(other) => {
+            return Err(LaunchError::Variable {
+                variable: ours::CHECK.into(),
+                value: other,
+                expected: "uncommitted".into(),
+            });
         }
-    }
+    };
     Ok(JobEnv {
         process: ProcessId(process),
         processes,
@@ -422,7 +416,6 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         peer_timeout: vars.get(ours::PEER_TIMEOUT).map(|text| peer_timeout(&text)).transpose()?,
         host: vars.get(ours::HOST),
         check_uncommitted,
-        check_replicas,
         dry_run: None,
         source,
     })

@@ -301,46 +301,4 @@ mod with_a_driver_in_software {
             assert!(steady + new == 16.0 && new > 8.0 && steady > 0.0, "{steady} and {new}");
         }
     }
-
-    #[test]
-    fn probe_prints_every_fact_of_a_driver() {
-        let small = ("SOFTCUDA_MEMORY", "1073741824");
-        let lines = bench("probe --events 50", &[small]);
-        assert!(lines.iter().all(|line| line.get("failed").is_none()), "{lines:?}");
-        assert!(named(&lines, "driver")[0]["version"].as_str().is_some_and(|it| it.contains('.')));
-        let positive = |name: &str, path: &str| {
-            for line in named(&lines, name) {
-                assert!(line.pointer(path).and_then(Value::as_f64) > Some(0.0), "{path} of {line}");
-            }
-        };
-        positive("context", "/open_us");
-        positive("device copy", "/read_and_written_gb_per_s");
-        positive("event recorded and waited for", "/us/median");
-        assert_eq!(named(&lines, "event recorded and waited for").len(), 3);
-        let pinned = named(&lines, "host memory");
-        assert!(pinned.len() == 3 && pinned.iter().all(|line| line["pin"] == "ok"), "{pinned:?}");
-        positive("host memory", "/in/gb_per_s");
-        positive("host memory", "/out/gb_per_s");
-        let last = *named(&lines, "ipc memory").last().expect("it is there");
-        assert_eq!([&last["first"]["open"], &last["second"]["open"]], ["ok"; 2], "{last}");
-        assert_eq!([&last["first"]["first_byte"], &last["second"]["first_byte"]], [17, 34]);
-        assert_ne!(last["same_process"], "ok", "{last}");
-        positive("ipc memory", "/allocate_us");
-        positive("ipc event", "/idle_us/median");
-        let event = named(&lines, "ipc event")[0];
-        assert_eq!([&event["opened"]["open"], &event["last"]["wait"]], ["ok"; 2], "{event}");
-        assert_eq!(named(&lines, "interprocess events")[0]["made"], 50);
-        let garbage = named(&lines, "garbage handles")[0];
-        assert!(garbage["memory"] != "ok" && garbage["event"] != "ok", "{garbage}");
-        if softcuda::real() {
-            return;
-        }
-        // A refusal is a fact, and so is an error.
-        let fail = "cuMemHostRegister_v2=801:1,cuIpcGetEventHandle=801:1";
-        let refused = bench("probe --events 50", &[small, ("SOFTCUDA_FAIL", fail)]);
-        assert_eq!(refused.len(), lines.len(), "{refused:?}");
-        assert_eq!(named(&refused, "host memory")[0]["pin"], "CUDA_ERROR_NOT_SUPPORTED");
-        let event = named(&refused, "ipc event")[0];
-        assert!(event["failed"].as_str().is_some_and(|why| why.contains("NOT_SUPPORTED")));
-    }
 }

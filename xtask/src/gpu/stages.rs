@@ -16,11 +16,10 @@ pub(super) struct Stage {
 
 /// All stages. The limits together are at most ten minutes, the longest time that one command may
 /// take on some machines with GPUs.
-pub(super) const STAGES: [Stage; 12] = [
+pub(super) const STAGES: [Stage; 11] = [
     Stage { name: "facts", limit: 20, run: facts },
     Stage { name: "doctor", limit: 30, run: doctor },
     Stage { name: "kernel", limit: 30, run: kernel },
-    Stage { name: "probe", limit: 60, run: probe },
     Stage { name: "tests", limit: 120, run: |turn| tests::run(turn, Kind::Usual, 8) },
     Stage { name: "hand-over", limit: 50, run: hand_over },
     Stage { name: "dispatch", limit: 25, run: dispatch },
@@ -73,11 +72,6 @@ fn kernel(turn: &mut Turn<'_>) {
     if said.contains("on the CPU") {
         turn.failed("cuda_kernel found no GPU and ran on the CPU", &said);
     }
-}
-
-fn probe(turn: &mut Turn<'_>) {
-    let command = turn.bench(&["probe"], &["--events", "100"]);
-    turn.run_measuring(command);
 }
 
 fn hand_over(turn: &mut Turn<'_>) {

@@ -8,7 +8,6 @@ mod call;
 mod dry_run;
 mod on_cuda;
 mod plan;
-mod replicas;
 mod unchanged;
 mod warm;
 
@@ -251,11 +250,7 @@ impl<K: Kernel> Jit<K> {
         prepared.start(&program.runtime);
         self.kept.lock().lists = Lists { leaves: emptied(leaves), prepared };
         program.synced(at)?;
-        let y = y.map_err(|error| wrong(IssueProblem::Tree(error)))?;
-        if program.runtime.config.check_replicas {
-            program.check_replicas(self.kernel.name(), y.leaves_with_paths(), at)?;
-        }
-        Ok(y)
+        y.map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
     /// Calls the kernel as [`Jit::call`] does, on the leaves of a tree of this structure. Returns
@@ -289,10 +284,6 @@ impl<K: Kernel> Jit<K> {
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
         program.synced(at)?;
-        if program.runtime.config.check_replicas {
-            let paths = bound.plan.output_structure.paths();
-            program.check_replicas(self.kernel.name(), paths.into_iter().zip(&arrays), at)?;
-        }
         Ok((bound.plan.output_structure.clone(), arrays))
     }
 

@@ -11,7 +11,6 @@ use mpmd_device::cuda;
 use mpmd_transport::Transport;
 
 use super::membership::Membership;
-use super::version::Checks;
 use super::{Program, connect};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{DryRunBuilder, Order};
@@ -41,7 +40,6 @@ pub struct Builder {
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
-    pub(super) check_replicas: Option<bool>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
 }
@@ -64,7 +62,6 @@ impl Default for Builder {
             hosts: None,
             links: None,
             check_uncommitted: None,
-            check_replicas: None,
             trace: None,
             sync: None,
         }
@@ -179,14 +176,6 @@ impl Builder {
         self
     }
 
-    /// Compares the replicas of each output of each kernel, and fails the job if two differ. It
-    /// costs two operations for each output with replicas. The same on
-    /// all processes. Off by default; `MPMD_CHECK=replicas` turns it on for a job.
-    pub fn check_replicas(mut self, check: bool) -> Self {
-        self.check_replicas = Some(check);
-        self
-    }
-
     /// Makes each kernel call, move, replay and new array of this process's program wait until its
     /// operations have ended, and return their failure: slow, but an error has the line of its
     /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
@@ -209,11 +198,6 @@ impl Builder {
     /// setting, else in debug builds.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
-    }
-
-    pub(super) fn checks(&self) -> Checks {
-        let replicas = self.check_replicas.unwrap_or(false);
-        Checks { uncommitted: self.checks_uncommitted(), replicas }
     }
 
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
@@ -473,7 +457,6 @@ impl Builder {
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
             check_uncommitted: self.checks_uncommitted(),
-            check_replicas: self.check_replicas.unwrap_or(false),
             sync: self.sync.unwrap_or(false),
             ordinals,
             trace,

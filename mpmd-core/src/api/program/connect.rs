@@ -92,9 +92,6 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     if env.check_uncommitted {
         builder.check_uncommitted.get_or_insert(true);
     }
-    if env.check_replicas {
-        builder.check_replicas.get_or_insert(true);
-    }
     builder.spin = builder.spin.or(env.spin);
     let peer_timeout =
         *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
@@ -183,7 +180,7 @@ fn join(
         pid: std::process::id(),
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
-        program: version::fingerprint(&topology, builder.checks()),
+        program: version::fingerprint(&topology, builder.checks_uncommitted()),
         trouble: opened.as_ref().err().map(lack),
     };
     let candidate = Candidate {

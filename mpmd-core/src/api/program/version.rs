@@ -21,20 +21,11 @@ const NEAR: usize = 64 << 10;
 /// id.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
-/// The additional checks that a job makes.
-#[derive(Clone, Copy)]
-pub(super) struct Checks {
-    /// Compares host values of any size.
-    pub(super) uncommitted: bool,
-    /// Compares the replicas of kernels' outputs.
-    pub(super) replicas: bool,
-}
-
 /// Returns the properties that must be equal on all processes of a job. These are the version of
-/// mpmd, the executable, the devices, and the checks.
+/// mpmd, the executable, the devices, and whether host values of any size are compared.
 /// Command-line arguments are not included, since some may concern only one process. Their effect
 /// on the program is compared as operations are issued.
-pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
+pub(super) fn fingerprint(topology: &Topology, compares_all: bool) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name =
@@ -42,14 +33,13 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // The default of a build needs no text: other builds have another build id.
-    let compared = match (checks.uncommitted, cfg!(debug_assertions)) {
+    let compared = match (compares_all, cfg!(debug_assertions)) {
         (true, false) => ", host values of any size compared",
         (false, true) => ", small host values compared",
         _ => "",
     };
-    let replicas = if checks.replicas { ", replicas compared" } else { "" };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}{replicas}",
+        "{name}, build {build}, mpmd {}, {}{compared}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -122,7 +112,7 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
+        let checks = cfg!(debug_assertions);
         assert_ne!(fingerprint(&one, checks), fingerprint(&other, checks), "other owners");
         let fingerprint = |topology| fingerprint(topology, checks);
         let ours = fingerprint(&topology);
@@ -146,11 +136,7 @@ mod tests {
 
     #[test]
     fn fingerprint_depends_on_the_checks() {
-        let of = |uncommitted, replicas| {
-            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas })
-        };
-        let [small, all] = [false, true].map(|check| of(check, false));
-        assert_ne!(of(true, true), all);
+        let [small, all] = [false, true].map(|all| fingerprint(&Topology::even(2, 3), all));
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }

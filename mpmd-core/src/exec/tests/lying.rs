@@ -204,7 +204,6 @@ impl Scene {
             run_ahead_bytes: 1 << 30,
             spin: Spin::default(),
             check_uncommitted: false,
-            check_replicas: false,
             sync: false,
             device_memory: None,
             ordinals: Vec::new(),
