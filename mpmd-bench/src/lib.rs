@@ -14,7 +14,6 @@ mod memcpy;
 mod options;
 mod p2p;
 mod reshard;
-mod serve;
 
 use std::process::ExitCode;
 
@@ -37,9 +36,6 @@ enum What {
     P2p(p2p::P2pArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
-    /// A server of a language model with the interface of OpenAI: tokens per second, times to the
-    /// first token and between tokens.
-    Serve(serve::ServeArgs),
 }
 
 /// Runs a benchmark and prints its figures. Benchmarks of several processes start the running
@@ -53,6 +49,5 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
         What::Reshard(args) => reshard::reshard(args),
-        What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -84,8 +84,7 @@ pub(crate) struct Exchange {
 impl Exchange {
     pub(crate) fn new(ordinal: u32, bytes: usize) -> Result<Self> {
         let direct = Direct::open(ordinal)?;
-        let own =
-            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event()?);
+        let own = (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event()?);
         direct.fill(&own.0, 1)?;
         own.1.record()?;
         direct.wait()?;

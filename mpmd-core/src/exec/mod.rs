@@ -60,7 +60,6 @@ use waits::under_way::UnderWay;
 
 use crate::exec::dry_run::DryRunBuilder;
 use crate::trace::Trace;
-use crate::trace::spans::{self, KernelSpan};
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_record::trace::{PieceStep, What};
 
@@ -232,40 +231,6 @@ impl Runtime {
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
         self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
-        self.log_piece(step, (op, piece), peer, bytes);
-    }
-
-    /// Tells the program's log of a step in the transfer of a piece, if it takes spans.
-    #[inline]
-    fn log_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
-        if spans::are_on()
-            && let Some(operation) = self.in_flight.span(op)
-        {
-            spans::piece(&operation, step, peer, piece, bytes);
-        }
-    }
-
-    /// Enters the span of a kernel of operation `op` on a device, if the program's log takes spans.
-    /// `said` tells what this thread does: "ran" or "issued".
-    #[inline]
-    pub(crate) fn enter_kernel(
-        &self,
-        op: u64,
-        device: DeviceId,
-        said: &'static str,
-    ) -> Option<KernelSpan> {
-        let operation = spans::are_on().then(|| self.in_flight.span(op))??;
-        Some(KernelSpan::enter(&operation, &device, said))
-    }
-
-    /// Tells the program's log, if it takes spans, that a device has run an issued kernel of
-    /// operation `op`: for this time in nanoseconds, if it is known.
-    pub(crate) fn log_ran(&self, op: u64, device: DeviceId, took: Option<u64>) {
-        if spans::are_on()
-            && let Some(operation) = self.in_flight.span(op)
-        {
-            spans::ran(&operation, &device, took.map(|nanoseconds| nanoseconds / 1_000));
-        }
     }
 
     /// Queues a job on the thread of the device with this local index. Does not block.

@@ -178,11 +178,6 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Returns the bytes of a view in host memory.
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        self.bytes
-    }
-
     /// Returns the values, row-major with shape [`View::shape`].
     ///
     /// # Errors

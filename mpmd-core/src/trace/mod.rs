@@ -3,7 +3,6 @@
 //! The types of events and files, and all views of them, are in [`mpmd_record::trace`].
 
 mod record;
-pub(crate) mod spans;
 
 pub use mpmd_record::trace::*;
 

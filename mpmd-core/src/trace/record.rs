@@ -15,9 +15,6 @@ use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
 use mpmd_record::trace::{About, Event, What};
 use mpmd_schedule::Schedule;
-use tracing::span::EnteredSpan;
-
-use super::spans;
 
 /// The number of event lists. With this many, threads rarely contend for one.
 const LISTS: usize = 16;
@@ -205,8 +202,7 @@ impl Trace {
         name: &'a str,
         at: &'static Location<'static>,
     ) -> Annotating<'a> {
-        let span = spans::annotation(name, at);
-        Annotating { trace: self.clone(), name, at, since: self.now(), span }
+        Annotating { trace: self.clone(), name, at, since: self.now() }
     }
 
     /// Records an event with a text and a line, at the current time. Does nothing if tracing is
@@ -283,9 +279,6 @@ pub(crate) struct Annotating<'a> {
     name: &'a str,
     at: &'static Location<'static>,
     since: u64,
-    /// The range in the program's log.
-    #[expect(dead_code, reason = "it ends when it is dropped")]
-    span: EnteredSpan,
 }
 
 impl Drop for Annotating<'_> {

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use crate::common::cuda::{CPU, CUDA};
 use crate::common::kernels::{fun, like_first};
 use crate::common::watchdog;
-use crate::spans::Log;
 use mpmd_core::cuda::{Cuda, Grid, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind;
@@ -200,22 +199,6 @@ fn work_is_in_order_with_streams_that_pause_randomly() {
         return;
     }
     chain_in_order();
-}
-
-#[test]
-fn issue_and_end_of_a_kernel_are_logged() {
-    if softcuda::again!() {
-        return;
-    }
-    let _limit = watchdog(60);
-    let log = Log::of_this_process();
-    let mut p = alone(CUDA, 1);
-    chain(&mut p, 1).unwrap();
-    p.finish().unwrap();
-    let text = log.text();
-    let issued = "kernel{device=0}: mpmd::run: issued microseconds=";
-    assert!(text.lines().any(|line| line.contains(issued)), "{text}");
-    assert!(text.lines().any(|line| line.contains("}: mpmd::run: ran device=0")), "{text}");
 }
 
 #[test]

@@ -55,5 +55,5 @@ mod seeded;
 mod sends;
 mod sends_awaited;
 mod sharding_kinds;
-mod spans;
 mod split;
+mod synchronous;

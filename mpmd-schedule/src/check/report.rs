@@ -175,7 +175,7 @@ impl Report {
         };
         let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
         if let Ok(flow) = Flow::of_lowered(&lower_late(&rows).into(), Leaves::AtOnce)
-            && let Err(deadlock) = check(&flow, Channel::TAGS)
+            && let Err(deadlock) = check(&flow, Channel::Tags)
             && !deadlock.cycle.is_empty()
         {
             self.problems.push(Problem::Deadlock(deadlock));
@@ -247,7 +247,7 @@ mod tests {
     use crate::{Builtin, Step, StepKind};
 
     const LIMITS: Limits =
-        Limits { channel: Channel::TAGS, leaves: Leaves::AtOnce, costs: None, budget: None };
+        Limits { channel: Channel::Tags, leaves: Leaves::AtOnce, costs: None, budget: None };
 
     fn steps(schedule: &Schedule) -> Vec<Vec<Step>> {
         schedule

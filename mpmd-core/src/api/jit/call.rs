@@ -130,9 +130,7 @@ impl<K: Kernel> DeviceCall<K> {
             outputs.push(buffer);
         })?;
         runtime.trace_start(seat.local_index, call.op, started, since, last);
-        let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
         let ran = call.run(context, arrived, outputs, made);
-        drop(span);
         arrived.clear();
         ran
     }

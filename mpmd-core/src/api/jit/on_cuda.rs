@@ -53,9 +53,7 @@ impl<K: Kernel> DeviceCall<K> {
         };
         runtime.status.device_starts(local_index, op, call.seat.what.clone());
         let issuing = runtime.trace.now();
-        let span = runtime.enter_kernel(op, place.device, "issued");
         let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
-        drop(span);
         let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
         let issued = match result {
             Ok(()) => {
@@ -82,11 +80,6 @@ impl<K: Kernel> DeviceCall<K> {
         ending.then(Box::new(move |Ended { result, times }| {
             let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
             let runtime = call.runtime().clone();
-            runtime.log_ran(
-                op,
-                call.seat.place.device,
-                times.map(|times| times.end.saturating_sub(times.begin)),
-            );
             if let Some(times) = times {
                 let times = [times.before.max(since), times.begin, times.end];
                 runtime.trace_ran(local_index, op, times, last);

@@ -14,7 +14,6 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::dry_run::KnownDescriptor;
 use crate::exec::{Counts, Doing, OpGuard, Rolling, Runtime};
-use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
 use mpmd_record::trace::Label;
 
@@ -143,12 +142,6 @@ impl Program {
             Part::Program => None,
             Part::Idle => return (op, None),
         };
-        if spans::are_on() {
-            let bytes = if let Part::Work(bytes) = new.part { bytes } else { 0 };
-            let issued = spans::Issued { op, label: self.label, what: &*what(), at, bytes };
-            let span = self.step_span.operation(self.steps + 1, &issued);
-            self.runtime.in_flight.set_span(op, span);
-        }
         self.runtime.trace.issued(op, self.label, at, new.source, what);
         (op, guard)
     }

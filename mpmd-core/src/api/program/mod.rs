@@ -55,7 +55,6 @@ use crate::error::{Error, Result};
 use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::kept::Kept;
 use crate::exec::{Rolling, Runtime};
-use crate::trace::spans::StepSpan;
 use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 use mpmd_record::trace::{Label, What};
@@ -92,8 +91,6 @@ pub struct Program {
     hash_at_last: u128,
     large_value_calls: LargeValueCalls,
     steps: u64,
-    /// The span of the step in the program's log.
-    step_span: StepSpan,
     is_dry_run: bool,
     ended: bool,
     /// Called with the number of each operation when it is issued. Only a simulation sets it.
@@ -167,7 +164,6 @@ impl Program {
             hash_at_last: 0,
             large_value_calls: LargeValueCalls::default(),
             steps: 0,
-            step_span: StepSpan::default(),
             is_dry_run,
             ended: false,
             on_issue: None,
@@ -289,7 +285,6 @@ impl Program {
         self.refuse_in_capture(Location::caller(), "step_end")?;
         self.steps += 1;
         let step = self.steps;
-        self.step_span.end();
         // Makes each step distinct. Otherwise equal steps could hide an operation that one of them
         // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);
@@ -301,13 +296,12 @@ impl Program {
     }
 
     /// Runs `f`, and records it as a range with this name: in the [trace](Builder::trace) on
-    /// the program's row, and as a span `annotation` in the log. Returns what `f` returns. Ranges
-    /// may be in each other.
+    /// the program's row. Returns what `f` returns. Ranges may be in each other.
     ///
     /// The range is the time in which the program runs `f`, which only issues operations: they may
     /// end later. With [`Program::sync`] at the end of `f` their time is in the range. A range is
-    /// also recorded if `f` returns early or panics. Does nothing else, and without a trace and a
-    /// log it takes no time that could be measured.
+    /// also recorded if `f` returns early or panics. Does nothing else, and without a trace it
+    /// takes no time that could be measured.
     #[track_caller]
     pub fn annotate<T>(&mut self, name: &str, f: impl FnOnce(&mut Self) -> T) -> T {
         let _range = self.runtime.trace.annotate(name, Location::caller());

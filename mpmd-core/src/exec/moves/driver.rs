@@ -162,7 +162,6 @@ impl Runtime {
             let Header { op, piece, .. } = header;
             let (step, ticket) = (PieceStep::Posted, ticket.0);
             self.trace.note(|| What::Piece { step, op, piece, peer: to.0, bytes, ticket });
-            self.log_piece(step, (op, piece), to, bytes);
         };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),

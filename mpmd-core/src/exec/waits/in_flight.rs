@@ -12,7 +12,6 @@ use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
 use mpmd_layout::reshard;
 use mpmd_record::trace::What;
-use tracing::Span;
 
 /// Counts the operations that have a part on this process and have not ended.
 #[derive(Default)]
@@ -47,8 +46,6 @@ struct Open {
     parts: usize,
     /// The sends of each result for which the program can wait, until they have ended.
     sends: Vec<Sends>,
-    /// The span of the operation in the program's log, if the log takes spans.
-    span: Option<Span>,
 }
 
 /// The pieces that this process sends of one result of an operation, until the last has left or one
@@ -137,7 +134,7 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open { op, bytes, parts: 1, sends: Vec::new(), span: None };
+        let new = Open { op, bytes, parts: 1, sends: Vec::new() };
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -148,19 +145,6 @@ impl InFlight {
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
         OpGuard { op, result: 0, hash, in_flight: self.clone() }
-    }
-
-    /// Sets the span of operation `op`, which has not ended. It is closed when the operation ends.
-    pub(crate) fn set_span(&self, op: u64, span: Span) {
-        if let Some(open) = self.state.lock().find(op).filter(|open| open.op == op) {
-            open.span = Some(span);
-        }
-    }
-
-    /// Returns the span of operation `op`, or `None` if it has none or has ended.
-    pub(crate) fn span(&self, op: u64) -> Option<Span> {
-        let mut state = self.state.lock();
-        state.find(op).filter(|open| open.op == op).and_then(|open| open.span.clone())
     }
 
     /// Counts `bytes` of this process's memory as lent, until the returned object is dropped. No
@@ -275,9 +259,9 @@ impl OpGuard {
             })
         });
         open.parts -= 1;
-        let (mut abandoned, mut span) = (Vec::new(), None);
+        let mut abandoned = Vec::new();
         if open.parts == 0 {
-            (abandoned, span) = (std::mem::take(&mut open.sends), open.span.take());
+            abandoned = std::mem::take(&mut open.sends);
             let bytes = open.bytes;
             state.end(bytes);
             // Under the lock: a thread that finds no open operation may end the trace.
@@ -285,7 +269,6 @@ impl OpGuard {
             self.in_flight.changed.notify_all();
         }
         drop(state);
-        drop(span);
         if let Some(Sends { resolver, .. }) = left.flatten() {
             resolver.keep(Ok(Vec::new().into()));
         }

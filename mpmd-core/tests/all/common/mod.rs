@@ -4,6 +4,7 @@ pub(crate) mod arrays;
 pub(crate) mod chains;
 pub(crate) mod cuda;
 pub(crate) mod kernels;
+pub(crate) mod log;
 
 use std::io::Write;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
