@@ -411,9 +411,7 @@ fn file_of(trace: &ProcessTrace) -> Vec<u8> {
         file::Chunk::Text { number, text: text.clone() }.write(&mut bytes);
     }
     file::write_events(&trace.events, &mut bytes);
-    for Clock { at, server, bound } in trace.clocks.iter().copied() {
-        file::Chunk::Clock { at, server, bound }.write(&mut bytes);
-    }
+    trace.clocks.iter().for_each(|clock| file::Chunk::Clock(*clock).write(&mut bytes));
     for (name, rows) in trace.schedules.iter().cloned() {
         file::Chunk::Schedule { name, rows }.write(&mut bytes);
     }

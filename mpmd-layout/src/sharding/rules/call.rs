@@ -188,7 +188,7 @@ impl Reader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Literal::{Bool, Dict, Float, Int, List, Set, Str, Tuple};
+    use Literal::{Bool, Float, Int, List, Str, Tuple};
     use proptest::prelude::*;
 
     fn text(text: &str) -> Literal {
@@ -242,11 +242,7 @@ mod tests {
 
     #[test]
     fn every_literal() {
-        assert_eq!([value("-1"), value("+ 7"), value("1_000")], [Int(-1), Int(7), Int(1000)]);
-        assert_eq!(
-            [value("0x1F"), value("0o17"), value("0b11"), value("00")],
-            [Int(31), Int(15), Int(3), Int(0)]
-        );
+        assert_eq!([value("-1"), value("+ 7"), value("00")], [Int(-1), Int(7), Int(0)]);
         assert_eq!(value("0.001"), Float(0.001));
         assert_eq!(
             [value("1e3"), value("-.5"), value("2."), value("1E-2")],
@@ -260,7 +256,7 @@ mod tests {
             [value("'a\"b'"), value("\"a'b\""), value("'a' \"b\"")],
             ["a\"b", "a'b", "ab"].map(text)
         );
-        assert_eq!(value(r"'\\ \' \n \x41 \u00e9 \d'"), text("\\ ' \n A \u{e9} \\d"));
+        assert_eq!(value(r"'\\ \' \n \d'"), text("\\ ' \n \\d"));
         assert_eq!(
             [value("()"), value("(1)"), value("(1,)")],
             [Tuple(vec![]), Int(1), Tuple(vec![Int(1)])]
@@ -269,11 +265,6 @@ mod tests {
         assert_eq!(
             [value("[]"), value("[[1], 2,]")],
             [List(vec![]), List(vec![List(vec![Int(1)]), Int(2)])]
-        );
-        assert_eq!([value("{}"), value("{1, 2}")], [Dict(vec![]), Set(vec![Int(1), Int(2)])]);
-        assert_eq!(
-            value("{'a': 1, 2: {}}"),
-            Dict(vec![(text("a"), Int(1)), (Int(2), Dict(vec![]))])
         );
     }
 
@@ -297,11 +288,12 @@ mod tests {
             "f(a=1, 2)",
             "f(a=1, a=2)",
             "f(a=)",
-            "f({1: 2, 3})",
             "f([1)",
             "f(012)",
             "f(1.2.3)",
             "f(1a)",
+            "f(1_000)",
+            "f(0x1f)",
             "f(-",
             "#",
             "f('\\u12')",
@@ -323,6 +315,8 @@ mod tests {
             "f(g(1))",
             "f([x])",
             "f(*[1])",
+            "f({1, 2})",
+            "f({1: 2})",
             "f(- x)",
             "f(--1)",
             "f(2j)",
@@ -367,7 +361,6 @@ mod tests {
         assert!(Call::parse_tactic(&nested(100)).is_ok());
         assert_eq!(kind(&nested(200)), ErrorKind::Syntax);
         assert_eq!(kind(&"(".repeat(1_000_000)), ErrorKind::Syntax);
-        assert_eq!(kind(&format!("f({}", "{1:".repeat(1_000_000))), ErrorKind::Syntax);
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub enum Literal {
     None,
     /// `True` or `False`
     Bool(bool),
-    /// A whole number that fits 64 bits, also written as `1_000`, `0x3e8`, `0o17`, `0b11`.
+    /// A whole number that fits 64 bits, in decimal digits.
     Int(i64),
     /// A number with a point or an exponent.
     Float(f64),
@@ -25,10 +25,6 @@ pub enum Literal {
     Tuple(Vec<Literal>),
     /// `[a, b]`
     List(Vec<Literal>),
-    /// `{a, b}`, in the order written.
-    Set(Vec<Literal>),
-    /// `{a: b}` as (key, value), in the order written.
-    Dict(Vec<(Literal, Literal)>),
 }
 
 impl Literal {
@@ -92,10 +88,9 @@ impl Reader<'_> {
                 Ok(Literal::List(self.items(']', Vec::new(), nested)?))
             }
             Some('(') => self.parenthesised(nested),
-            Some('{') => self.braced(nested),
             Some(c) if starts_identifier(c) => self.constant(),
-            // `*args`, `~1` and `...` are expressions of Python.
-            Some('*' | '~' | '.') => Err(self.error(ErrorKind::Value, "a literal")),
+            // Sets, dicts, `*args`, `~1` and `...` are expressions of Python.
+            Some('{' | '*' | '~' | '.') => Err(self.error(ErrorKind::Value, "a literal")),
             _ => Err(self.error(ErrorKind::Syntax, "a literal")),
         }
     }
@@ -127,40 +122,6 @@ impl Reader<'_> {
         }
         self.bump();
         Ok(first)
-    }
-
-    /// Reads from an opening `{`: a set or a dict.
-    fn braced(&mut self, nested: usize) -> Result<Literal, ParseError> {
-        self.bump();
-        self.skip_blanks();
-        if self.peek() == Some('}') {
-            self.bump();
-            return Ok(Literal::Dict(Vec::new()));
-        }
-        let first = self.value(nested + 1)?;
-        self.skip_blanks();
-        if self.peek() != Some(':') {
-            self.comma_or('}')?;
-            return Ok(Literal::Set(self.items('}', vec![first], nested)?));
-        }
-        let mut pairs = Vec::new();
-        let mut key = first;
-        loop {
-            self.skip_blanks();
-            if self.peek() != Some(':') {
-                return Err(self.error(ErrorKind::Syntax, "`:`"));
-            }
-            self.bump();
-            self.skip_blanks();
-            pairs.push((key, self.value(nested + 1)?));
-            self.comma_or('}')?;
-            self.skip_blanks();
-            if self.peek() == Some('}') {
-                self.bump();
-                return Ok(Literal::Dict(pairs));
-            }
-            key = self.value(nested + 1)?;
-        }
     }
 
     /// Reads values up to `close`, appends them to `items` and returns `items`. Consumes `close`.
@@ -203,10 +164,8 @@ impl Reader<'_> {
 
     fn number(&mut self) -> Result<Literal, ParseError> {
         let start = self.at;
-        let has_radix =
-            ["0x", "0X", "0o", "0O", "0b", "0B"].iter().any(|p| self.rest().starts_with(p));
         while let Some(c) = self.peek() {
-            let in_exponent = !has_radix && self.text[start..self.at].ends_with(['e', 'E']);
+            let in_exponent = self.text[start..self.at].ends_with(['e', 'E']);
             let goes_on = c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
             let signs_exponent = in_exponent && matches!(c, '+' | '-');
             if !goes_on && !signs_exponent {
@@ -223,7 +182,7 @@ impl Reader<'_> {
         };
         number.ok_or_else(|| {
             self.at = start;
-            self.error(kind, "a number of 64 bits")
+            self.error(kind, "a decimal number of 64 bits")
         })
     }
 
@@ -270,44 +229,23 @@ impl Reader<'_> {
         let Some(c) = self.peek() else { return Ok(()) };
         self.bump();
         let plain = match c {
-            '\\' | '\'' | '"' => Some(c),
-            'n' => Some('\n'),
-            'r' => Some('\r'),
-            't' => Some('\t'),
-            _ => None,
-        };
-        if let Some(plain) = plain {
-            text.push(plain);
-            return Ok(());
-        }
-        let digits = match c {
-            'x' => 2,
-            'u' => 4,
-            'U' => 8,
+            '\\' | '\'' | '"' => c,
+            'n' => '\n',
+            'r' => '\r',
+            't' => '\t',
             // Escapes of Python that no axis name needs.
-            'a' | 'b' | 'f' | 'v' | 'N' | '0'..='7' | '\n' => 0,
+            'a' | 'b' | 'f' | 'v' | 'x' | 'u' | 'U' | 'N' | '0'..='7' | '\n' => {
+                self.at = start;
+                let expected = "one of \\\\ \\' \\\" \\n \\r \\t";
+                return Err(self.error(ErrorKind::Syntax, expected));
+            }
             other => {
-                text.extend(['\\', other]);
-                return Ok(());
+                text.push('\\');
+                other
             }
         };
-        let code =
-            self.rest().get(..digits).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
-        let code = code.and_then(|hex| u32::from_str_radix(hex, 16).ok());
-        match code.and_then(char::from_u32) {
-            Some(c) => {
-                self.at += digits;
-                text.push(c);
-                Ok(())
-            }
-            None => {
-                self.at = start;
-                Err(self.error(
-                    ErrorKind::Syntax,
-                    "one of \\\\ \\' \\\" \\n \\r \\t \\xhh \\uhhhh \\Uhhhhhhhh",
-                ))
-            }
-        }
+        text.push(plain);
+        Ok(())
     }
 }
 
@@ -316,23 +254,10 @@ fn is_long_int(written: &str) -> bool {
 }
 
 fn read_number(written: &str) -> Option<Literal> {
-    let lonely = |(i, _): (usize, &str)| {
-        let neighbours = [written[..i].chars().next_back(), written[i + 1..].chars().next()];
-        !neighbours.iter().all(|c| c.is_some_and(|c| c.is_ascii_alphanumeric()))
-    };
-    if written.match_indices('_').any(lonely) {
-        return None;
-    }
-    let plain = written.replace('_', "");
-    for (prefix, radix) in [("0x", 16), ("0o", 8), ("0b", 2)] {
-        if let Some(digits) = plain.to_ascii_lowercase().strip_prefix(prefix) {
-            return i64::from_str_radix(digits, radix).ok().map(Literal::Int);
-        }
-    }
-    if !plain.bytes().all(|b| b.is_ascii_digit()) {
+    if !written.bytes().all(|b| b.is_ascii_digit()) {
         // Starts with a digit or a point, so it is not a word like `inf` that also parses.
-        return plain.parse().ok().map(Literal::Float);
+        return written.parse().ok().map(Literal::Float);
     }
-    let leading_zero = plain.starts_with('0') && plain.bytes().any(|b| b != b'0');
-    plain.parse().ok().filter(|_| !leading_zero).map(Literal::Int)
+    let leading_zero = written.starts_with('0') && written.bytes().any(|b| b != b'0');
+    written.parse().ok().filter(|_| !leading_zero).map(Literal::Int)
 }
