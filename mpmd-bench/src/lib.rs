@@ -14,7 +14,6 @@ mod memcpy;
 mod options;
 mod p2p;
 mod reshard;
-mod schedules;
 mod serve;
 
 use std::process::ExitCode;
@@ -38,8 +37,6 @@ enum What {
     P2p(p2p::P2pArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
-    /// Steps with passes that only wait, under each schedule, beside the simulation.
-    Schedules(schedules::SchedulesArgs),
     /// A server of a language model with the interface of OpenAI: tokens per second, times to the
     /// first token and between tokens.
     Serve(serve::ServeArgs),
@@ -59,7 +56,6 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
         What::Reshard(args) => reshard::reshard(args),
-        What::Schedules(args) => schedules::schedules(args),
         What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
         What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }

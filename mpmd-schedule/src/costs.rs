@@ -103,7 +103,7 @@ mod tests {
         (costs.stage[0].activation_bytes, costs.stage[0].weight_residual_bytes) =
             (u64::MAX, u64::MAX);
         let simulated =
-            simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS).unwrap();
+            simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::Tags).unwrap();
         let most = simulated.memory[0].iter().map(|point| point.used).fold(0.0, f64::max);
         assert_eq!(most, i64::MAX as f64);
     }
@@ -125,7 +125,7 @@ mod tests {
             // NaN costs differ from themselves, so compare their text.
             assert_eq!(format!("{again:?}"), format!("{read:?}"));
             if let Ok(simulated) =
-                simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::TAGS)
+                simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::Tags)
             {
                 drop(simulated.timeline("x", &read.unit));
             }

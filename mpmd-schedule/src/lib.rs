@@ -27,7 +27,7 @@ pub use costs::{Costs, StageCosts};
 #[doc(hidden)]
 pub use fused::fused;
 pub use lower::{LowerError, Lowered, lower};
-pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
+pub use schedule::{Action, ActionKind, Builtin, Fault, Placement, Schedule, ScheduleError};
 pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};
 pub use text::{Cell, CellFault, Dialect, Entry, Text, TextError};

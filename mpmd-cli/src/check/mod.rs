@@ -27,8 +27,8 @@ pub(crate) struct CheckArgs {
     /// activations, as in 4activations
     #[arg(long, value_name = "BYTES")]
     budget: Option<Budget>,
-    /// A channel over which the schedule must end: tags, tags:K, direction, pair or single, each
-    /// also with ,eager or ,eager:N; may be repeated. By default tags, direction, pair and single
+    /// A channel over which the schedule must end: tags, direction, pair or single; may be
+    /// repeated. By default all
     #[arg(long, value_name = "CHANNEL")]
     channel: Vec<Channel>,
     /// The program and its arguments
@@ -46,7 +46,7 @@ pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
-    let channels = if args.channel.is_empty() { &Channel::RENDEZVOUS } else { &args.channel[..] };
+    let channels = if args.channel.is_empty() { &Channel::ALL } else { &args.channel[..] };
     if let Some(subject) = &args.schedule.subject {
         anyhow::ensure!(args.what.is_empty(), "a schedule and a program are not checked at once");
         return args.schedule.check(subject, args.budget, channels);

@@ -10,7 +10,6 @@ use mpmd_schedule::check::{Budget, Channel, Limits, Problem, Report, check_lower
 use mpmd_schedule::flow::{Leaves, StepNames};
 use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
 use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
-use serde_json::{Value, json};
 
 use crate::schedule::{built_in, check_numbers, is_file, read_costs, read_text, step_length};
 
@@ -39,9 +38,6 @@ pub(crate) struct ScheduleArgs {
     /// torch
     #[arg(long, requires = "subject")]
     at_once: bool,
-    /// Print JSON
-    #[arg(long, requires = "subject")]
-    json: bool,
 }
 
 /// The schedule to check: its name, the steps of each rank, and the costs of its stages if known.
@@ -77,11 +73,7 @@ impl ScheduleArgs {
     ) -> Result<ExitCode> {
         let subject = self.find(subject)?;
         let findings = self.look(subject, budget, channels)?;
-        if self.json {
-            crate::files::say(&format!("{}\n", findings.json()))?;
-        } else {
-            crate::files::say(&findings.text())?;
-        }
+        crate::files::say(&findings.text())?;
         Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
@@ -132,7 +124,7 @@ impl ScheduleArgs {
         // Rows that are no schedule may have any stage numbers.
         let unit_costs =
             costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
-        let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS)
+        let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::Tags)
         {
             Ok(simulated) => Ok(Some(simulated)),
             Err(SimulateError::Deadlock(_) | SimulateError::Flow(_)) => Ok(None),
@@ -294,80 +286,6 @@ impl Findings {
             };
         }
     }
-
-    fn json(&self) -> Value {
-        let faults: Vec<String> =
-            self.faults().iter().flat_map(|problem| problem.lines(&self.names)).collect();
-        let circles = self.circles();
-        let channels: Vec<Value> = self
-            .reports
-            .iter()
-            .map(|(channel, report)| {
-                let of = circles.iter().filter(|(other, _)| other == channel);
-                let lines: Vec<&String> = of.flat_map(|(_, lines)| lines).collect();
-                json!({
-                    "channel": channel.to_string(),
-                    "proved": report.proof.is_some(),
-                    "problems": lines,
-                })
-            })
-            .collect();
-        let report = self.reports.first().map(|(_, report)| report);
-        let memory: Vec<Value> = report
-            .into_iter()
-            .flat_map(|report| &report.peaks)
-            .map(|peak| json!({ "activations": peak.activations, "bytes": peak.bytes }))
-            .collect();
-        let links: Vec<Value> = report
-            .into_iter()
-            .flat_map(|report| &report.links)
-            .map(|link| {
-                json!({
-                    "from": link.from,
-                    "to": link.to,
-                    "transfers": link.transfers,
-                    "bytes": link.bytes,
-                })
-            })
-            .collect();
-        json!({
-            "schedule": self.name,
-            "ranks": self.ranks,
-            "fit": self.is_fit(),
-            "problems": faults,
-            "channels": channels,
-            "memory": memory,
-            "links": links,
-            "step": self.simulated.as_ref().map(|made| self.step_json(made)),
-        })
-    }
-
-    fn step_json(&self, made: &SimulatedSchedule) -> Value {
-        let found = &made.simulated;
-        let other = self.other.as_ref().map(|other| other.simulated.makespan);
-        let (in_order, at_once) = match self.leaves {
-            Leaves::InOrder => (Some(found.makespan), other),
-            Leaves::AtOnce => (other, Some(found.makespan)),
-        };
-        let costs: Vec<Value> = made
-            .channel_costs()
-            .into_iter()
-            .map(|(channel, makespan)| {
-                json!({ "channel": channel.to_string(), "makespan": makespan.ok() })
-            })
-            .collect();
-        json!({
-            "unit": self.unit,
-            "makespan": found.makespan,
-            "bubble": found.bubble(),
-            "bubble_share": found.bubble_share(),
-            "idle": found.lanes.iter().map(|lane| lane.idle()).collect::<Vec<_>>(),
-            "busy": found.lanes.iter().map(|lane| lane.busy).collect::<Vec<_>>(),
-            "makespan_in_order": in_order,
-            "makespan_at_once": at_once,
-            "channel_costs": costs,
-        })
-    }
 }
 
 /// Rounds to six significant digits.
@@ -393,7 +311,6 @@ mod tests {
             chunks: None,
             costs: None,
             at_once: false,
-            json: false,
         }
     }
 
@@ -401,7 +318,7 @@ mod tests {
     fn a_built_in_schedule_is_proved_and_simulated() {
         let args = ScheduleArgs { ranks: Some(8), microbatches: Some(32), ..args() };
         let subject = args.find("dualpipev").unwrap();
-        let findings = args.look(subject, None, &Channel::RENDEZVOUS).unwrap();
+        let findings = args.look(subject, None, &Channel::ALL).unwrap();
         assert!(findings.is_fit());
         let text = findings.text();
         for line in [
@@ -414,9 +331,6 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line}: {text}");
         }
-        let json = findings.json();
-        assert_eq!((&json["step"]["makespan"], &json["fit"]), (&json!(206.0), &json!(true)));
-        assert_eq!(json["channels"][3]["proved"], json!(true));
     }
 
     #[test]
@@ -427,25 +341,23 @@ mod tests {
         fs::write(&file, text).unwrap();
         let args = args();
         let subject = args.find(file.to_str().unwrap()).unwrap();
-        let findings = args.look(subject, None, &Channel::RENDEZVOUS).unwrap();
+        let findings = args.look(subject, None, &Channel::ALL).unwrap();
         assert!(!findings.is_fit());
         let text = findings.text();
         let said = "order    ends over tags\norder    does not end over direction:\n           \
                     rank 0 sends 0SEND_F0 waits for its other side: rank 1 receives 0SEND_F0\n";
         assert!(text.contains(said), "{text}");
-        assert_eq!(findings.json()["channels"][1]["problems"].as_array().unwrap().len(), 4);
     }
 
     #[test]
     fn faults_of_all_channels_are_printed_once() {
         let args = args();
         let subject = || args.find("gpipe").unwrap();
-        let findings =
-            args.look(subject(), Some(Budget::Activations(1)), &Channel::RENDEZVOUS).unwrap();
+        let findings = args.look(subject(), Some(Budget::Activations(1)), &Channel::ALL).unwrap();
         let text = findings.text();
         let said = "fault    rank 0 keeps 2 activations at 0F1; it may keep 1\n";
         assert_eq!(text.matches(said).count(), 1, "{text}");
-        assert!(args.look(subject(), Some(Budget::Bytes(1)), &Channel::RENDEZVOUS).is_err());
+        assert!(args.look(subject(), Some(Budget::Bytes(1)), &Channel::ALL).is_err());
         assert!(args.find("no such").is_err());
     }
 }

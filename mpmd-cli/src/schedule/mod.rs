@@ -142,7 +142,7 @@ fn steps(source: &Source) -> Result<Lowered> {
 
 fn simulated(source: &Source) -> Result<SimulatedSchedule> {
     let (steps, costs) = (steps(source)?, source.costs());
-    Ok(simulate_lowered(&steps, &costs, Leaves::InOrder, Channel::TAGS)?)
+    Ok(simulate_lowered(&steps, &costs, Leaves::InOrder, Channel::Tags)?)
 }
 
 fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {

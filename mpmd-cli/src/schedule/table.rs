@@ -140,7 +140,7 @@ mod tests {
     fn shown(name: &str, costs: &Costs, width: usize) -> String {
         let schedule = Schedule::named(name, 2, 2, None).unwrap();
         let simulated =
-            simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::TAGS).unwrap();
+            simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::Tags).unwrap();
         table(&schedule, &simulated, &costs.unit, width)
     }
 

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{BufWriter, Write as _};
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -27,18 +26,12 @@ pub(crate) struct TraceArgs {
     /// Write the timeline as JSON, for `mpmd draw`
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// These steps only, as 3 or 3..7, both ends included
-    #[arg(long, value_name = "A..B", value_parser = steps)]
-    steps: Option<RangeInclusive<u64>>,
 }
 
 pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     let (traces, problems) = ProcessTrace::read_all(&args.folder)?;
-    let mut run = Run::merge(&traces, problems);
+    let run = Run::merge(&traces, problems);
     drop(traces);
-    if let Some(steps) = &args.steps {
-        run = run.of_steps(steps.clone()).map_err(anyhow::Error::msg)?;
-    }
     if args.output.is_some() || args.timeline.is_some() {
         let timeline = run.timeline_with_plan();
         if let Some(path) = &args.timeline {
@@ -67,30 +60,4 @@ fn write(path: &Path, content: impl FnOnce(&mut BufWriter<fs::File>) -> Result<(
     let mut out = BufWriter::new(fs::File::create(path).with_context(writing)?);
     content(&mut out)?;
     out.flush().with_context(writing)
-}
-
-fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
-    let number = |text: &str| {
-        text.trim().parse::<u64>().map_err(|_| format!("{text:?} is not the number of a step"))
-    };
-    let (first, last) = text.split_once("..").unwrap_or((text, text));
-    let (first, last) = (number(first)?, number(last.trim_start_matches('='))?);
-    if first > last {
-        return Err(format!("step {first} comes after step {last}"));
-    }
-    Ok(first..=last)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn steps_are_one_or_a_range() {
-        assert_eq!(steps("3"), Ok(3..=3));
-        assert_eq!(steps("3..7"), Ok(3..=7));
-        assert_eq!(steps("3..=7"), Ok(3..=7));
-        assert!(steps("7..3").unwrap_err().contains("comes after"));
-        assert!(steps("a..3").unwrap_err().contains("not the number"));
-    }
 }

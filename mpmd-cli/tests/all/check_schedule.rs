@@ -18,13 +18,10 @@ fn proved_schedule_exits_with_0() {
     assert_eq!(code, Some(0), "{out}");
     assert!(out.contains("order    ends over tags, direction, pair, single\n"), "{out}");
     assert!(out.contains("step     117 unit") && out.contains("over single: 172 unit"), "{out}");
-    let (code, out, _) =
-        said(&check(&["1f1b", "-p", "4", "-m", "8", "--json", "--channel", "tags:2,eager"]));
+    let (code, out, _) = said(&check(&["1f1b", "-p", "4", "-m", "8", "--channel", "pair"]));
     assert_eq!(code, Some(0), "{out}");
-    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(json["step"]["makespan"], 33.0);
-    assert_eq!(json["step"]["makespan_at_once"], 30.0);
-    assert_eq!(json["channels"][0]["channel"], "tags:2,eager:1");
+    assert!(out.contains("order    ends over pair\n") && out.contains("step     33 unit"), "{out}");
+    assert!(out.contains("30 unit if results are sent at once"), "{out}");
 }
 
 #[test]
@@ -63,5 +60,5 @@ fn invalid_arguments_exit_with_2() {
     }
     let (code, _, error) = said(&check(&["gpipe", "-p", "2", "-m", "2", "--channel", "fifo"]));
     assert_eq!(code, Some(2));
-    assert!(error.contains("there are tags, tags:K, pair, direction and single"), "{error}");
+    assert!(error.contains("there are tags, direction, pair and single"), "{error}");
 }

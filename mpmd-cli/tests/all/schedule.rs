@@ -140,7 +140,7 @@ fn wrong_file_error_names_the_place() {
     let said = of("0F0,0BW0\n", &[]);
     assert!(said.contains("line 1, column 2 (byte 4), `0BW0`: BW is of old files"), "{said}");
     let said = of("0F0,0F1,0B0\n", &[]);
-    assert!(said.contains("0B1 is missing (stage 0 is on rank 0)"), "{said}");
+    assert!(said.contains("0B1 is missing; stage 0 is on rank 0"), "{said}");
     let said = of("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", &[]);
     let expected =
         "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1";

@@ -55,14 +55,7 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
-        let at = Location::caller();
-        let wrong = |problem: IssueProblem| problem.at(at, "reshard");
-        let leaves = x.leaves_with_paths();
-        let (routes, _) =
-            self.routes(&x.structure(), &leaves, None, to.into(), options).map_err(wrong)?;
-        let moved = self.reshard_along(x, &leaves, routes, options, at);
-        self.synced(at)?;
-        Ok(moved)
+        self.reshard_at(x, (None, to.into()), options, (Location::caller(), "reshard"))
     }
 
     /// Moves every array of a tree to a sharding by a function of the caller, in the groups and
@@ -156,15 +149,9 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
-        let at = Location::caller();
-        let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
-        let leaves = x.leaves_with_paths();
-        let (routes, _) = self
-            .routes(&x.structure(), &leaves, Some(from.into()), to.into(), options)
-            .map_err(wrong)?;
-        let moved = self.reshard_along(x, &leaves, routes, options, at);
-        self.synced(at)?;
-        Ok(moved)
+        let call = "reshard_with_intermediate_sharding";
+        let way = (Some(from.into()), to.into());
+        self.reshard_at(x, way, options, (Location::caller(), call))
     }
 
     /// Moves every array of a tree to a sharding by way of an intermediate sharding, as
@@ -292,16 +279,18 @@ impl Program {
         Ok(Route::Via(Box::new(Via { between: between.sharding, gather, replica, onward })))
     }
 
-    /// Issues the planned moves, grouped by source devices, and returns the results as a tree like
-    /// `x`. Nothing can be refused from here on.
-    fn reshard_along<T: Tree<Leaf = MpmdArray>>(
+    /// Moves every leaf of `x` along its route, in groups on the same devices. `from` is the
+    /// leaves' sharding if they may move by way of an intermediate sharding.
+    fn reshard_at<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
-        leaves: &[(String, &MpmdArray)],
-        routes: Vec<Route>,
+        (from, to): (Option<PrefixTree<Sharding>>, PrefixTree<Sharding>),
         options: MoveOptions,
-        at: &'static Location<'static>,
-    ) -> T::With<MpmdArray> {
+        (at, call): (&'static Location<'static>, &str),
+    ) -> Result<T::With<MpmdArray>> {
+        let leaves = x.leaves_with_paths();
+        let routes = self.routes(&x.structure(), &leaves, from, to, options);
+        let (routes, _) = routes.map_err(|problem| problem.at(at, call))?;
         let groups =
             groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
@@ -319,7 +308,8 @@ impl Program {
             places.into_iter().zip(results).for_each(|(place, array)| moved[place] = Some(array));
         }
         let mut moved = moved.into_iter().flatten();
-        x.map_ref(&mut |_| moved.next().expect("every leaf is in one group"))
+        self.synced(at)?;
+        Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
     }
 
     fn follow(

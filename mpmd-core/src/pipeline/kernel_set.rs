@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::bound_stage::BoundStage;
 use super::bundle::Bundle;
 use super::context::Mode;
-use super::kernels::{Backward, BackwardWeight, Forward, Inferred};
+use super::kernels::{Backward, BackwardWeight, Forward, Inferred, PassKernel};
 use super::stage::{Passes, PlacedShape};
 use crate::api::jit::{Jit, JitBuilder};
 use crate::api::program::Program;
@@ -24,18 +24,18 @@ pub(super) struct KernelSet {
     /// The shardings of the outputs of the forward pass.
     outputs: PrefixTree<Sharding>,
     /// A kernel of the forward pass for each mode, built at first use.
-    pub(super) forward: Vec<(Mode, Jit<Forward>)>,
+    pub(super) forward: Vec<(Mode, Jit<PassKernel<Forward>>)>,
     /// The kernels of the separate gradients, if the stage splits them.
     pub(super) split: Option<Split>,
     /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
     /// later ones.
-    pub(super) fused: Option<[Jit<Backward>; 2]>,
+    pub(super) fused: Option<[Jit<PassKernel<Backward>>; 2]>,
 }
 
 pub(super) struct Split {
-    pub(super) input: Jit<Backward>,
+    pub(super) input: Jit<PassKernel<Backward>>,
     /// The kernels of the weight gradient: for the first microbatch, and for later ones.
-    pub(super) weight: [Jit<BackwardWeight>; 2],
+    pub(super) weight: [Jit<PassKernel<BackwardWeight>>; 2],
 }
 
 impl BoundStage {
@@ -52,7 +52,7 @@ impl BoundStage {
             return Ok(known);
         }
         let kernel = Forward { stage: stage.clone(), mode };
-        let jit = program.jit(kernel).on(mesh).outputs(set.outputs.clone()).build()?;
+        let jit = program.jit(PassKernel(kernel)).on(mesh).outputs(set.outputs.clone()).build()?;
         set.forward.push((mode, jit));
         Ok(set.forward.len() - 1)
     }
@@ -88,7 +88,7 @@ impl BoundStage {
         let backward = |fused, outputs| {
             let (stage, inferred) = (stage.clone(), inferred.clone());
             let kernel = Backward { stage, inferred, needs_dx: self.needs_dx, fused };
-            donate(program.jit(kernel).on(mesh).outputs(outputs), 1, &residual)
+            donate(program.jit(PassKernel(kernel)).on(mesh).outputs(outputs), 1, &residual)
         };
         let split = || {
             let outputs = PrefixTree::from((input.clone(), weight_residual.clone(), nothing()));
@@ -100,7 +100,7 @@ impl BoundStage {
         };
         let weight = || {
             let kernel = BackwardWeight(stage.clone(), inferred.clone());
-            let jit = program.jit(kernel).on(mesh).outputs(gradient.clone());
+            let jit = program.jit(PassKernel(kernel)).on(mesh).outputs(gradient.clone());
             donate(jit, 0, &inferred.weight_residual)
         };
         Ok(KernelSet {

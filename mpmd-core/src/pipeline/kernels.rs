@@ -19,6 +19,64 @@ use mpmd_device::cuda::{source::Source, work::Grid};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 
+/// A pass of a stage, which [`PassKernel`] runs.
+pub(super) trait Pass: Send + Sync + 'static {
+    type In: Tree<Leaf = MpmdArray>;
+    type Out: Tree<Leaf = MpmdArray>;
+
+    fn stage(&self) -> &dyn ErasedStage;
+
+    /// Infers the kernel's signature.
+    fn signature(&self, x: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>>;
+
+    /// The kind of the pass and its settings, for [`Kernel::statics`].
+    fn words(&self) -> Vec<u64>;
+
+    /// Computes the pass, on the host or on the kernel's device.
+    fn pass(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
+    ) -> Result<()>;
+}
+
+/// The kernel of a pass.
+pub(super) struct PassKernel<P>(pub(super) P);
+
+impl<P: Pass> Kernel for PassKernel<P> {
+    type In = P::In;
+    type Out = P::Out;
+
+    fn infer(&self, x: &Shapes<P::In>) -> Result<Signature<Shapes<P::Out>>> {
+        self.0.signature(x)
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, P::In>,
+        y: ViewsMut<'_, P::Out>,
+    ) -> Result<()> {
+        match self.0.stage().computes_on_host() {
+            true => cx.on_host::<P::In, P::Out>(x, y, |cx, x, y| self.0.pass(cx, x, y)),
+            false => self.0.pass(cx, x, y),
+        }
+    }
+
+    fn name(&self) -> &str {
+        self.0.stage().name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [self.0.words(), self.0.stage().statics()].concat()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.stage().cuda()
+    }
+}
+
 /// The kernel of the forward pass: (parameters, inputs, side inputs, extras) -> (outputs,
 /// residuals).
 pub(super) struct Forward {
@@ -93,24 +151,15 @@ fn prepare_gradient(
     Ok(())
 }
 
-impl Forward {
-    fn pass(
-        &self,
-        cx: &mut Context<'_>,
-        (params, x, side, extras): Views<'_, <Self as Kernel>::In>,
-        (y, residual): ViewsMut<'_, <Self as Kernel>::Out>,
-    ) -> Result<()> {
-        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
-        let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
-        self.stage.forward(&mut cx, params, x, y)
-    }
-}
-
-impl Kernel for Forward {
+impl Pass for Forward {
     type In = (Bundle, Bundle, Bundle, Extras<MpmdArray>);
     type Out = (Bundle, Bundle);
 
-    fn infer(
+    fn stage(&self) -> &dyn ErasedStage {
+        &*self.stage
+    }
+
+    fn signature(
         &self,
         (params, x, side, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
@@ -121,37 +170,64 @@ impl Kernel for Forward {
         Ok(if self.mode == Mode::Training { declare_objects(kernel, 1, &residual) } else { kernel })
     }
 
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        x: Views<'_, Self::In>,
-        y: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        match self.stage.computes_on_host() {
-            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
-            false => self.pass(cx, x, y),
-        }
+    fn words(&self) -> Vec<u64> {
+        vec![u64::from(b'F'), self.mode as u64]
     }
 
-    fn name(&self) -> &str {
-        self.stage.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'F'), self.mode as u64], self.stage.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.stage.cuda()
-    }
-}
-
-impl Backward {
     fn pass(
         &self,
         cx: &mut Context<'_>,
-        (params, residual, dy, so_far, extras): Views<'_, <Self as Kernel>::In>,
-        (dx, weight_residual, gradient): ViewsMut<'_, <Self as Kernel>::Out>,
+        (params, x, side, extras): Views<'_, Self::In>,
+        (y, residual): ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
+        let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
+        self.stage.forward(&mut cx, params, x, y)
+    }
+}
+
+impl Pass for Backward {
+    type In = (Bundle, Bundle, Bundle, Option<Bundle>, Extras<MpmdArray>);
+    type Out = (Option<Bundle>, Bundle, Option<Bundle>);
+
+    fn stage(&self) -> &dyn ErasedStage {
+        &*self.stage
+    }
+
+    fn signature(
+        &self,
+        (_, _, _, so_far, _): &Shapes<Self::In>,
+    ) -> Result<Signature<Shapes<Self::Out>>> {
+        let inferred = &self.inferred;
+        let dx = self.needs_dx.then(|| inferred.x.clone());
+        if self.fused {
+            let gradient = Some(inferred.gradients.clone());
+            let signature = Signature::new((dx, Bundle::empty(), gradient));
+            let signature = declare(signature, &inferred.backward_input);
+            let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
+            return Ok(paths.fold(signature, |signature, path| {
+                signature.alias(below(3, &path), below(2, &path))
+            }));
+        }
+        let signature = Signature::new((dx, avals(&inferred.weight_residual), None));
+        let signature = declare(signature, &inferred.backward_input);
+        let keeps = inferred.keeps.iter();
+        let signature = keeps.fold(signature, |signature, (residual, weight)| {
+            signature.alias(below(1, residual), below(1, weight))
+        });
+        Ok(declare_objects(signature, 1, &inferred.weight_residual))
+    }
+
+    fn words(&self) -> Vec<u64> {
+        let kind = if self.fused { b'B' } else { b'I' };
+        vec![u64::from(kind), u64::from(self.needs_dx)]
+    }
+
+    fn pass(
+        &self,
+        cx: &mut Context<'_>,
+        (params, residual, dy, so_far, extras): Views<'_, Self::In>,
+        (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         let mut given = Given::default();
         let mut objects = Vec::new();
@@ -178,66 +254,29 @@ impl Backward {
     }
 }
 
-impl Kernel for Backward {
-    type In = (Bundle, Bundle, Bundle, Option<Bundle>, Extras<MpmdArray>);
-    type Out = (Option<Bundle>, Bundle, Option<Bundle>);
+impl Pass for BackwardWeight {
+    type In = (Bundle, Option<Bundle>, Extras<MpmdArray>);
+    type Out = Bundle;
 
-    fn infer(
-        &self,
-        (_, _, _, so_far, _): &Shapes<Self::In>,
-    ) -> Result<Signature<Shapes<Self::Out>>> {
-        let inferred = &self.inferred;
-        let dx = self.needs_dx.then(|| inferred.x.clone());
-        if self.fused {
-            let gradient = Some(inferred.gradients.clone());
-            let signature = Signature::new((dx, Bundle::empty(), gradient));
-            let signature = declare(signature, &inferred.backward_input);
-            let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
-            return Ok(paths.fold(signature, |signature, path| {
-                signature.alias(below(3, &path), below(2, &path))
-            }));
-        }
-        let signature = Signature::new((dx, avals(&inferred.weight_residual), None));
-        let signature = declare(signature, &inferred.backward_input);
-        let keeps = inferred.keeps.iter();
-        let signature = keeps.fold(signature, |signature, (residual, weight)| {
-            signature.alias(below(1, residual), below(1, weight))
-        });
-        Ok(declare_objects(signature, 1, &inferred.weight_residual))
+    fn stage(&self) -> &dyn ErasedStage {
+        &*self.0
     }
 
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        x: Views<'_, Self::In>,
-        y: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        match self.stage.computes_on_host() {
-            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
-            false => self.pass(cx, x, y),
-        }
+    fn signature(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let signature = Signature::new(self.1.gradients.clone());
+        let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
+        Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
     }
 
-    fn name(&self) -> &str {
-        self.stage.name()
+    fn words(&self) -> Vec<u64> {
+        vec![u64::from(b'W')]
     }
 
-    fn statics(&self) -> Vec<u64> {
-        let kind = if self.fused { b'B' } else { b'I' };
-        [vec![u64::from(kind), u64::from(self.needs_dx)], self.stage.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.stage.cuda()
-    }
-}
-
-impl BackwardWeight {
     fn pass(
         &self,
         cx: &mut Context<'_>,
-        (weight_residual, so_far, extras): Views<'_, <Self as Kernel>::In>,
-        mut gradient: ViewsMut<'_, <Self as Kernel>::Out>,
+        (weight_residual, so_far, extras): Views<'_, Self::In>,
+        mut gradient: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         prepare_gradient(cx, &mut gradient, so_far.is_none())?;
         let objects = weight_residual.leaves.clone();
@@ -246,41 +285,6 @@ impl BackwardWeight {
         self.0.backward_weight(&mut cx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())
-    }
-}
-
-impl Kernel for BackwardWeight {
-    type In = (Bundle, Option<Bundle>, Extras<MpmdArray>);
-    type Out = Bundle;
-
-    fn infer(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = Signature::new(self.1.gradients.clone());
-        let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
-        Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
-    }
-
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        x: Views<'_, Self::In>,
-        y: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        match self.0.computes_on_host() {
-            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
-            false => self.pass(cx, x, y),
-        }
-    }
-
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'W')], self.0.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.0.cuda()
     }
 }
 

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use super::bundle::Bundle;
 use super::context::WorkingForm;
 use super::erased::ErasedStage;
+use super::kernels::{Pass, PassKernel};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::kernel::{Context, Kernel, Shapes, Signature, Views, ViewsMut};
-use mpmd_device::cuda::source::Source;
+use crate::kernel::{Context, Shapes, Signature, Views, ViewsMut};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 
@@ -37,17 +37,35 @@ pub(super) enum Freshness {
 pub(super) struct Prepared {
     /// The declared bytes on each device; `None` if the stage has no working form.
     bytes: Option<u64>,
-    jit: Option<Jit<Prepare>>,
+    jit: Option<Jit<PassKernel<Prepare>>>,
     object: Option<MpmdArray>,
     stale: bool,
 }
 
-impl Prepare {
+impl Pass for Prepare {
+    type In = (Bundle, Option<MpmdArray>);
+    type Out = Option<MpmdArray>;
+
+    fn stage(&self) -> &dyn ErasedStage {
+        &*self.stage
+    }
+
+    fn signature(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
+        Ok(match form {
+            Some(_) => Signature::new(None),
+            None => Signature::new(Some(ShapedArray::object())).object_bytes("", self.bytes),
+        })
+    }
+
+    fn words(&self) -> Vec<u64> {
+        vec![u64::from(b'P'), self.bytes]
+    }
+
     fn pass(
         &self,
         cx: &mut Context<'_>,
-        (params, form): Views<'_, <Self as Kernel>::In>,
-        made: ViewsMut<'_, <Self as Kernel>::Out>,
+        (params, form): Views<'_, Self::In>,
+        made: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         let mut new = WorkingForm(None);
         let mut known = form.map(|form| form.object::<WorkingForm>()).transpose()?;
@@ -64,42 +82,6 @@ impl Prepare {
             made.put_object(new)?;
         }
         Ok(())
-    }
-}
-
-impl Kernel for Prepare {
-    type In = (Bundle, Option<MpmdArray>);
-    type Out = Option<MpmdArray>;
-
-    fn infer(&self, (_, form): &Shapes<Self::In>) -> Result<Signature<Option<ShapedArray>>> {
-        Ok(match form {
-            Some(_) => Signature::new(None),
-            None => Signature::new(Some(ShapedArray::object())).object_bytes("", self.bytes),
-        })
-    }
-
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        x: Views<'_, Self::In>,
-        y: ViewsMut<'_, Self::Out>,
-    ) -> Result<()> {
-        match self.stage.computes_on_host() {
-            true => cx.on_host::<Self::In, Self::Out>(x, y, |cx, x, y| self.pass(cx, x, y)),
-            false => self.pass(cx, x, y),
-        }
-    }
-
-    fn name(&self) -> &str {
-        self.stage.name()
-    }
-
-    fn statics(&self) -> Vec<u64> {
-        [vec![u64::from(b'P'), self.bytes], self.stage.statics()].concat()
-    }
-
-    fn cuda(&self) -> Vec<&'static Source> {
-        self.stage.cuda()
     }
 }
 
@@ -150,7 +132,8 @@ impl Prepared {
             Some(jit) => jit,
             None => {
                 let kernel = Prepare { stage: stage.clone(), bytes };
-                let jit = program.jit(kernel).on(mesh).outputs(mesh.replicated()).build()?;
+                let jit =
+                    program.jit(PassKernel(kernel)).on(mesh).outputs(mesh.replicated()).build()?;
                 self.jit.insert(jit)
             }
         };

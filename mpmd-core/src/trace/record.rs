@@ -13,7 +13,7 @@ use std::time::Duration;
 use mpmd_base::block::{Condvar, Instant, Mutex, now, since, thread};
 use mpmd_record::trace::Label;
 use mpmd_record::trace::file::{self, Chunk};
-use mpmd_record::trace::{About, Event, What};
+use mpmd_record::trace::{About, Clock, Event, What};
 use mpmd_schedule::Schedule;
 use tracing::span::EnteredSpan;
 
@@ -77,7 +77,7 @@ struct List(Mutex<Vec<Event>>);
 /// recorded so far.
 #[derive(Default)]
 struct Extra {
-    chunks: Vec<Chunk>,
+    chunks: Vec<Chunk<'static>>,
     schedules: Vec<Schedule>,
 }
 
@@ -231,7 +231,7 @@ impl Trace {
     pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
         if let Some((recorder, began)) = self.on() {
             let at = at.saturating_sub(began);
-            recorder.extra.lock().chunks.push(Chunk::Clock { at, server, bound });
+            recorder.extra.lock().chunks.push(Chunk::Clock(Clock { at, server, bound }));
         }
     }
 

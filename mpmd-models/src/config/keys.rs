@@ -16,98 +16,31 @@ const LARGEST: usize = (1 << 31) - 1;
 /// Length of a value in a message, in characters.
 const SHOWN: usize = 60;
 
-/// Keys that no decoder's results depend on. Others that nothing has read are refused.
-pub(crate) const HARMLESS: &[&str] = &[
-    // The origin of a folder, and settings of programs that load it.
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "base_model_name_or_path",
-    "custom_pipelines",
-    "dtype",
-    "is_llama_config",
-    "max_sequence_length",
-    "model_max_length",
-    "model_name",
-    "name_or_path",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    // Settings of speed and memory.
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_flash_attn_2_enabled",
-    "attn_implementation",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "gradient_checkpointing",
-    "pretraining_tp",
-    "reorder_and_upcast_attn",
-    "tf_legacy_loss",
-    "torchscript",
-    "use_bfloat16",
-    "use_cache",
-    "use_flash_attention",
-    "use_flash_attn",
-    // Outputs beside the results.
-    "output_attentions",
-    "output_hidden_states",
-    "output_past",
-    "output_scores",
-    "return_dict",
-    "return_dict_in_generate",
-    // The first values of a training from scratch.
-    "initializer_range",
-    // Heads of other tasks.
-    "_num_labels",
-    "classifier_dropout",
-    "finetuning_task",
-    "id2label",
-    "label2id",
-    "num_labels",
-    "problem_type",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "task_specific_params",
-    // Tokens, and how a text is generated.
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "eos_token_id",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "mask_token_id",
-    "max_length",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "pad_token_id",
-    "prefix",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "sep_token_id",
-    "suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "unk_token_id",
-];
+/// Keys that no decoder's results depend on, separated by blanks. Others that nothing has read are
+/// refused. They are, in this order: the origin of a folder and settings of programs that load it;
+/// settings of speed and memory; outputs beside the results; the first values of a training from
+/// scratch; heads of other tasks; tokens, and how a text is generated.
+pub(crate) const HARMLESS: &str = "
+    _name_or_path architectures auto_map base_model_name_or_path custom_pipelines dtype
+    is_llama_config max_sequence_length model_max_length model_name name_or_path tokenizer_class
+    torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
+    cache_implementation chunk_size_feed_forward gradient_checkpointing pretraining_tp
+    reorder_and_upcast_attn tf_legacy_loss torchscript use_bfloat16 use_cache use_flash_attention
+    use_flash_attn
+    output_attentions output_hidden_states output_past output_scores return_dict
+    return_dict_in_generate
+    initializer_range
+    _num_labels classifier_dropout finetuning_task id2label label2id num_labels problem_type
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params
+    bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
+    mask_token_id max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences pad_token_id prefix remove_invalid_values repetition_penalty sep_token_id
+    suppress_tokens temperature top_k top_p typical_p unk_token_id
+";
 
 /// The keys of an object in a config. Notes those that have been read.
 pub(crate) struct Keys<'a> {
@@ -221,9 +154,11 @@ impl<'a> Keys<'a> {
 
     /// Refuses keys that nothing has read. They may change results, unless they are null or in
     /// `harmless`.
-    pub(crate) fn finish(&self, harmless: &[&str]) -> Result<()> {
+    pub(crate) fn finish(&self, harmless: &str) -> Result<()> {
         let read = self.read.borrow();
-        let is_known = |key: &String| read.contains(key) || harmless.contains(&key.as_str());
+        let is_known = |key: &String| {
+            read.contains(key) || harmless.split_whitespace().any(|known| known == key)
+        };
         match self.map.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
             None => Ok(()),
             Some((key, value)) => {

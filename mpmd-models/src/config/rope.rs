@@ -9,23 +9,10 @@ use crate::rope::{Rope, Scaling};
 /// The kinds of scalings, for messages.
 const KINDS: &str = r#""default", "linear", "llama3", "yarn", "longrope" or "dynamic""#;
 const ORIGINAL: &str = "original_max_position_embeddings";
-/// Keys that kinds other than the one of an object read.
-const OTHERS: &[&str] = &[
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "finetuned",
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    ORIGINAL,
-    "short_factor",
-    "truncate",
-    "type",
-];
+/// Keys that kinds other than the one of an object read, separated by blanks.
+const OTHERS: &str = "attention_factor beta_fast beta_slow factor finetuned high_freq_factor \
+    long_factor low_freq_factor mscale mscale_all_dim original_max_position_embeddings \
+    short_factor truncate type";
 
 /// The settings of a rotary embedding whose keys are absent.
 pub(crate) struct RopeDefaults {

@@ -17,7 +17,7 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     let of = |kind| nested.as_ref().map_or(Ok(None), |nested| nested.object(kind));
     let (full_keys, local_keys) = (of("full_attention")?, of("sliding_attention")?);
     if let Some(nested) = &nested {
-        nested.finish(&[])?;
+        nested.finish("")?;
     }
     // The old form scales the layers without a window alone.
     let full_keys = keys.object("rope_scaling")?.or(full_keys);

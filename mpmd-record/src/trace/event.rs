@@ -1,15 +1,11 @@
-//! Events of a traced process. All have the same size, in memory and in files.
+//! Events of a traced process.
+
+use serde::{Deserialize, Serialize};
 
 use crate::trace::Label;
 
-/// Size of an event in a file, in bytes.
-pub(super) const EVENT_BYTES: usize = 6 * 8;
-
-/// The word of an absent label.
-const NONE: u64 = u64::MAX;
-
 /// An event of a traced process.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Event {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
@@ -20,7 +16,7 @@ pub struct Event {
 /// The kinds of events. Texts are numbers: indices into
 /// [`ProcessTrace::texts`](super::ProcessTrace::texts). Times are in nanoseconds since the
 /// process's trace began.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
 pub enum What {
     /// The program issued an operation in which this process takes part.
@@ -114,7 +110,7 @@ pub enum What {
 }
 
 /// The progress of a piece that is sent from one process to another.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum PieceStep {
     /// The bytes are ready, and the sender's router has them.
     Offered,
@@ -127,123 +123,4 @@ pub enum PieceStep {
     Arrived,
     /// The bytes are available to the receiver's operation.
     Taken,
-}
-
-impl PieceStep {
-    const ALL: [Self; 5] =
-        [Self::Offered, Self::Posted, Self::Expected, Self::Arrived, Self::Taken];
-}
-
-const ISSUED: u8 = 1;
-const STARTED: u8 = 2;
-const ENDED: u8 = 3;
-const OVER: u8 = 4;
-const LEFT: u8 = 5;
-const WAITED: u8 = 6;
-const STEP_END: u8 = 7;
-const ANNOTATED: u8 = 8;
-/// The kind of an event of a piece's first step; the other steps follow in the order of
-/// `PieceStep`.
-const PIECE: u8 = 16;
-
-impl Event {
-    /// Encodes the event as six little-endian words. The words are: time, then the kind with a
-    /// 32-bit value above it, then four words of the kind.
-    #[doc(hidden)]
-    pub fn to_bytes(self) -> [u8; EVENT_BYTES] {
-        let (kind, high, words) = match self.what {
-            What::Issued { op, label, text, line, source } => {
-                let texts = u64::from(text) | u64::from(line) << 32;
-                (ISSUED, 0, [op, label.map_or(NONE, Label::word), texts, source])
-            }
-            What::Started { op, device, since, input, memory } => {
-                (STARTED, device, [op, since, input, memory])
-            }
-            What::Ended { op, device, memory } => (ENDED, device, [op, memory, 0, 0]),
-            What::Over { op } => (OVER, 0, [op, 0, 0, 0]),
-            What::Piece { step, op, piece, peer, bytes, ticket } => {
-                (PIECE + step as u8, peer, [op, piece, bytes, ticket])
-            }
-            What::Left { ticket } => (LEFT, 0, [ticket, 0, 0, 0]),
-            What::Waited { since, text, line } => {
-                (WAITED, 0, [since, u64::from(text) | u64::from(line) << 32, 0, 0])
-            }
-            What::Annotated { since, text, line } => {
-                (ANNOTATED, 0, [since, u64::from(text) | u64::from(line) << 32, 0, 0])
-            }
-            What::StepEnd { step, op } => (STEP_END, 0, [step, op, 0, 0]),
-        };
-        let mut bytes = [0; EVENT_BYTES];
-        let first = [self.at, u64::from(kind) | u64::from(high) << 32];
-        for (to, word) in bytes.chunks_exact_mut(8).zip(first.into_iter().chain(words)) {
-            to.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
-    }
-
-    /// Decodes an event. `None` if its kind is unknown to this version.
-    #[doc(hidden)]
-    pub fn of_bytes(bytes: &[u8; EVENT_BYTES]) -> Option<Self> {
-        let mut words = [0; 6];
-        for (word, from) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-            *word = u64::from_le_bytes(from.try_into().ok()?);
-        }
-        let [at, kind, a, b, c, d] = words;
-        let high = (kind >> 32) as u32;
-        let texts = |word: u64| (word as u32, (word >> 32) as u32);
-        let what = match kind as u8 {
-            ISSUED => {
-                let ((text, line), label) = (texts(c), (b != NONE).then(|| Label::of_word(b)));
-                What::Issued { op: a, label, text, line, source: d }
-            }
-            STARTED => What::Started { op: a, device: high, since: b, input: c, memory: d },
-            ENDED => What::Ended { op: a, device: high, memory: b },
-            OVER => What::Over { op: a },
-            LEFT => What::Left { ticket: a },
-            WAITED => {
-                let (text, line) = texts(b);
-                What::Waited { since: a, text, line }
-            }
-            ANNOTATED => {
-                let (text, line) = texts(b);
-                What::Annotated { since: a, text, line }
-            }
-            STEP_END => What::StepEnd { step: a, op: b },
-            kind => {
-                let step = *PieceStep::ALL.get(usize::from(kind.checked_sub(PIECE)?))?;
-                What::Piece { step, op: a, piece: b, peer: high, bytes: c, ticket: d }
-            }
-        };
-        Some(Self { at, what })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::trace::Role;
-
-    #[test]
-    fn events_survive_encoding() {
-        let label = Some(Label { stage: 3, microbatch: Some(1), role: Role::SendForward });
-        let piece =
-            |step| What::Piece { step, op: 9, piece: u64::MAX, peer: 7, bytes: 1 << 40, ticket: 3 };
-        let whats = [
-            What::Issued { op: u64::MAX - 1, label, text: u32::MAX, line: 2, source: 4 },
-            What::Issued { op: 1, label: None, text: 0, line: 0, source: 0 },
-            What::Started { op: 2, device: 5, since: 3, input: 1, memory: 1 << 50 },
-            What::Ended { op: 2, device: 5, memory: 6 },
-            What::Over { op: 2 },
-            What::Left { ticket: 3 },
-            What::Waited { since: 4, text: 1, line: 9 },
-            What::Annotated { since: 5, text: 8, line: 9 },
-            What::StepEnd { step: 1, op: 2 },
-        ];
-        for what in whats.into_iter().chain(PieceStep::ALL.map(piece)) {
-            let event = Event { at: 1 << 60, what };
-            assert_eq!(Event::of_bytes(&event.to_bytes()), Some(event));
-        }
-        assert_eq!(Event::of_bytes(&[0; EVENT_BYTES]), None);
-        assert_eq!(Event::of_bytes(&[0xff; EVENT_BYTES]), None);
-    }
 }

@@ -2,22 +2,27 @@
 //! complete write.
 //!
 //! A file begins with eight magic bytes, the version, the length of the process's [`About`], and
-//! the `About` as JSON. Then come *chunks*: kind and length, four bytes each, and the content.
-//! Numbers are little-endian. Readers skip chunks of unknown kinds.
+//! the `About` as JSON. Then come *chunks*: the length in four bytes, and the content as in
+//! control messages. Numbers are little-endian.
 
+use std::borrow::Cow;
 use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use mpmd_base::block::{Instant, SystemTime, UNIX_EPOCH};
+use mpmd_proto::control;
 use serde::{Deserialize, Serialize};
 
-use super::event::{EVENT_BYTES, Event};
+use super::event::Event;
 
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 
 /// Version of the file format. Readers refuse other versions.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+
+/// Number of events in a chunk. A chunk that is cut off is lost.
+const EVENTS_TOGETHER: usize = 1024;
 
 /// The description of a process at the beginning of its file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -151,53 +156,31 @@ fn own_clock() -> String {
     if boot.is_empty() { boot } else { format!("{} {}", boot.trim(), space.display()) }
 }
 
-/// The chunks of a file other than events.
-pub enum Chunk {
+/// The parts of a file.
+#[derive(Deserialize, Serialize)]
+pub enum Chunk<'a> {
+    Events(Cow<'a, [Event]>),
     Text { number: u32, text: String },
-    Clock { at: u64, server: i64, bound: u64 },
+    Clock(Clock),
     Schedule { name: String, rows: String },
     Dropped { events: u64 },
     End,
 }
 
-const EVENTS: u32 = 1;
-const TEXT: u32 = 2;
-const CLOCK: u32 = 3;
-const SCHEDULE: u32 = 4;
-const DROPPED: u32 = 5;
-const END: u32 = 6;
-
-impl Chunk {
+impl Chunk<'_> {
+    /// Appends the chunk to the bytes of a file. Leaves out one that is too long for a control
+    /// message.
     pub fn write(&self, out: &mut Vec<u8>) {
-        let (kind, content) = match self {
-            Self::Text { number, text } => {
-                (TEXT, [&number.to_le_bytes()[..], text.as_bytes()].concat())
-            }
-            Self::Clock { at, server, bound } => {
-                (CLOCK, [at.to_le_bytes(), server.to_le_bytes(), bound.to_le_bytes()].concat())
-            }
-            Self::Schedule { name, rows } => (SCHEDULE, format!("{name}\n{rows}").into_bytes()),
-            Self::Dropped { events } => (DROPPED, events.to_le_bytes().to_vec()),
-            Self::End => (END, Vec::new()),
-        };
-        write_chunk(kind, &content, out);
+        if let Ok(content) = control::encode(self) {
+            out.extend((content.len() as u32).to_le_bytes());
+            out.extend(content);
+        }
     }
-}
-
-fn write_chunk(kind: u32, content: &[u8], out: &mut Vec<u8>) {
-    out.extend(kind.to_le_bytes());
-    out.extend((content.len() as u32).to_le_bytes());
-    out.extend(content);
 }
 
 pub fn write_events(events: &[Event], out: &mut Vec<u8>) {
-    // The length of a chunk must fit into four bytes.
-    for events in events.chunks(1 << 20) {
-        out.reserve(events.len() * EVENT_BYTES + 8);
-        out.extend(EVENTS.to_le_bytes());
-        out.extend(((events.len() * EVENT_BYTES) as u32).to_le_bytes());
-        events.iter().for_each(|event| out.extend(event.to_bytes()));
-    }
+    let chunks = events.chunks(EVENTS_TOGETHER);
+    chunks.for_each(|events| Chunk::Events(events.into()).write(out));
 }
 
 /// Returns the first bytes of a file: magic bytes, version and description.
@@ -294,8 +277,7 @@ impl ProcessTrace {
             return Err("it begins otherwise".to_owned());
         }
         let version = rest.number().ok_or("it is empty")?;
-        // Version 1 lacks some kinds of events and roles.
-        if !(1..=VERSION).contains(&version) {
+        if version != VERSION {
             return Err(format!("it is of version {version}, and this program reads {VERSION}"));
         }
         let length = rest.number().ok_or("it breaks off in its beginning")?;
@@ -304,7 +286,9 @@ impl ProcessTrace {
         let mut trace = Self { about, ..Self::default() };
         while !rest.0.is_empty() {
             let at = bytes.len() - rest.0.len();
-            if let Err(why) = trace.chunk(&mut rest) {
+            let content = rest.number().and_then(|length| rest.take(length as usize));
+            let broken = "a part of the trace is not whole".to_owned();
+            if let Err(why) = content.ok_or(broken).and_then(|content| trace.chunk(content)) {
                 trace.truncated =
                     Some(format!("it breaks off at byte {at} of {}: {why}", bytes.len()));
                 break;
@@ -314,49 +298,22 @@ impl ProcessTrace {
         Ok(trace)
     }
 
-    fn chunk(&mut self, rest: &mut Rest<'_>) -> Result<(), &'static str> {
-        let broken = "a part of the trace is not whole";
-        let (kind, length) = (rest.number().ok_or(broken)?, rest.number().ok_or(broken)? as usize);
-        let content = match rest.take(length) {
-            Some(content) => content,
-            // If events are cut off, the complete ones are still used.
-            None if kind == EVENTS => {
-                self.events(rest.0);
-                return Err(broken);
-            }
-            None => return Err(broken),
-        };
-        let mut content = Rest(content);
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        match kind {
-            EVENTS => self.events(content.0),
-            TEXT => {
-                let number = content.number().ok_or(broken)? as usize;
-                if number > self.texts.len() {
-                    return Err("a text comes before its turn");
+    fn chunk(&mut self, content: &[u8]) -> Result<(), String> {
+        match control::decode(content).map_err(|error| error.to_string())? {
+            Chunk::Events(events) => self.events.extend(&*events),
+            Chunk::Text { number, text } => {
+                if number as usize > self.texts.len() {
+                    return Err("a text comes before its turn".to_owned());
                 }
-                self.texts.truncate(number);
-                self.texts.push(text(content.0));
+                self.texts.truncate(number as usize);
+                self.texts.push(text);
             }
-            CLOCK => {
-                let mut word = || content.word().ok_or(broken);
-                self.clocks.push(Clock { at: word()?, server: word()? as i64, bound: word()? });
-            }
-            SCHEDULE => {
-                let all = text(content.0);
-                let (name, rows) = all.split_once('\n').unwrap_or((&all, ""));
-                self.schedules.push((name.to_owned(), rows.to_owned()));
-            }
-            DROPPED => self.dropped = content.word().ok_or(broken)?,
-            END => self.ended = true,
-            _ => {}
+            Chunk::Clock(clock) => self.clocks.push(clock),
+            Chunk::Schedule { name, rows } => self.schedules.push((name, rows)),
+            Chunk::Dropped { events } => self.dropped = events,
+            Chunk::End => self.ended = true,
         }
         Ok(())
-    }
-
-    fn events(&mut self, bytes: &[u8]) {
-        let events = bytes.as_chunks::<EVENT_BYTES>().0.iter().filter_map(Event::of_bytes);
-        self.events.extend(events);
     }
 }
 
@@ -371,10 +328,6 @@ impl<'a> Rest<'a> {
 
     fn number(&mut self) -> Option<u32> {
         Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
-    }
-
-    fn word(&mut self) -> Option<u64> {
-        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
     }
 }
 
@@ -405,11 +358,9 @@ mod tests {
         Chunk::Text { number: 0, text: "one".to_owned() }.write(&mut bytes);
         let events: Vec<_> = (0..3).map(|op| Event { at: op, what: What::Over { op } }).collect();
         write_events(&events, &mut bytes);
-        Chunk::Clock { at: 1, server: -2, bound: 3 }.write(&mut bytes);
+        Chunk::Clock(Clock { at: 1, server: -2, bound: 3 }).write(&mut bytes);
         Chunk::Schedule { name: "a".to_owned(), rows: "0F0\n1F0".to_owned() }.write(&mut bytes);
         Chunk::Dropped { events: 4 }.write(&mut bytes);
-        // A kind of a later version.
-        write_chunk(99, b"what", &mut bytes);
         Chunk::End.write(&mut bytes);
         bytes
     }
@@ -432,10 +383,8 @@ mod tests {
                 }
             }
         }
-        // Cut within the third event.
-        let events = start + 8 + 4 + 3 + 8;
-        let part = ProcessTrace::of_bytes(&bytes[..events + 2 * EVENT_BYTES + 5]).unwrap();
-        assert_eq!(part.events.len(), 2);
+        let part = ProcessTrace::of_bytes(&bytes[..bytes.len() - 1]).unwrap();
+        assert_eq!(part.events.len(), 3);
         assert!(part.truncated.unwrap().contains("breaks off at byte"));
     }
 
@@ -496,7 +445,7 @@ mod tests {
         let mut bytes = whole();
         bytes[8] = 7;
         let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
-        assert_eq!(why, "it is of version 7, and this program reads 2");
+        assert_eq!(why, "it is of version 7, and this program reads 3");
         let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
         assert!(matches!(nowhere, TraceError::Unreadable { .. }), "{nowhere}");
     }

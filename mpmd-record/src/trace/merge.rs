@@ -2,7 +2,6 @@
 //! processes.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::align::Aligned;
@@ -216,33 +215,6 @@ impl Run {
         merging.finish(&step_ends)
     }
 
-    /// Keeps only the kernels, pieces, waits and annotations of the steps with these numbers.
-    /// Shifts all times so that the first of these steps begins at 0. Keeps all operations.
-    ///
-    /// # Errors
-    ///
-    /// If the run has none of these steps, or ended no step.
-    pub fn of_steps(mut self, steps: RangeInclusive<u64>) -> Result<Self, String> {
-        let all =
-            (self.steps.first().map(|step| step.number), self.steps.last().map(|step| step.number));
-        self.steps.retain(|step| steps.contains(&step.number));
-        let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
-            return Err(match all {
-                (Some(first), Some(last)) => format!("the run has steps {first} to {last} only"),
-                _ => "the program ended no step, so there are none to choose from".to_owned(),
-            });
-        };
-        let (ops, begin) = (first.ops.0.saturating_add(1)..=last.ops.1, first.start);
-        let until = last.end;
-        self.kernels.retain(|kernel| ops.contains(&kernel.op));
-        self.pieces.retain(|piece| ops.contains(&piece.op));
-        self.waits.retain(|wait| wait.end > begin && wait.start < until);
-        self.annotations.retain(|range| range.end > begin && range.start < until);
-        self.shift(begin);
-        self.end = self.last_of_all();
-        Ok(self)
-    }
-
     /// Returns true if `op` belongs to one of the steps, or if there are none.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
         let ends = self.steps.first().zip(self.steps.last());
@@ -259,54 +231,6 @@ impl Run {
         let from = self.pieces.partition_point(|piece| piece.op < op);
         let until = self.pieces.partition_point(|piece| piece.op <= op);
         &self.pieces[from..until]
-    }
-
-    /// Subtracts `begin`, in seconds, from all times. Times of pieces, waits and annotations do not
-    /// fall below 0.
-    fn shift(&mut self, begin: f64) {
-        let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
-        for operation in self.operations.values_mut() {
-            move_all(&mut [&mut operation.issued, &mut operation.started]);
-            operation.ended.iter_mut().for_each(|time| *time -= begin);
-        }
-        for kernel in &mut self.kernels {
-            move_all(&mut [&mut kernel.since, &mut kernel.start, &mut kernel.end]);
-        }
-        for piece in &mut self.pieces {
-            let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
-            let times = [offered, posted, left, expected, arrived, taken];
-            times.into_iter().flatten().for_each(|time| *time -= begin);
-        }
-        for wait in &mut self.waits {
-            move_all(&mut [&mut wait.start, &mut wait.end]);
-        }
-        for range in &mut self.annotations {
-            move_all(&mut [&mut range.start, &mut range.end]);
-        }
-        // Times before 0 become 0: drawings begin there.
-        for piece in &mut self.pieces {
-            let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
-            let times = [offered, posted, left, expected, arrived, taken];
-            times.into_iter().flatten().for_each(|time| *time = time.max(0.0));
-        }
-        for wait in &mut self.waits {
-            (wait.start, wait.end) = (wait.start.max(0.0), wait.end.max(0.0));
-        }
-        for range in &mut self.annotations {
-            (range.start, range.end) = (range.start.max(0.0), range.end.max(0.0));
-        }
-        for step in &mut self.steps {
-            move_all(&mut [&mut step.start, &mut step.end]);
-        }
-        for process in &mut self.processes {
-            process.last -= begin;
-        }
-    }
-
-    fn last_of_all(&self) -> f64 {
-        let kernels = self.kernels.iter().map(|kernel| kernel.end);
-        let pieces = self.pieces.iter().filter_map(|piece| piece.on_its_way()).map(|(_, end)| end);
-        kernels.chain(pieces).fold(0.0, f64::max)
     }
 }
 
@@ -496,7 +420,9 @@ impl Merging {
         // A step without kernels took no time and is left out.
         let counts = |step: &RunStep| step.start.is_finite();
         run.steps = by_last.into_values().filter(counts).collect();
-        run.end = run.last_of_all();
+        let kernels = run.kernels.iter().map(|kernel| kernel.end);
+        let pieces = run.pieces.iter().filter_map(Piece::on_its_way).map(|(_, end)| end);
+        run.end = kernels.chain(pieces).fold(0.0, f64::max);
         run
     }
 }

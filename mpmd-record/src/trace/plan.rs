@@ -41,7 +41,7 @@ impl Run {
         let (name, rows) = self.schedules.first().ok_or(NoPlan::NoSchedule)?;
         let schedule = Text::parse(rows, Some(Dialect::ComputeOnly))?.schedule(name.as_str())?;
         let costs = self.costs()?;
-        let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS)?;
+        let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::Tags)?;
         Ok(simulated.timeline(name, &costs.unit))
     }
 

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use super::channel::Channel;
 use super::engine::Engine;
+use super::lists::{NONE, Queues};
 use super::names::Names;
-use super::windows::NONE;
 use crate::flow::Flow;
 
 /// A flow that deadlocks over a channel.
@@ -213,11 +213,11 @@ impl<'e, 'f> Graph<'e, 'f> {
             }
         }
         let queues = engine.queues.as_ref();
-        let first = |list: usize| {
-            let ends = queues.map_or(&[][..], |queues| queues.list(list));
-            ends.iter().copied().find(|end| !is_done(engine, *end)).unwrap_or(NONE)
+        let first = |queue: u32| {
+            let ends = queues.map_or(&[][..], |queues| queues.ends(queue));
+            ends.iter().copied().find(|end| !engine.is_sent(*end / 2)).unwrap_or(NONE)
         };
-        let queue_front = (0..queues.map_or(0, |queues| queues.lists())).map(first).collect();
+        let queue_front = (0..queues.map_or(0, Queues::len)).map(first).collect();
         Self { engine, nodes: engine.flow.nodes.len() as u32, lane_front, queue_front }
     }
 
@@ -233,7 +233,7 @@ impl<'e, 'f> Graph<'e, 'f> {
         let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
         let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;
         if item < self.nodes {
-            let takes = flow.takes_of(item).iter().filter(|taken| !engine.is_taken(**taken));
+            let takes = flow.takes_of(item).iter().filter(|taken| !engine.is_sent(**taken));
             edges.extend(takes.map(|taken| (end(*taken, 1), Why::Take)));
             let needs = flow.needs_of(item).iter().filter(|need| !engine.ended[**need as usize]);
             edges.extend(needs.map(|need| (*need, Why::Need)));
@@ -245,8 +245,9 @@ impl<'e, 'f> Graph<'e, 'f> {
         }
         let (transfer, is_receive) = ((item - self.nodes) / 2, (item - self.nodes) % 2 == 1);
         if !engine.is_at_front(item - self.nodes) {
-            let list = engine.queues.as_ref().and_then(|queues| queues.list_of(item - self.nodes));
-            let front = list.map_or(NONE, |list| self.queue_front[list]);
+            let queues = engine.queues.as_ref();
+            let queue = queues.and_then(|queues| queues.queue_of(item - self.nodes));
+            let front = queue.map_or(NONE, |queue| self.queue_front[queue as usize]);
             if front != NONE {
                 edges.push((self.nodes + front, Why::Queue));
             }
@@ -273,8 +274,4 @@ impl<'e, 'f> Graph<'e, 'f> {
         };
         Wait { item, process, tag: transfer.tag, why }
     }
-}
-
-fn is_done(engine: &Engine, end: u32) -> bool {
-    if end.is_multiple_of(2) { engine.is_sent(end / 2) } else { engine.is_taken(end / 2) }
 }

@@ -2,10 +2,8 @@
 //! simulation.
 //!
 //! One execution decides whether the flow ends. The events are: a node begins or ends; a transfer
-//! begins, has gone, or has been taken. Some events require that certain others have happened, for
-//! instance a node's inputs, or both ends at the front. Others require all but a fixed number of
-//! certain events, for instance a place in a window, or room at the receiver. No event requires
-//! that another has *not* happened. So an event that can happen stays possible until it happens.
+//! begins or ends. Some events require that certain others have happened, for instance a node's
+//! inputs, or both ends at the front. No event requires that another has *not* happened. So an event that can happen stays possible until it happens.
 //!
 //! Suppose two executions run until nothing more can happen, and one has events that the other
 //! lacks. Let `e` be the first of these. All requirements of `e` came before it, so the other
@@ -13,8 +11,8 @@
 //! events. For the same reason, the earliest time of an event does not depend on the order of
 //! events of the same time.
 
-use super::channel::{Channel, Protocol, Queues};
-use super::windows::{NONE, Windows};
+use super::channel::Channel;
+use super::lists::{Lists, NONE, Queues};
 use crate::flow::{Flow, Post};
 
 /// Bits of [`Engine::state`].
@@ -25,10 +23,8 @@ const SEND_FRONT: u8 = 4;
 const RECEIVE_FRONT: u8 = 8;
 /// The data to send has been computed.
 const MADE: u8 = 16;
-/// The receiver has room for the message.
-const ROOM: u8 = 32;
-const BEGUN: u8 = 64;
-const SENT: u8 = 128;
+const BEGUN: u8 = 32;
+const SENT: u8 = 64;
 
 /// A node or transfer that can begin, with its number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -53,17 +49,12 @@ pub(crate) struct Engine<'a> {
     taken_by: Lists,
     makes: Lists,
     state: Vec<u8>,
-    taken: Vec<bool>,
     /// Queues of ends; `None` if all ends are at the front at once.
-    pub(super) queues: Option<Windows>,
-    /// Transfers for each pair of sender and receiver, in the order of their sends.
-    rooms: Option<Windows>,
+    pub(super) queues: Option<Queues>,
     /// Ends that have come to the front of their queues and are not processed yet.
     fresh: Vec<u32>,
     /// Items that can begin. The caller removes and runs them.
     pub(crate) begins: Vec<Begin>,
-    /// Transfers that were taken since the caller last looked. Only for the simulation.
-    pub(crate) took: Vec<u32>,
     /// The causes of all starts; `None` in the check. Only for the simulation.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
@@ -78,9 +69,6 @@ pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
     /// The item that let each transfer begin.
     pub(crate) transfer: Vec<u32>,
-    /// For each transfer, the item that let its receive come to the front. Unset if the receive
-    /// came before the data.
-    pub(crate) late: Vec<u32>,
     /// The node or transfer that ends now.
     now: u32,
 }
@@ -112,7 +100,6 @@ impl<'a> Engine<'a> {
         let causes = with_causes.then(|| Causes {
             node: vec![NONE; nodes],
             transfer: vec![NONE; transfers],
-            late: vec![NONE; transfers],
             now: NONE,
         });
         let mut engine = Self {
@@ -124,12 +111,9 @@ impl<'a> Engine<'a> {
             taken_by: Lists::new(transfers, takes),
             makes: Lists::new(nodes, made.map(|(transfer, number)| (transfer.after, number))),
             state: vec![0; transfers],
-            taken: vec![false; transfers],
-            queues: queues(flow, channel.queues),
-            rooms: rooms(flow, channel.protocol),
+            queues: queues(flow, channel),
             fresh: Vec::new(),
             begins: Vec::new(),
-            took: Vec::new(),
             causes,
             nodes_left: nodes,
             transfers_left: transfers,
@@ -152,21 +136,10 @@ impl<'a> Engine<'a> {
         for (transfer, state) in flow.transfers.iter().zip(&mut self.state) {
             *state |= if transfer.after == NONE { MADE } else { 0 };
         }
-        if let Some(rooms) = &mut self.rooms {
-            for list in 0..rooms.lists() {
-                rooms.fill(list, |transfer| {
-                    self.state[transfer as usize] |= ROOM;
-                    false
-                });
-            }
-        }
         match &mut self.queues {
             Some(queues) => {
-                for list in 0..queues.lists() {
-                    queues.fill(list, |end| {
-                        self.fresh.push(end);
-                        false
-                    });
+                for queue in 0..queues.len() {
+                    self.fresh.extend(queues.advance(queue));
                 }
             }
             None => self.fresh.extend(flow.posts.iter().flatten().map(|post| end_of(*post))),
@@ -207,9 +180,14 @@ impl<'a> Engine<'a> {
             causes.now = self.flow.nodes.len() as u32 + transfer;
         }
         self.state[transfer as usize] |= SENT;
-        self.leave_queue(transfer * 2);
-        if self.state[transfer as usize] & RECEIVE_FRONT != 0 {
-            self.take(transfer);
+        self.transfers_left -= 1;
+        if let Some(queues) = &mut self.queues {
+            let left = [transfer * 2, transfer * 2 + 1].map(|end| queues.queue_of(end));
+            self.fresh.extend(left.into_iter().flatten().filter_map(|queue| queues.advance(queue)));
+        }
+        let cause = self.flow.nodes.len() as u32 + transfer;
+        for at in self.taken_by.range(transfer) {
+            self.has(self.taken_by.items[at], cause);
         }
         self.settle();
     }
@@ -229,8 +207,8 @@ impl<'a> Engine<'a> {
 
     fn try_begin(&mut self, transfer: u32) {
         let state = &mut self.state[transfer as usize];
-        const NEEDED: u8 = SEND_FRONT | MADE;
-        if *state & (NEEDED | BEGUN) == NEEDED && *state & (ROOM | RECEIVE_FRONT) != 0 {
+        const NEEDED: u8 = SEND_FRONT | RECEIVE_FRONT | MADE;
+        if *state & (NEEDED | BEGUN) == NEEDED {
             *state |= BEGUN;
             if let Some(causes) = &mut self.causes {
                 causes.transfer[transfer as usize] = causes.now;
@@ -242,68 +220,14 @@ impl<'a> Engine<'a> {
     /// Processes all ends that have come to the front.
     fn settle(&mut self) {
         while let Some(end) = self.fresh.pop() {
-            let transfer = end / 2;
-            let state = &mut self.state[transfer as usize];
-            if end % 2 == 0 {
-                *state |= SEND_FRONT;
-                self.try_begin(transfer);
-            } else {
-                *state |= RECEIVE_FRONT;
-                if *state & SENT != 0 {
-                    if let Some(causes) = &mut self.causes {
-                        causes.late[transfer as usize] = causes.now;
-                    }
-                    self.take(transfer);
-                } else {
-                    self.try_begin(transfer);
-                }
-            }
+            let front = if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT };
+            self.state[end as usize / 2] |= front;
+            self.try_begin(end / 2);
         }
-    }
-
-    fn take(&mut self, transfer: u32) {
-        self.taken[transfer as usize] = true;
-        self.transfers_left -= 1;
-        if self.causes.is_some() {
-            self.took.push(transfer);
-        }
-        self.leave_queue(transfer * 2 + 1);
-        if let Some(rooms) = &mut self.rooms
-            && let Some(list) = rooms.list_of(transfer)
-        {
-            if self.state[transfer as usize] & ROOM != 0 {
-                rooms.free(list);
-            }
-            let mut given = Vec::new();
-            rooms.fill(list, |transfer| {
-                given.push(transfer);
-                self.state[transfer as usize] |= ROOM;
-                self.taken[transfer as usize]
-            });
-            given.into_iter().for_each(|transfer| self.try_begin(transfer));
-        }
-        let cause = self.flow.nodes.len() as u32 + transfer;
-        for at in self.taken_by.range(transfer) {
-            self.has(self.taken_by.items[at], cause);
-        }
-    }
-
-    fn leave_queue(&mut self, end: u32) {
-        let Some(queues) = &mut self.queues else { return };
-        let Some(list) = queues.list_of(end) else { return };
-        queues.free(list);
-        queues.fill(list, |end| {
-            self.fresh.push(end);
-            false
-        });
     }
 
     pub(super) fn is_sent(&self, transfer: u32) -> bool {
         self.state[transfer as usize] & SENT != 0
-    }
-
-    pub(super) fn is_taken(&self, transfer: u32) -> bool {
-        self.taken[transfer as usize]
     }
 
     pub(super) fn is_made(&self, transfer: u32) -> bool {
@@ -340,37 +264,23 @@ fn peer_of(flow: &Flow, post: Post) -> u32 {
     }
 }
 
-fn queues(flow: &Flow, queues: Queues) -> Option<Windows> {
-    let width = match queues {
-        Queues::Tags => return None,
-        Queues::TagsBounded(width) => width.max(1),
-        _ => 1,
-    };
+fn queues(flow: &Flow, channel: Channel) -> Option<Queues> {
+    if channel == Channel::Tags {
+        return None;
+    }
     // Within a process: one queue for all, one for each peer, or two for each peer.
-    let key = |post: Post| match (queues, post) {
-        (Queues::PerPair, _) => peer_of(flow, post) * 2,
-        (Queues::PerDirection, Post::Send(_)) => peer_of(flow, post) * 2,
-        (Queues::PerDirection, Post::Receive(_)) => peer_of(flow, post) * 2 + 1,
+    let key = |post: Post| match (channel, post) {
+        (Channel::PerPair, _) => peer_of(flow, post) * 2,
+        (Channel::PerDirection, Post::Send(_)) => peer_of(flow, post) * 2,
+        (Channel::PerDirection, Post::Receive(_)) => peer_of(flow, post) * 2 + 1,
         _ => 0,
     };
-    let (keys, count) = numbered(flow, |post| Some(key(post)));
+    let (keys, count) = numbered(flow, key);
     let ends = all_posts(flow).map(|(process, post)| {
         let (first, keys) = &keys[process];
-        (end_of(post), first + keys.partition_point(|known| *known < key(post)) as u32)
+        (first + keys.partition_point(|known| *known < key(post)) as u32, end_of(post))
     });
-    Some(Windows::new(width, count, flow.transfers.len() * 2, ends))
-}
-
-fn rooms(flow: &Flow, protocol: Protocol) -> Option<Windows> {
-    let Protocol::Eager(messages @ 1..) = protocol else { return None };
-    let (keys, count) =
-        numbered(flow, |post| matches!(post, Post::Send(_)).then(|| peer_of(flow, post)));
-    let sends = all_posts(flow).filter_map(|(process, post)| {
-        let Post::Send(transfer) = post else { return None };
-        let (first, keys) = &keys[process];
-        Some((transfer, first + keys.partition_point(|known| *known < peer_of(flow, post)) as u32))
-    });
-    Some(Windows::new(messages, count, flow.transfers.len(), sends))
+    Some(Queues::new(count, flow.transfers.len() * 2, ends))
 }
 
 fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
@@ -380,13 +290,13 @@ fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
         .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// Numbers the distinct keys of all posts; posts without a key are left out. Returns (keys, total).
+/// Numbers the distinct keys of all posts. Returns (keys, total).
 /// `keys` has for each process (number of its first key, its sorted keys).
-fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u32>)>, u32) {
+fn numbered(flow: &Flow, key: impl Fn(Post) -> u32) -> (Vec<(u32, Vec<u32>)>, u32) {
     let mut first = 0;
     let of_process = |posts: &Vec<Post>| {
         let mut keys: Vec<u32> = Vec::new();
-        for key in posts.iter().filter_map(|post| key(*post)) {
+        for key in posts.iter().map(|post| key(*post)) {
             if let Err(place) = keys.binary_search(&key) {
                 keys.insert(place, key);
             }
@@ -396,35 +306,4 @@ fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u3
     };
     let keys = flow.posts.iter().map(of_process).collect();
     (keys, first)
-}
-
-/// A list of numbers for each index, in one allocation.
-#[derive(Debug)]
-pub(super) struct Lists {
-    bounds: Vec<u32>,
-    pub(super) items: Vec<u32>,
-}
-
-impl Lists {
-    fn new(count: usize, pairs: impl Iterator<Item = (u32, u32)> + Clone) -> Self {
-        let mut bounds = vec![0; count + 1];
-        for (of, _) in pairs.clone() {
-            bounds[of as usize + 1] += 1;
-        }
-        for at in 0..count {
-            bounds[at + 1] += bounds[at];
-        }
-        let mut next = bounds.clone();
-        let mut items = vec![0; bounds[count] as usize];
-        for (of, item) in pairs {
-            items[next[of as usize] as usize] = item;
-            next[of as usize] += 1;
-        }
-        Self { bounds, items }
-    }
-
-    /// Returns the range of one index's list in `items`.
-    fn range(&self, of: u32) -> std::ops::Range<usize> {
-        self.bounds[of as usize] as usize..self.bounds[of as usize + 1] as usize
-    }
 }

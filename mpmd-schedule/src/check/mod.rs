@@ -7,16 +7,16 @@ mod budget;
 mod channel;
 mod cycle;
 mod engine;
+mod lists;
 mod names;
 mod peak;
 mod report;
-mod windows;
 
 #[cfg(test)]
 mod tests;
 
 pub use budget::Budget;
-pub use channel::{Channel, NoChannel, Protocol, Queues};
+pub use channel::{Channel, NoChannel};
 pub use cycle::{Deadlock, Item, Missing, Wait, Why};
 pub(super) use engine::{Begin, Causes, Engine};
 pub use names::Names;

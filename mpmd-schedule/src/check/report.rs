@@ -3,6 +3,7 @@
 use super::{Budget, Channel, Deadlock, Ledger, Names, Proof, RankPeak, check};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::lower::{lower, lower_late};
+use crate::schedule::{Fault, Places};
 use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 
 /// The conditions that a schedule is checked against.
@@ -51,62 +52,14 @@ pub struct Link {
 pub enum Problem {
     /// There are no actions at all.
     Empty,
-    /// An action is missing.
-    Missing {
-        /// The missing action.
-        action: Action,
-        /// The rank of the stage; `None` if no rank has it.
-        rank: Option<usize>,
-    },
-    /// An action appears more than once.
-    Twice {
-        /// The action.
-        action: Action,
-        /// (rank, place in the rank's row) of the first occurrence.
-        first: (usize, usize),
-        /// (rank, place in the rank's row) of the other occurrence.
-        other: (usize, usize),
-    },
-    /// An action is on another rank than its stage.
-    Elsewhere {
-        /// The action.
-        action: Action,
-        /// (rank, place in the rank's row) of the action.
-        at: (usize, usize),
-        /// The rank of the stage.
-        stage_on: usize,
-    },
-    /// A gradient is computed twice: by a `B`, and by an `I` or a `W`.
-    Both {
-        /// The `B`.
-        both: Action,
-        /// The `I` or `W`.
-        part: Action,
-    },
-    /// On one rank, an action comes before an action that it needs.
-    Order {
-        /// The rank.
-        rank: usize,
-        /// (action that comes too early, its place in the row)
-        action: (Action, usize),
-        /// (action that it needs, place of that action in the row)
-        needs: (Action, usize),
-    },
+    /// Actions are missing, or are not where they belong.
+    Fault(Fault),
     /// Explicit transfers do not match the actions.
     Moves(FlowError),
     /// The schedule deadlocks.
     Deadlock(Deadlock),
     /// The schedule is invalid for another reason.
     Schedule(ScheduleError),
-    /// There are far fewer actions than the numbers of stages and microbatches require.
-    Numbers {
-        /// The highest stage, plus one.
-        stages: usize,
-        /// The highest microbatch, plus one.
-        microbatches: usize,
-        /// The number of actions.
-        actions: usize,
-    },
     /// The number of further faults, which are not listed.
     More(usize),
     /// A rank exceeds the memory budget.
@@ -125,34 +78,12 @@ pub enum Problem {
 impl Problem {
     /// Describes the fault in one or more lines of text.
     pub fn lines(&self, names: &dyn Names) -> Vec<String> {
-        let place = |(rank, place): (usize, usize)| format!("rank {rank}, place {place}");
         let line = match self {
             Self::Empty => "there is nothing in it".to_owned(),
-            Self::Missing { action, rank: Some(rank) } => {
-                format!("{action} is missing; stage {} is on rank {rank}", action.stage)
-            }
-            Self::Missing { action, rank: None } => {
-                format!("{action} is missing; stage {} is on no rank", action.stage)
-            }
-            Self::Twice { action, first, other } => {
-                format!("{action} appears twice: {} and {}", place(*first), place(*other))
-            }
-            Self::Elsewhere { action, at, stage_on } => {
-                format!("{action} is on {}, but its stage is on rank {stage_on}", place(*at))
-            }
-            Self::Both { both, part } => format!("{both} already computes {part}"),
-            Self::Order { rank, action, needs } => format!(
-                "rank {rank} has {} at place {}, before {} at place {}, which it needs",
-                action.0, action.1, needs.0, needs.1
-            ),
+            Self::Fault(fault) => fault.to_string(),
             Self::Moves(error) => error.to_string(),
             Self::Deadlock(deadlock) => return deadlock.lines(names),
             Self::Schedule(error) => error.to_string(),
-            Self::Numbers { stages, microbatches, actions } => format!(
-                "there are stages up to {} and microbatches up to {}, but only {actions} actions",
-                stages.saturating_sub(1),
-                microbatches.saturating_sub(1)
-            ),
             Self::More(count) => format!("and {count} more"),
             Self::Budget { rank, peak, budget: Budget::Activations(most), at } => {
                 format!("rank {rank} keeps {peak} activations at {at}; it may keep {most}")
@@ -183,18 +114,23 @@ pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
 pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let (actions, pairs) = rows.actions();
     let mut report = Report::default();
-    if let Some(problem) = numbers(&actions) {
-        report.problems.push(problem);
+    if actions.iter().all(Vec::is_empty) {
+        report.problems.push(Problem::Empty);
         return report;
     }
-    report.whole(&actions);
-    if !report.problems.is_empty() {
-        let more = report.problems.len().saturating_sub(NAMED);
-        report.problems.truncate(NAMED);
-        if more > 0 {
-            report.problems.push(Problem::More(more));
+    let places = match Places::new(&actions) {
+        Ok(places) => places,
+        Err(fault) => {
+            report.problems.push(Problem::Fault(fault));
+            return report;
         }
-        report.circle(&actions);
+    };
+    let faults = places.faults(&actions);
+    if !faults.is_empty() {
+        let more = faults.len().saturating_sub(NAMED);
+        report.problems.extend(faults.into_iter().take(NAMED).map(Problem::Fault));
+        report.problems.extend((more > 0).then_some(Problem::More(more)));
+        report.circle(&actions, &places);
         return report;
     }
     if rows.has_moves() {
@@ -204,7 +140,7 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     match Schedule::with_overlaps("", actions, pairs) {
         Ok(schedule) => check_schedule(&schedule, limits),
         Err(error) => {
-            report.circle(&rows.actions().0);
+            report.circle(&rows.actions().0, &places);
             if report.problems.is_empty() {
                 report.problems.push(Problem::Schedule(error));
             }
@@ -216,124 +152,15 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
 /// The limit for the number of missing or misplaced actions that a report lists.
 const NAMED: usize = 100;
 
-/// Returns a fault if stage and microbatch numbers are far too large for the number of actions.
-/// Such a schedule cannot be right, and tables for it would not fit into memory.
-fn numbers(rows: &[Vec<Action>]) -> Option<Problem> {
-    let actions = || rows.iter().flatten();
-    let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
-    let microbatches =
-        actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
-    let count: usize = rows.iter().map(Vec::len).sum();
-    // A complete schedule has at least one action for each.
-    let most = count.saturating_mul(4).saturating_add(1 << 16);
-    let fits = stages.checked_mul(microbatches).is_some_and(|needed| needed <= most);
-    (!fits).then_some(Problem::Numbers { stages, microbatches, actions: count })
-}
-
 impl Report {
     /// Returns true if there are no faults and the schedule has a proof.
     pub fn is_fit(&self) -> bool {
         self.problems.is_empty() && self.proof.is_some()
     }
 
-    /// Adds a problem for every action that is missing, or appears twice. Does the same for actions
-    /// on another rank than their stage, and for those before an action of their rank that they
-    /// need.
-    fn whole(&mut self, rows: &[Vec<Action>]) {
-        let places = Places::new(rows);
-        if places.stages == 0 {
-            self.problems.push(Problem::Empty);
-            return;
-        }
-        for (rank, row) in rows.iter().enumerate() {
-            for (place, action) in row.iter().enumerate() {
-                let stage_on = places.rank_of_stage[action.stage].unwrap_or(rank);
-                let first = places.of(*action).unwrap_or((rank, place));
-                if stage_on != rank {
-                    self.problems.push(Problem::Elsewhere {
-                        action: *action,
-                        at: (rank, place),
-                        stage_on,
-                    });
-                } else if first != (rank, place) {
-                    self.problems.push(Problem::Twice {
-                        action: *action,
-                        first,
-                        other: (rank, place),
-                    });
-                }
-            }
-        }
-        let has_backward = rows.iter().flatten().any(|action| action.kind != ActionKind::Forward);
-        for stage in 0..places.stages {
-            for microbatch in 0..places.microbatches {
-                self.whole_microbatch(&places, stage, microbatch, has_backward);
-            }
-        }
-    }
-
-    fn whole_microbatch(
-        &mut self,
-        places: &Places,
-        stage: usize,
-        microbatch: usize,
-        has_backward: bool,
-    ) {
-        let of = |kind| Action { stage, kind, microbatch };
-        let [forward, input, weight, both] = KINDS.map(|kind| places.of(of(kind)));
-        let rank = places.rank_of_stage[stage];
-        let missing = |kind| Problem::Missing { action: of(kind), rank };
-        use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
-        if forward.is_none() {
-            self.problems.push(missing(Forward));
-        }
-        match (both, input, weight) {
-            (None, None, None) if has_backward => self.problems.push(missing(Backward)),
-            (None, None, Some(_)) => self.problems.push(missing(BackwardInput)),
-            (None, Some(_), None) => self.problems.push(missing(BackwardWeight)),
-            (Some(_), _, _) => {
-                for (part, kind) in [(input, BackwardInput), (weight, BackwardWeight)] {
-                    if part.is_some() {
-                        self.problems.push(Problem::Both { both: of(Backward), part: of(kind) });
-                    }
-                }
-            }
-            _ => {}
-        }
-        let mut after = |first: Action, then: Action| {
-            if let (Some(needs), Some(action)) = (places.of(first), places.of(then))
-                && needs.0 == action.0
-                && needs.1 > action.1
-            {
-                let (action, needs) = ((then, action.1), (first, needs.1));
-                self.problems.push(Problem::Order {
-                    rank: places.of(then).unwrap_or_default().0,
-                    action,
-                    needs,
-                });
-            }
-        };
-        for input in [BackwardInput, Backward] {
-            after(of(Forward), of(input));
-        }
-        after(of(BackwardInput), of(BackwardWeight));
-        if stage > 0 {
-            after(Action { stage: stage - 1, ..of(Forward) }, of(Forward));
-            for (first, then) in [
-                (BackwardInput, BackwardInput),
-                (BackwardInput, Backward),
-                (Backward, BackwardInput),
-                (Backward, Backward),
-            ] {
-                after(of(first), Action { stage: stage - 1, ..of(then) });
-            }
-        }
-    }
-
     /// Adds a problem if ranks wait for each other over any channel. If an action appears twice,
     /// the first one counts. A missing action is not waited for.
-    fn circle(&mut self, rows: &[Vec<Action>]) {
-        let places = Places::new(rows);
+    fn circle(&mut self, rows: &[Vec<Action>], places: &Places) {
         let first = |(rank, row): (usize, &Vec<Action>)| {
             let row = row.iter().enumerate();
             row.filter(|(place, action)| places.of(**action) == Some((rank, *place)))
@@ -348,7 +175,7 @@ impl Report {
         };
         let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
         if let Ok(flow) = Flow::of_lowered(&lower_late(&rows).into(), Leaves::AtOnce)
-            && let Err(deadlock) = check(&flow, Channel::TAGS)
+            && let Err(deadlock) = check(&flow, Channel::Tags)
             && !deadlock.cycle.is_empty()
         {
             self.problems.push(Problem::Deadlock(deadlock));
@@ -414,64 +241,13 @@ fn links(flow: &Flow) -> Vec<Link> {
     links
 }
 
-const KINDS: [ActionKind; 4] = [
-    ActionKind::Forward,
-    ActionKind::BackwardInput,
-    ActionKind::BackwardWeight,
-    ActionKind::Backward,
-];
-
-/// The first place of each action.
-struct Places {
-    stages: usize,
-    microbatches: usize,
-    /// The first rank, in order of ranks, that has the stage.
-    rank_of_stage: Vec<Option<usize>>,
-    /// Indexed by stage, microbatch and kind.
-    first: Vec<Option<(u32, u32)>>,
-}
-
-impl Places {
-    fn new(rows: &[Vec<Action>]) -> Self {
-        let actions = || rows.iter().flatten();
-        let stages = actions().map(|action| action.stage + 1).max().unwrap_or(0);
-        let microbatches = actions().map(|action| action.microbatch + 1).max().unwrap_or(0);
-        let mut places = Self {
-            stages,
-            microbatches,
-            rank_of_stage: vec![None; stages],
-            first: vec![None; stages * microbatches * KINDS.len()],
-        };
-        for (rank, row) in rows.iter().enumerate() {
-            for (place, action) in row.iter().enumerate() {
-                if *places.rank_of_stage[action.stage].get_or_insert(rank) == rank {
-                    let at = places.at(*action);
-                    places.first[at].get_or_insert((rank as u32, place as u32));
-                }
-            }
-        }
-        places
-    }
-
-    fn at(&self, action: Action) -> usize {
-        let kind = KINDS.iter().position(|kind| *kind == action.kind).unwrap_or_default();
-        (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
-    }
-
-    /// Returns (rank, place) of the first occurrence of an action; `None` if there is none on the
-    /// rank of its stage.
-    fn of(&self, action: Action) -> Option<(usize, usize)> {
-        self.first[self.at(action)].map(|(rank, place)| (rank as usize, place as usize))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Builtin, Step, StepKind};
 
     const LIMITS: Limits =
-        Limits { channel: Channel::TAGS, leaves: Leaves::AtOnce, costs: None, budget: None };
+        Limits { channel: Channel::Tags, leaves: Leaves::AtOnce, costs: None, budget: None };
 
     fn steps(schedule: &Schedule) -> Vec<Vec<Step>> {
         schedule
@@ -497,7 +273,7 @@ mod tests {
         for wild in ["4000000000F0\n", "4000000000F4000000000\n"] {
             let report = of(wild);
             assert!(
-                matches!(report.problems[..], [Problem::Numbers { actions: 1, .. }]),
+                matches!(report.problems[..], [Problem::Fault(Fault::Numbers { actions: 1, .. })]),
                 "{report:?}"
             );
         }
@@ -511,7 +287,7 @@ mod tests {
             let text = crate::Text::parse(text, None).unwrap();
             let report = check_lowered(&Lowered::of_text(&text), LIMITS);
             let action = Action { stage: 0, kind: lacks, microbatch: 0 };
-            assert_eq!(report.problems, [Problem::Missing { action, rank: Some(0) }]);
+            assert_eq!(report.problems, [Problem::Fault(Fault::Missing { action, rank: Some(0) })]);
         }
     }
 

@@ -10,20 +10,6 @@ use crate::flow::{Leaves, Node, Post, StepNames, Transfer};
 use crate::lower::lower_late;
 use crate::{Builtin, Schedule, Step, StepKind, lower};
 
-fn channels() -> Vec<Channel> {
-    let queues = [
-        Queues::Tags,
-        Queues::TagsBounded(2),
-        Queues::PerDirection,
-        Queues::PerPair,
-        Queues::Single,
-    ];
-    let all = queues.iter().flat_map(|queues| {
-        [Channel::rendezvous(*queues), Channel::eager(*queues, 1), Channel::eager(*queues, 2)]
-    });
-    all.collect()
-}
-
 /// Returns the built-in schedules for all combinations of these numbers that are valid. A round is
 /// one microbatch per rank.
 fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedule> {
@@ -49,9 +35,8 @@ fn crossed_receives_are_a_cycle_of_four() {
         (0..rows[1].len()).filter(|at| rows[1][*at].kind == StepKind::ReceiveForward).collect();
     rows[1].swap(receives[0], receives[1]);
     let flow = Flow::of_lowered(&rows.into(), Leaves::AtOnce).unwrap();
-    assert!(check(&flow, Channel::TAGS).is_ok());
-    assert!(check(&flow, Channel::eager(Queues::PerDirection, 2)).is_ok());
-    let deadlock = check(&flow, Channel::rendezvous(Queues::PerDirection)).unwrap_err();
+    assert!(check(&flow, Channel::Tags).is_ok());
+    let deadlock = check(&flow, Channel::PerDirection).unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
         [
@@ -75,7 +60,7 @@ fn conflicting_orders_deadlock_over_every_channel() {
     ];
     let steps = lower_late(&rows);
     let names = StepNames::of_lowered(&steps);
-    let deadlock = check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::TAGS)
+    let deadlock = check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::Tags)
         .unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
@@ -115,7 +100,7 @@ fn the_shortest_of_two_cycles_is_reported() {
         takes: (0..5).collect(),
         posts: (0..5).map(posts).collect(),
     };
-    let deadlock = check(&flow, Channel::TAGS).unwrap_err();
+    let deadlock = check(&flow, Channel::Tags).unwrap_err();
     // Each process computes, receives and sends.
     assert_eq!(deadlock.cycle.len(), 2 * 3);
 }
@@ -132,7 +117,7 @@ fn transfers_with_a_missing_end_are_reported() {
         let flow =
             Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>().into(), Leaves::AtOnce)
                 .unwrap();
-        let deadlock = check(&flow, Channel::eager(Queues::Tags, 1)).unwrap_err();
+        let deadlock = check(&flow, Channel::Tags).unwrap_err();
         assert!(deadlock.cycle.is_empty());
         deadlock.lines(&names)
     };
@@ -154,7 +139,7 @@ fn lowered_schedules_end_over_every_channel() {
     for schedule in schedules(&[1, 2, 3, 4, 5, 8], &[1, 2, 3], &[1, 2, 3]) {
         let flow = Flow::of_schedule(&schedule).unwrap();
         configurations += 1;
-        for channel in channels() {
+        for channel in Channel::ALL {
             let (name, ranks, microbatches) =
                 (schedule.name(), schedule.ranks(), schedule.microbatches());
             let proof = check(&flow, channel);
@@ -174,7 +159,7 @@ fn late_receives_deadlock_more_over_poorer_channels() {
         }
         configurations += 1;
         let flow = Flow::of_lowered(&lower_late(schedule.rows()).into(), Leaves::AtOnce).unwrap();
-        for (channel, count) in Channel::RENDEZVOUS.into_iter().zip(&mut deadlocks) {
+        for (channel, count) in Channel::ALL.into_iter().zip(&mut deadlocks) {
             *count += usize::from(check(&flow, channel).is_err());
         }
     }
@@ -268,17 +253,14 @@ impl Happened {
             Post::Receive(transfer) => flow.transfers[transfer as usize].from,
         };
         let is_send = |post: Post| matches!(post, Post::Send(_));
-        let (width, together): (usize, &dyn Fn(Post) -> bool) = match channel.queues {
-            Queues::Tags => return true,
-            Queues::TagsBounded(width) => (width as usize, &|_| true),
-            Queues::Single => (1, &|_| true),
-            Queues::PerPair => (1, &|other| peer(other) == peer(post)),
-            Queues::PerDirection => {
-                (1, &|other| peer(other) == peer(post) && is_send(other) == is_send(post))
-            }
+        let together = |other| match channel {
+            Channel::Tags => false,
+            Channel::Single => true,
+            Channel::PerPair => peer(other) == peer(post),
+            Channel::PerDirection => peer(other) == peer(post) && is_send(other) == is_send(post),
         };
-        let before = flow.posts[process as usize].iter().take_while(|other| **other != post);
-        before.filter(|other| together(**other) && !self.is_post_done(**other)).count() < width
+        let mut before = flow.posts[process as usize].iter().take_while(|other| **other != post);
+        before.all(|other| !together(*other) || self.is_post_done(*other))
     }
 
     /// Returns the state after each event that can happen next.
@@ -308,31 +290,6 @@ impl Happened {
                 then.receives.insert(number);
                 all.push(then);
             }
-            if let Protocol::Eager(messages) = channel.protocol {
-                let earlier = flow.posts[transfer.from as usize].iter();
-                let earlier = earlier.take_while(|post| **post != Post::Send(number));
-                let waiting = earlier.filter(|post| match post {
-                    Post::Send(other) => {
-                        flow.transfers[*other as usize].to == transfer.to
-                            && !self.receives.contains(other)
-                    }
-                    Post::Receive(_) => false,
-                });
-                if made
-                    && sends
-                    && !self.sends.contains(&number)
-                    && waiting.count() < messages as usize
-                {
-                    let mut then = self.clone();
-                    then.sends.insert(number);
-                    all.push(then);
-                }
-                if receives && self.sends.contains(&number) && !self.receives.contains(&number) {
-                    let mut then = self.clone();
-                    then.receives.insert(number);
-                    all.push(then);
-                }
-            }
         }
         all
     }
@@ -360,7 +317,7 @@ proptest! {
 
     #[test]
     fn every_interleaving_ends_as_proved(flow in flows()) {
-        for channel in channels() {
+        for channel in Channel::ALL {
             let ends = Happened::ends(&flow, channel);
             prop_assert_eq!(ends.len(), 1, "{}", channel);
             let end = ends.first().unwrap();
@@ -392,7 +349,7 @@ proptest! {
     fn the_order_of_execution_does_not_matter(
         flow in flows(), picks in prop::collection::vec(any::<u16>(), 64),
     ) {
-        for channel in channels() {
+        for channel in Channel::ALL {
             let mut engine = Engine::new(&flow, channel, false);
             let mut picks = picks.iter().cycle();
             while !engine.begins.is_empty() {
@@ -409,15 +366,9 @@ proptest! {
     #[test]
     fn a_richer_channel_is_no_worse(flow in flows()) {
         let comes_to_its_end = |channel| check(&flow, channel).is_ok();
-        for pair in Channel::RENDEZVOUS.windows(2) {
+        for pair in Channel::ALL.windows(2) {
             prop_assert!(comes_to_its_end(pair[0]) || !comes_to_its_end(pair[1]), "{} \
                 {}", pair[0], pair[1]);
-        }
-        for channel in Channel::RENDEZVOUS {
-            let eager = Channel::eager(channel.queues, 1);
-            let more = Channel::eager(channel.queues, 2);
-            prop_assert!(comes_to_its_end(eager) || !comes_to_its_end(channel));
-            prop_assert!(comes_to_its_end(more) || !comes_to_its_end(eager));
         }
     }
 }

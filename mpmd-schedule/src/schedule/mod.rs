@@ -10,6 +10,8 @@ use std::sync::Arc;
 
 pub use builtin::Builtin;
 pub use error::ScheduleError;
+pub use whole::Fault;
+pub(crate) use whole::Places;
 
 /// The computation of an action for its stage and microbatch.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -354,7 +356,7 @@ mod tests {
         assert!(!schedule.has_backward());
         let rows = vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0), a(1, Backward, 0)]];
         let error = Schedule::new("x", rows).unwrap_err().to_string();
-        assert!(error.contains("0B0 is missing (stage 0 is on rank 0)"), "{error}");
+        assert!(error.contains("0B0 is missing; stage 0 is on rank 0"), "{error}");
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::collections::BinaryHeap;
 pub use path::Pause;
 pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_schedule};
 
-use super::check::{Begin, Causes, Channel, Deadlock, Engine, Protocol, Queues, verdict};
+use super::check::{Begin, Causes, Channel, Deadlock, Engine, verdict};
 use super::flow::Flow;
 
 /// Durations of nodes and transfers, indexed by their numbers, in any common unit; finite and not
@@ -133,10 +133,8 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
             lane.busy += times.nodes[item as usize];
             engine.end_node(item);
         } else {
+            transfers[(item - count) as usize].end = now;
             engine.end_transfer(item - count);
-        }
-        for transfer in engine.took.drain(..) {
-            transfers[transfer as usize].end = now;
         }
     }
     verdict(&engine, channel)?;
@@ -163,20 +161,10 @@ impl Simulated {
     }
 }
 
-/// The channels of [`channel_costs`], roughly from the fewest constraints on order to the most.
-pub const COMPARED: [Channel; 6] = [
-    Channel::TAGS,
-    Channel::rendezvous(Queues::PerDirection),
-    Channel::rendezvous(Queues::PerPair),
-    Channel { queues: Queues::TagsBounded(4), protocol: Protocol::Rendezvous },
-    Channel::eager(Queues::Single, 1),
-    Channel::rendezvous(Queues::Single),
-];
-
-/// Simulates a flow over each channel of [`COMPARED`]. Returns (channel, makespan) for each, or the
-/// deadlock in place of the makespan.
+/// Simulates a flow over each channel. Returns (channel, makespan) for each, or the deadlock in
+/// place of the makespan.
 pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
-    COMPARED
+    Channel::ALL
         .map(|channel| {
             (channel, simulate(flow, times, channel).map(|simulated| simulated.makespan))
         })

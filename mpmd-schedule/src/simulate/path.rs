@@ -72,14 +72,12 @@ impl Simulated {
             (_, None) => "nothing".to_owned(),
             (_, Some(Item::Node(node))) => item(node),
             (_, Some(Item::Send(transfer) | Item::Receive(transfer))) => {
-                let number = transfer as usize;
-                let (late, cause) = (self.causes.late[number], self.causes.transfer[number]);
+                let cause = self.causes.transfer[transfer as usize];
                 let sent = item(count + transfer);
-                match (late, cause) {
-                    (NONE, NONE) => sent,
-                    (NONE, cause) if cause == flow.transfers[number].after => item(cause),
-                    (NONE, cause) => format!("{sent}, held up by {}", item(cause)),
-                    (late, _) => format!("{sent}, received after {}", item(late)),
+                match cause {
+                    NONE => sent,
+                    cause if cause == flow.transfers[transfer as usize].after => item(cause),
+                    cause => format!("{sent}, held up by {}", item(cause)),
                 }
             }
         }

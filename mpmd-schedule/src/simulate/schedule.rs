@@ -116,8 +116,8 @@ pub fn simulate_lowered(
 }
 
 impl SimulatedSchedule {
-    /// Simulates the same schedule over the channels of [`COMPARED`](super::COMPARED). Returns
-    /// (channel, makespan) for each, or the deadlock in place of the makespan.
+    /// Simulates the same schedule over each channel. Returns (channel, makespan) for each, or the
+    /// deadlock in place of the makespan.
     pub fn channel_costs(&self) -> Vec<(Channel, Result<f64, Deadlock>)> {
         channel_costs(&self.flow, &self.times)
     }

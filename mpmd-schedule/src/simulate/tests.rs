@@ -13,9 +13,6 @@ use crate::{Builtin, Costs, Schedule, StageCosts, lower};
 impl Simulated {
     /// Returns the items that determine the makespan, from the first to the last. Each begins when
     /// the one before it ends.
-    ///
-    /// [`Item::Send`] is a transfer from its start to its arrival. [`Item::Receive`] is a transfer
-    /// that arrived before its receive came to the front; it takes no time.
     fn critical_path(&self) -> Vec<Item> {
         const NONE: u32 = u32::MAX;
         let count = self.nodes.len() as u32;
@@ -27,26 +24,14 @@ impl Simulated {
         });
         let mut path = Vec::new();
         let mut at = last.map_or(NONE, |(item, _)| item);
-        // Nodes and the makespan wait until a transfer is taken; other transfers wait until it
-        // arrives.
-        let mut is_taken = true;
-        while at != NONE && path.len() <= self.nodes.len() + 2 * self.transfers.len() {
+        while at != NONE && path.len() <= self.nodes.len() + self.transfers.len() {
             if at < count {
                 path.push(Item::Node(at));
                 at = self.causes.node[at as usize];
-                is_taken = true;
-                continue;
-            }
-            let transfer = at - count;
-            let late = self.causes.late[transfer as usize];
-            if is_taken && late != NONE {
-                path.push(Item::Receive(transfer));
-                at = late;
             } else {
-                path.push(Item::Send(transfer));
-                at = self.causes.transfer[transfer as usize];
+                path.push(Item::Send(at - count));
+                at = self.causes.transfer[(at - count) as usize];
             }
-            is_taken = false;
         }
         path.reverse();
         path
@@ -54,7 +39,7 @@ impl Simulated {
 }
 
 fn units(builtin: Builtin, ranks: usize, microbatches: usize, chunks: usize) -> SimulatedSchedule {
-    over(builtin, ranks, microbatches, chunks, Channel::TAGS)
+    over(builtin, ranks, microbatches, chunks, Channel::Tags)
 }
 
 fn over(
@@ -106,7 +91,7 @@ fn sending_gradients_before_weights_shortens_steps() {
     {
         let schedule = builtin.schedule(4, 8, 1).unwrap();
         let takes = |leaves| {
-            simulate_schedule(&schedule, &Costs::units(4), leaves, Channel::TAGS)
+            simulate_schedule(&schedule, &Costs::units(4), leaves, Channel::Tags)
                 .unwrap()
                 .simulated
                 .makespan
@@ -117,7 +102,7 @@ fn sending_gradients_before_weights_shortens_steps() {
 
 #[test]
 fn single_queue_lengthens_steps_by_known_factors() {
-    let single = Channel::rendezvous(Queues::Single);
+    let single = Channel::Single;
     let stretched = |builtin, ranks, microbatches, chunks| {
         let ideal = units(builtin, ranks, microbatches, chunks).simulated.makespan;
         (over(builtin, ranks, microbatches, chunks, single).simulated.makespan, ideal)
@@ -139,18 +124,16 @@ fn queues_per_pair_or_direction_cost_nothing() {
             for chunks in 1..4 {
                 let Ok(schedule) = builtin.schedule(ranks, microbatches, chunks) else { continue };
                 let costs = Costs::units(schedule.stages());
-                let made = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap();
+                let made = simulate_schedule(&schedule, &costs, InOrder, Channel::Tags).unwrap();
                 for (channel, makespan) in made.channel_costs() {
                     let makespan = makespan.unwrap();
                     let ideal = made.simulated.makespan;
-                    match channel.queues {
-                        Queues::Tags | Queues::PerPair | Queues::PerDirection => {
-                            assert_eq!(
-                                makespan, ideal,
-                                "{builtin:?} {ranks} {microbatches} {chunks} {channel}"
-                            );
-                        }
-                        _ => assert!(makespan >= ideal),
+                    match channel {
+                        Channel::Single => assert!(makespan >= ideal),
+                        _ => assert_eq!(
+                            makespan, ideal,
+                            "{builtin:?} {ranks} {microbatches} {chunks} {channel}"
+                        ),
                     }
                 }
             }
@@ -163,7 +146,7 @@ fn timeline_of_a_small_step_is_exact() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let mut costs = Costs::units(2);
     costs.stage[0].send_forward = 0.5;
-    let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
+    let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::Tags).unwrap();
     // 0F0 ends at 1, its transfer at 1.5, 1F0 at 2.5, 1F1 at 3.5, 1I0 at 4.5. After 1W0, 1I1 ends
     // at 6.5, 0I1 at 7.5, 0W1 at 8.5.
     assert_eq!(made.simulated.makespan, 8.5);
@@ -211,7 +194,7 @@ fn timeline_of_a_small_step_is_exact() {
 
 #[test]
 fn gaps_name_the_operation_that_delays_a_message() {
-    let single = Channel::rendezvous(Queues::Single);
+    let single = Channel::Single;
     let made = over(Builtin::LoopedBfs, 4, 8, 2, single);
     let timeline = made.timeline("bfs", "unit");
     let held = |gap: &crate::timeline::Gap| {
@@ -224,14 +207,14 @@ fn gaps_name_the_operation_that_delays_a_message() {
 fn invalid_costs_and_deadlocks_are_reported() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let told = |costs: &Costs| {
-        simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string()
+        simulate_schedule(&schedule, costs, AtOnce, Channel::Tags).unwrap_err().to_string()
     };
     assert_eq!(told(&Costs::units(3)), "the costs are of 3 stages, the schedule has 2");
     let mut costs = Costs::units(2);
     costs.stage[1].forward = f64::NAN;
     assert_eq!(told(&costs), "the cost NaN of stage 1 is not a finite, non-negative time");
     let late = lower_late(Schedule::one_f_one_b(4, 8).unwrap().rows());
-    let single = Channel::rendezvous(Queues::Single);
+    let single = Channel::Single;
     let deadlock = simulate_lowered(&late.into(), &Costs::units(4), AtOnce, single).unwrap_err();
     assert!(
         matches!(&deadlock, SimulateError::Deadlock(deadlock) if !deadlock.cycle.is_empty()),
@@ -282,42 +265,19 @@ impl Names for Nameless {
 const FROM_THE_BEGINNING: u32 = u32::MAX;
 
 #[test]
-fn critical_path_tells_arrived_from_taken() {
-    use Post::{Receive, Send};
-    // Transfer 0 arrives at 1 and makes way for transfer 1. Its receive waits for transfer 2 until
-    // 11.
-    let flow = flow_of(
-        &[0, 1, 2, 2],
-        &[(2, &[]), (3, &[1]), (1, &[0])],
-        &[(0, 1, FROM_THE_BEGINNING), (0, 2, FROM_THE_BEGINNING), (2, 1, 0)],
-        &[&[Send(0), Send(1)], &[Receive(2), Receive(0)], &[Receive(1), Send(2)]],
-    );
-    let path = |of_second, of_third| {
-        let times =
-            Times { nodes: vec![10.0, of_second, of_third], transfers: vec![1.0, 3.0, 1.0] };
-        let made = simulate(&flow, &times, Channel::eager(Queues::Single, 1)).unwrap();
-        assert_eq!(made.transfers[0], Span { start: 0.0, end: 11.0 });
-        (made.makespan, made.critical_path())
-    };
-    assert_eq!(path(20.0, 1.0), (24.0, vec![Item::Send(0), Item::Send(1), Item::Node(1)]));
-    let late = vec![Item::Node(0), Item::Send(2), Item::Receive(0), Item::Node(2)];
-    assert_eq!(path(1.0, 30.0), (41.0, late));
-}
-
-#[test]
 fn last_transfer_counts_though_no_node_takes_it() {
     use Post::{Receive, Send};
     let posts: [&[Post]; 2] = [&[Send(0), Send(1)], &[Receive(0), Receive(1)]];
     let transfers = [(0, 1, 0), (0, 1, FROM_THE_BEGINNING)];
     let flow = flow_of(&[0, 1], &[(0, &[]), (1, &[0])], &transfers, &posts);
     let times = Times { nodes: vec![2.0, 3.0], transfers: vec![1.0, 7.0] };
-    let queued = simulate(&flow, &times, Channel::rendezvous(Queues::Single)).unwrap();
+    let queued = simulate(&flow, &times, Channel::Single).unwrap();
     assert_eq!((queued.makespan, queued.lanes[1].last), (10.0, 6.0));
     assert_eq!(queued.critical_path(), [Item::Node(0), Item::Send(0), Item::Send(1)]);
     let timeline = queued.timeline(&flow, &Nameless, "", "unit");
     assert_eq!((timeline.end, timeline.rows[0].moves[1].end), (10.0, 10.0));
     // Over tags it leaves at once, and still ends last.
-    let at_once = simulate(&flow, &times, Channel::TAGS).unwrap();
+    let at_once = simulate(&flow, &times, Channel::Tags).unwrap();
     assert_eq!((at_once.makespan, at_once.critical_path()), (7.0, vec![Item::Send(1)]));
 }
 
@@ -325,17 +285,13 @@ fn last_transfer_counts_though_no_node_takes_it() {
 fn transfers_that_are_never_taken_are_a_deadlock() {
     use Post::{Receive, Send};
     let transfers = [(0, 1, FROM_THE_BEGINNING), (1, 0, FROM_THE_BEGINNING)];
-    let receives_first = [[Receive(1), Send(0)], [Receive(0), Send(1)]];
     let sends_first = [[Send(0), Receive(1)], [Send(1), Receive(0)]];
     // The node ends all the same: only the transfers remain.
-    let undone = |posts: [[Post; 2]; 2], channel| {
-        let flow = flow_of(&[0], &[(0, &[])], &transfers, &[&posts[0], &posts[1]]);
-        let times = Times { nodes: vec![1.0], transfers: vec![1.0; 2] };
-        simulate(&flow, &times, channel).map_err(|deadlock| deadlock.undone).err()
-    };
-    assert_eq!(undone(receives_first, Channel::eager(Queues::Single, 1)), Some((0, 2)));
-    assert_eq!(undone(sends_first, Channel::rendezvous(Queues::Single)), Some((0, 2)));
-    assert_eq!(undone(sends_first, Channel::eager(Queues::Single, 1)), None);
+    let posts: [&[Post]; 2] = [&sends_first[0], &sends_first[1]];
+    let flow = flow_of(&[0], &[(0, &[])], &transfers, &posts);
+    let times = Times { nodes: vec![1.0], transfers: vec![1.0; 2] };
+    assert!(simulate(&flow, &times, Channel::Tags).is_ok());
+    assert_eq!(simulate(&flow, &times, Channel::Single).unwrap_err().undone, (0, 2));
 }
 
 /// Returns the makespan over the channel `tags`, computed directly from the rules, in rounds until
@@ -404,7 +360,7 @@ proptest! {
         ] {
             let schedule = builtin.schedule(ranks, microbatches, chunks).unwrap();
             let costs = equal(f, i, w, schedule.stages());
-            let made = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap();
+            let made = simulate_schedule(&schedule, &costs, InOrder, Channel::Tags).unwrap();
             prop_assert_eq!(made.simulated.bubble(), bubble, "{:?}", builtin);
         }
     }
@@ -430,10 +386,10 @@ proptest! {
         };
         let stage = costs[..schedule.stages()].iter().map(stage).collect();
         let costs = Costs { stage, ..Costs::units(0) };
-        let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
+        let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::Tags).unwrap();
         prop_assert_eq!(made.simulated.makespan, by_rounds(&made.flow, &made.times));
         let rows = lower(&schedule).unwrap();
-        for channel in COMPARED {
+        for channel in Channel::ALL {
             let found = simulate_lowered(&rows, &costs, AtOnce, channel).unwrap();
             prop_assert!(found.simulated.makespan >= made.simulated.makespan);
             let mut at = 0.0;

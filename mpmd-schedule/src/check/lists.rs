@@ -1,0 +1,81 @@
+//! Lists of numbers in one allocation, and queues made of them.
+
+/// Marks an item that is in no list.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// A list of numbers for each index.
+#[derive(Debug)]
+pub(super) struct Lists {
+    bounds: Vec<u32>,
+    pub(super) items: Vec<u32>,
+}
+
+impl Lists {
+    /// Creates `count` lists. `pairs` yields (list, item).
+    pub(super) fn new(count: usize, pairs: impl Iterator<Item = (u32, u32)> + Clone) -> Self {
+        let mut bounds = vec![0; count + 1];
+        for (of, _) in pairs.clone() {
+            bounds[of as usize + 1] += 1;
+        }
+        for at in 0..count {
+            bounds[at + 1] += bounds[at];
+        }
+        let mut next = bounds.clone();
+        let mut items = vec![0; bounds[count] as usize];
+        for (of, item) in pairs {
+            items[next[of as usize] as usize] = item;
+            next[of as usize] += 1;
+        }
+        Self { bounds, items }
+    }
+
+    /// Returns the range of one index's list in `items`.
+    pub(super) fn range(&self, of: u32) -> std::ops::Range<usize> {
+        self.bounds[of as usize] as usize..self.bounds[of as usize + 1] as usize
+    }
+}
+
+/// Queues of ends. Only the first unfinished end of each is at the front.
+#[derive(Debug)]
+pub(super) struct Queues {
+    lists: Lists,
+    /// The queue of each end; `NONE` for an end that is not posted.
+    queue_of: Vec<u32>,
+    /// For each queue, the number of ends that have come to its front.
+    entered: Vec<u32>,
+}
+
+impl Queues {
+    /// Creates queues for `ends` ends. `pairs` yields (queue, end), in the order of the ends.
+    pub(super) fn new(
+        count: u32,
+        ends: usize,
+        pairs: impl Iterator<Item = (u32, u32)> + Clone,
+    ) -> Self {
+        let mut queue_of = vec![NONE; ends];
+        pairs.clone().for_each(|(queue, end)| queue_of[end as usize] = queue);
+        let lists = Lists::new(count as usize, pairs);
+        Self { lists, queue_of, entered: vec![0; count as usize] }
+    }
+
+    pub(super) fn len(&self) -> u32 {
+        self.entered.len() as u32
+    }
+
+    /// Returns the ends of a queue, in order.
+    pub(super) fn ends(&self, queue: u32) -> &[u32] {
+        &self.lists.items[self.lists.range(queue)]
+    }
+
+    /// Returns the queue of an end; `None` if the end is not posted.
+    pub(super) fn queue_of(&self, end: u32) -> Option<u32> {
+        self.queue_of.get(end as usize).copied().filter(|queue| *queue != NONE)
+    }
+
+    /// Lets the next end of a queue come to its front, and returns it.
+    pub(super) fn advance(&mut self, queue: u32) -> Option<u32> {
+        let entered = self.entered[queue as usize];
+        self.entered[queue as usize] += 1;
+        self.ends(queue).get(entered as usize).copied()
+    }
+}
