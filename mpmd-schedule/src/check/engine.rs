@@ -3,7 +3,8 @@
 //!
 //! One execution decides whether the flow ends. The events are: a node begins or ends; a transfer
 //! begins or ends. Some events require that certain others have happened, for instance a node's
-//! inputs, or both ends at the front. No event requires that another has *not* happened. So an event that can happen stays possible until it happens.
+//! inputs, or both ends at the front. No event requires that another has *not* happened. So an
+//! event that can happen stays possible until it happens.
 //!
 //! Suppose two executions run until nothing more can happen, and one has events that the other
 //! lacks. Let `e` be the first of these. All requirements of `e` came before it, so the other
