@@ -38,7 +38,7 @@ fn lay(kit: &Path, tests: &[&str]) {
     for (package, program) in PROGRAMS {
         put(&package_program(package, program), program);
     }
-    put(&softcuda::library().expect("the driver is built"), "libsoftcuda.so");
+    put(&softcuda::library().expect("the driver is built"), "libsoftcuda_driver.so");
     put(&std::env::current_exe().expect("a test knows its own file"), "deps/tests-all");
     let tests: String = tests.iter().map(|test| format!("deps/tests-all {test}\n")).collect();
     fs::write(kit.join("manifest"), format!("commit 0123\n{tests}")).expect("a manifest");

@@ -160,7 +160,7 @@ fn compile_all(folder: &Path) {
 /// Returns the sources of mpmd's own kernels.
 fn own_sources() -> impl Iterator<Item = &'static Source> {
     let layers = kernels::LAYERS.iter().flat_map(|pair| both(pair));
-    std::iter::once(&kernels::ADD).chain(layers)
+    [&kernels::ADD, &kernels::UPDATE].into_iter().chain(layers)
 }
 
 fn both(pair: &'static kernels::Pair) -> [&'static Source; 2] {
