@@ -436,6 +436,9 @@ fn ctrl_c_saves_and_says_what_is_true() {
         let mut errors = BufReader::new(job.0.stderr.take().unwrap());
         let mut line = String::new();
         errors.read_line(&mut line).unwrap();
+        assert_eq!(line, "CPUs compute all passes\n");
+        line.clear();
+        errors.read_line(&mut line).unwrap();
         assert!(line.starts_with("step 1/"), "{line}");
         let errors = Some(errors).filter(|_| reads);
         job.interrupt();
