@@ -126,7 +126,9 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Res
     let dtype = array_type(tensor.dtype())?;
     if dtype != view.global().dtype() {
         let converted = tensor_in(view, dtype, false, place)?;
-        return tensor.slice_set(&converted, 0, 0).map_err(refused);
+        // As vectors, since a scalar has no dimension. They share the tensor's memory.
+        let [to, from] = [tensor.detach().flatten_all(), converted.flatten_all()];
+        return to.and_then(|to| to.slice_set(&from?, 0, 0)).map_err(refused);
     }
     if let Some(on) = place {
         return on.refresh(tensor, view);

@@ -23,8 +23,8 @@ type Sequence<'a> = (usize, usize, &'a [u32]);
 /// The scale, the cap and the window of `PagedScores`.
 type Scores = (f64, Option<f64>, Option<usize>);
 
-/// Computes what [`PagedCache::attention`](crate::nn::PagedCache::attention) does, whose arguments
-/// have been checked. The first call makes the `cache` of these sizes.
+/// Computes the same as [`PagedCache::attention`](crate::nn::PagedCache::attention), which has
+/// checked the arguments. The first call makes the `cache` of these sizes.
 pub(crate) fn paged(
     cache: &mut Option<Blocks>,
     sizes: [usize; 3],

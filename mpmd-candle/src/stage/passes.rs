@@ -95,8 +95,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let y = y.map_err(|why| self.failed(why))?.into_values();
         // A loss is f32, whatever the model computes in.
         let leaves = y.structure();
-        let wide = |Value(leaf)| match leaf.rank() {
-            0 if self.working(ArrayType::F32) != ArrayType::F32 => leaf.to_dtype(DType::F32),
+        let is_half = self.working(ArrayType::F32) != ArrayType::F32;
+        let wide = |Value(leaf)| match (leaf.rank(), leaf.dtype()) {
+            (0, DType::F16 | DType::BF16) if is_half => leaf.to_dtype(DType::F32),
             _ => Ok(leaf),
         };
         let wide = y.into_leaves().into_iter().map(|leaf| Ok(Value(wide(leaf)?)));

@@ -4,10 +4,11 @@
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
-use mpmd_candle::{Cx, stage};
+use candle_nn::Init;
+use mpmd_candle::{Cx, VarBuilder, stage};
 use mpmd_core::aval::DType;
 use mpmd_core::kernel::elementwise;
-use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, StepOutput};
+use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::{Result, Simulation};
 
@@ -158,6 +159,56 @@ fn models_compute_in_bf16_over_f32_parameters() {
     });
     let refused = refused.into_iter().next().unwrap().unwrap();
     assert!(refused.contains("compute in f32, bf16 or f16"), "{refused}");
+}
+
+#[test]
+fn scalar_parameters_and_whole_numbers_pass_in_bf16() {
+    let results = Simulation::new(1, 2).run(|p| {
+        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let first = stage(
+            |vb: VarBuilder<'static>| vb.get_with_hints((), "scale", Init::Const(3.0)),
+            |scale: &Tensor, x: Tensor, _: &mut Cx<'_>| {
+                let count = Tensor::new(x.elem_count() as u32, x.device())?;
+                Ok((x.broadcast_mul(scale)?, count))
+            },
+        )?;
+        let last = || {
+            stage(
+                |_: VarBuilder<'static>| Ok(()),
+                |(): &(), (x, count): (Tensor, Tensor), _: &mut Cx<'_>| {
+                    let weight = count.to_dtype(candle_core::DType::F32)?;
+                    Ok(Loss::new(x.sum_all()?, weight))
+                },
+            )
+        };
+        let params = first.init(p, &meshes[0], 0)?;
+        let model = Pipeline::first(first, &meshes[0], params)?;
+        let mut model = model.then(last()?, &meshes[1], BTreeMap::new())?;
+        model.compute_in(DType::Bf16)?;
+        let shapes = MicrobatchShapes::new(ShapedArray::new(&[4], DType::F32));
+        model.probe(p, &shapes)?;
+        let mut sums = Vec::new();
+        for value in [3.0f32, 5.0] {
+            let scale = p.device_put(&MpmdArray::scalar(value), meshes[0].replicated())?;
+            model.set_params(0, vec![scale])?;
+            let x = MpmdArray::from_slice(&[4], &[1.0f32, 2.0, 3.0, 4.0])?;
+            let x = p.device_put(&x, meshes[0].replicated())?;
+            let schedule = Schedule::named("gpipe", 2, 1, None)?;
+            let output = model.train_step(p, &schedule, vec![Microbatch::new(x.clone())])?;
+            let read =
+                |array: &MpmdArray| array.to_host().map(|host| host.unwrap().to_vec::<f32>());
+            sums.push((read(&output.loss.sum)??, read(&output.loss.weight)??));
+            assert_eq!(read(&output.gradients[0].iter().next().unwrap().1)??, [10.0]);
+            // Another last stage computes in the same dtype.
+            let mut other = model.with_last(last()?)?;
+            other.probe(p, &shapes)?;
+            let again = other.forward(p, Microbatch::new(x))?;
+            assert_eq!(read(&again.sum)??, sums.last().unwrap().0);
+        }
+        Ok(sums)
+    });
+    let sums = results.into_iter().next().unwrap().unwrap();
+    assert_eq!(sums, [(vec![30.0], vec![4.0]), (vec![50.0], vec![4.0])]);
 }
 
 /// Trains one step of two stages of the model, of which only parameters that match `trainable` are

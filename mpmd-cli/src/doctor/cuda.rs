@@ -14,7 +14,7 @@ use super::verdict::{Finding, Verdict, finding};
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
 
-/// What the devices compute, and what the host.
+/// The place where each kind of work is computed: on the devices, or on the host.
 const COMPUTING: &str = "\
 devices: kernels with CUDA sources, stages written with them, matrix products, sums of gradients,
   optimisers, moves; of programs built with the feature `candle-cuda` also candle's stages
