@@ -110,7 +110,8 @@ impl Generator {
         }
         let blocks = (0..Room::for_one(needed).blocks as u32).collect();
         let (start, given) = (start as u32, given.to_vec());
-        let pass = Pass { chunks: vec![Chunk { slot: 0, start, given, samples, blocks, new }] };
+        let chunk = Chunk { slot: 0, start, given, samples, blocks, new };
+        let pass = Pass { version: 0, chunks: vec![chunk] };
         self.inference.pass(p, &pass, last)
     }
 }

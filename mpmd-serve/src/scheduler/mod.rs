@@ -388,8 +388,7 @@ impl Scheduler {
             sequence.place.as_ref().is_some_and(|place| place.computed + 1 >= place.given)
         };
         let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
-        // The word in front is the number of chunks.
-        let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS - 1);
+        let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS);
         let (mut pass, mut members) = (Pass::default(), Vec::new());
         for id in texts.into_iter().chain(prompts) {
             let Some(chunk) = self.chunk(id, tokens, words) else { continue };

@@ -221,7 +221,11 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
         for count in [1, 600, 3000, 5000] {
             let (given, blocks) = (vec![1], vec![0; count]);
             let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
-            last = Some(inference.pass(p, &Pass { chunks: vec![chunk] }, last.as_ref())?);
+            last = Some(inference.pass(
+                p,
+                &Pass { version: 0, chunks: vec![chunk] },
+                last.as_ref(),
+            )?);
             p.sync()?;
             assert_eq!(p.metrics().plan_cache.misses, plans, "{count} blocks");
         }
