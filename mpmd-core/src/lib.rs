@@ -50,6 +50,7 @@ pub use api::put::MoveOptions;
 pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
 pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};
+pub use api::weights;
 pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
 #[doc(hidden)]
 pub use exec::array::host_array::HostArray;

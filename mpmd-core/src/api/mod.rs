@@ -8,3 +8,4 @@ pub(crate) mod recover;
 pub(crate) mod replay;
 pub(crate) mod reshard;
 pub(crate) mod split;
+pub mod weights;

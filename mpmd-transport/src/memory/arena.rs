@@ -145,6 +145,11 @@ impl Arena {
         matches!(self.inner.kind, Kind::Device(_))
     }
 
+    /// True if `other` is this arena.
+    pub(super) fn is(&self, other: &Weak<Inner>) -> bool {
+        std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.inner))
+    }
+
     /// Returns a new segment number, unique among those that this process gives to peers.
     pub(super) fn next_number(&self) -> u32 {
         self.inner.next.fetch_add(1, Ordering::Relaxed)

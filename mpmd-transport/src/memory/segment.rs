@@ -16,6 +16,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, ProtFlags, madvise};
 use rustix::process::{Resource, getrlimit};
 
+use mpmd_base::block::Mutex;
+
 use super::arena::Inner;
 use super::map::{map, unmap};
 use super::{Arena, DeviceMemory};
@@ -56,6 +58,8 @@ pub struct Segment {
     /// (Number by which peers know the segment, arena to tell when it is freed). Not set before a
     /// peer knows the segment.
     known: OnceLock<(u32, Weak<Inner>)>,
+    /// The same for further arenas.
+    known_too: Mutex<Vec<(u32, Weak<Inner>)>>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
@@ -162,6 +166,7 @@ impl Segment {
             device: None,
             descriptor,
             known: OnceLock::new(),
+            known_too: Mutex::default(),
         }
     }
 
@@ -177,6 +182,7 @@ impl Segment {
             device: Some(memory),
             descriptor: None,
             known: OnceLock::new(),
+            known_too: Mutex::default(),
         })
     }
 
@@ -243,7 +249,20 @@ impl Segment {
     /// Returns the number by which peers know this segment; takes a new one of `arena` at the first
     /// call. The number is never used for another segment of that arena.
     pub(crate) fn number(&self, arena: &Arena) -> u32 {
-        self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
+        let new = || (arena.next_number(), arena.downgrade());
+        let (number, first) = self.known.get_or_init(new);
+        if arena.is(first) {
+            return *number;
+        }
+        // Memory of one job that another job of this process lends.
+        let mut known = self.known_too.lock();
+        if let Some((number, _)) = known.iter().find(|(_, known)| arena.is(known)) {
+            return *number;
+        }
+        known.retain(|(_, arena)| arena.strong_count() > 0);
+        let (number, arena) = new();
+        known.push((number, arena));
+        number
     }
 
     fn fd(&self) -> io::Result<BorrowedFd<'_>> {
@@ -318,6 +337,11 @@ impl Drop for Segment {
         {
             // Peers may have a device's memory open: it stays until they have closed it.
             arena.retire(*number, self.device.take());
+        }
+        for (number, arena) in self.known_too.get_mut().drain(..) {
+            if let Some(arena) = arena.upgrade() {
+                arena.retire(number, None);
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A look at a running job from outside of it.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use mpmd_proto::wire::ProcessId;
 /// [`Rendezvous::on_look`](super::Rendezvous::on_look).
 pub struct Observer {
     link: Arc<Connection>,
+    local: SocketAddr,
 }
 
 impl Observer {
@@ -35,7 +37,14 @@ impl Observer {
             token,
             peer_timeout: timeout,
         };
-        Ok(Self { link: open(&config)?.0 })
+        let (link, local) = open(&config)?;
+        Ok(Self { link, local })
+    }
+
+    /// The address of this end of the connection: the server can most likely reach this process
+    /// there.
+    pub fn local_address(&self) -> SocketAddr {
+        self.local
     }
 
     /// Passes `words` on to each process, empty or in the encoding of its function. Returns the

@@ -4,8 +4,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use mpmd_base::ProcessId;
+use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
-use mpmd_transport::rendezvous::{Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::rendezvous::{
+    Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig, Token,
+};
 
 use super::builder::has_cuda;
 use super::candidate::{Candidate, Start};
@@ -197,6 +201,53 @@ fn join(
         token: *env.token.bytes(),
     };
     candidate.join(builder, topology)
+}
+
+/// Joins a job beside that of the user's program, at the rendezvous `server`: process `process` of
+/// those with so many devices each. All devices are of kind `cpu`. Other executables of this
+/// version of mpmd may join it. Blocks until all processes are connected.
+///
+/// # Errors
+///
+/// If the job cannot be formed within the peer timeout.
+pub(crate) fn join_beside(
+    server: &str,
+    token: Token,
+    process: ProcessId,
+    devices: &[usize],
+    peer_timeout: Duration,
+) -> Result<Program> {
+    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+    let builder =
+        Builder::default().devices_by_process(devices).peer_timeout(peer_timeout).spin(Spin::Never);
+    let (server, processes) = (server.to_owned(), devices.len());
+    let topology = builder.topology(processes, None)?;
+    let secret = *token.bytes();
+    let config = JoinConfig { server, process, processes, token, peer_timeout };
+    let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
+    let opened = Opened::open(transports::DEFAULT, processes, rendezvous.local_address());
+    let member = Member {
+        host: std::env::var(mpmd_launch::variables::HOST).unwrap_or_else(|_| hostname()),
+        pid: std::process::id(),
+        devices: devices.get(process.index()).copied().unwrap_or_default() as u32,
+        addresses: transports::told(transports::DEFAULT, &opened),
+        program: version::fingerprint_beside(&topology),
+        trouble: opened.as_ref().err().map(lack),
+    };
+    let candidate = Candidate {
+        rendezvous,
+        server: None,
+        waits: false,
+        process,
+        identity: Identity::random().map_err(wrong)?,
+        member,
+        opened,
+        token: secret,
+    };
+    match candidate.join(builder, topology)? {
+        Start::Program(program) => Ok(*program),
+        Start::NoPlace | Start::Lost { .. } => unreachable!("for a process that waits"),
+    }
 }
 
 /// Returns a text for the other processes: the missing transport or device, and the reason.

@@ -26,6 +26,7 @@ mod version;
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::net::SocketAddr;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +39,7 @@ use mpmd_transport::Pool;
 pub use builder::Builder;
 pub(crate) use candidate::Start;
 pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
-pub(crate) use connect::Job;
+pub(crate) use connect::{Job, join_beside};
 pub(crate) use epochs::EpochEnd;
 use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
@@ -236,6 +237,11 @@ impl Program {
     /// Returns the number of operations that this process's program has issued so far.
     pub fn operations(&self) -> u64 {
         self.count
+    }
+
+    /// Returns the address of this process at the rendezvous of its job. `None` if it has none.
+    pub(crate) fn rendezvous_address(&self) -> Option<SocketAddr> {
+        self.membership.as_ref().map(|membership| membership.rendezvous.local_address())
     }
 
     /// Creates a mesh with these axes over all devices of the job, in row-major order. One size may

@@ -55,6 +55,12 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
     )
 }
 
+/// Returns the properties that must be equal on all processes of a job beside that of the user's
+/// program, in which several executables take part.
+pub(super) fn fingerprint_beside(topology: &Topology) -> String {
+    format!("mpmd {}, {}", env!("CARGO_PKG_VERSION"), devices(topology))
+}
+
 /// Describes the devices: their number, their kinds, and the path of CUDA collectives. If
 /// processes have unequal numbers, also these.
 fn devices(topology: &Topology) -> String {

@@ -148,7 +148,7 @@ impl Commits {
 }
 
 /// Tells every process a value of any size that process `from` has.
-pub(super) fn tell<T: Serialize + DeserializeOwned>(
+pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     p: &mut Program,
     from: ProcessId,
     value: impl FnOnce() -> T,

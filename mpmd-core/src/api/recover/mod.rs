@@ -19,5 +19,6 @@ mod run;
 mod simulate;
 
 pub use commit::Committed;
+pub(crate) use inventory::tell;
 pub use report::Recovery;
 pub use run::{Commits, RecoveringBuilder};

@@ -247,7 +247,7 @@ impl MpmdArray {
 impl Placed {
     /// Returns the local shards as async buffers in host memory. Copies from accelerators begin
     /// now.
-    fn in_host_memory(&self) -> Vec<AsyncBuffer> {
+    pub(crate) fn in_host_memory(&self) -> Vec<AsyncBuffer> {
         let Made { runtime, sharding, .. } = &*self.made;
         let slot = |shard: &LocalShard| match runtime
             .accelerator_of(shard.device, sharding.memory_kind())

@@ -1,0 +1,396 @@
+//! The bits of published values: their dtype on the way, their hashes, and the elements that have
+//! changed. Pure functions.
+
+use half::f16;
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+
+/// Number of keys of the hash that are in a table.
+const KEYS: usize = 4096;
+static TABLE: [u32; KEYS] = table();
+
+const fn table() -> [u32; KEYS] {
+    let (mut table, mut i) = ([0; KEYS], 0);
+    while i < KEYS {
+        table[i] = (mixed(i as u64) >> 32) as u32;
+        i += 1;
+    }
+    table
+}
+
+/// Returns a word whose bits all depend on those of `x` (the finaliser of splitmix64).
+const fn mixed(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// True if values of dtype `from` can be published as `to`.
+pub(super) fn can_cast(from: DType, to: DType) -> bool {
+    from == to || matches!((from, to), (DType::F32, DType::Bf16 | DType::F16))
+}
+
+/// Writes values of dtype `from` as `to`, rounded to the nearest, to the even one of two.
+///
+/// # Panics
+///
+/// If the numbers of elements differ, or the dtypes [cannot be cast](can_cast).
+pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
+    assert_eq!(values.len() / from.size(), out.len() / to.size(), "elements");
+    let (wide, _) = values.as_chunks::<4>();
+    let (narrow, _) = out.as_chunks_mut::<2>();
+    match (from, to) {
+        _ if from == to => out.copy_from_slice(values),
+        (DType::F32, DType::Bf16) => {
+            for (to, from) in narrow.iter_mut().zip(wide) {
+                *to = bf16_bits(u32::from_le_bytes(*from)).to_le_bytes();
+            }
+        }
+        (DType::F32, DType::F16) => {
+            for (to, from) in narrow.iter_mut().zip(wide) {
+                *to = f16::from_f32(f32::from_le_bytes(*from)).to_le_bytes();
+            }
+        }
+        _ => panic!("{from} as {to}"),
+    }
+}
+
+/// Returns the bits of the nearest bfloat16.
+fn bf16_bits(bits: u32) -> u16 {
+    let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+    let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+    // A NaN stays one.
+    if is_nan { (bits >> 16) as u16 | 0x40 } else { rounded }
+}
+
+/// Returns the hash of the elements of `piece` in an array of this shape. `values` are the elements
+/// of `region`, row-major.
+///
+/// The sum over all words of four bytes, or of one or two of smaller elements, of word times key
+/// modulo 2^64. The key depends on the word's place in the array. So hashes of disjoint pieces add
+/// up to that of their union, and the same values have the same hash in any layout. A change of one
+/// word always changes the hash. It guards against mistakes, not against malice.
+///
+/// # Panics
+///
+/// If `piece` is not within `region`, or `region` not within the shape.
+pub(super) fn hash(
+    values: &[u8],
+    region: &Region,
+    piece: &Region,
+    shape: &[usize],
+    item: usize,
+) -> u64 {
+    let mut sum = 0u64;
+    let (word, each) = if item > 4 { (4, item / 4) } else { (item, 1) };
+    for (at, place, len) in rows(region, piece, shape) {
+        let bytes = &values[at * item..][..len * item];
+        sum = sum.wrapping_add(match word {
+            1 => sum_of(bytes.as_chunks::<1>().0, place * each, |w| w[0].into()),
+            2 => sum_of(bytes.as_chunks::<2>().0, place * each, |w| u16::from_le_bytes(*w).into()),
+            _ => sum_of(bytes.as_chunks::<4>().0, place * each, |w| u32::from_le_bytes(*w)),
+        });
+    }
+    sum
+}
+
+#[inline]
+fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: fn(&[u8; N]) -> u32) -> u64 {
+    let (mut sum, mut words, mut place) = (0u64, words, first);
+    while !words.is_empty() {
+        // Up to the end of the table: the keys behind it are those of another block.
+        let (now, rest) = words.split_at(words.len().min(KEYS - place % KEYS));
+        let block = mixed(!(place / KEYS) as u64) as u32;
+        for (word, key) in now.iter().zip(&TABLE[place % KEYS..]) {
+            let key = u64::from((key ^ block) | 1);
+            sum = sum.wrapping_add(u64::from(value(word)).wrapping_mul(key));
+        }
+        (words, place) = (rest, place + now.len());
+    }
+    sum
+}
+
+/// Returns the runs of a piece: (place in the values of `region`, place in the array, length), in
+/// elements.
+pub(super) fn rows(
+    region: &Region,
+    piece: &Region,
+    shape: &[usize],
+) -> impl Iterator<Item = (usize, usize, usize)> {
+    let dims = shape.len();
+    let own = region.shape();
+    // The dimensions from here on are contiguous in both.
+    let mut inner = dims.saturating_sub(1);
+    while inner > 0 && piece.range(inner).len() == shape[inner] {
+        inner -= 1;
+    }
+    let run: usize = (inner..dims).map(|dim| piece.range(dim).len()).product();
+    let count = if piece.is_empty() { 0 } else { piece.elements() / run };
+    let (piece, region, shape) = (piece.clone(), region.clone(), shape.to_vec());
+    (0..count).map(move |row| {
+        let (mut left, mut at, mut place) = (row, 0, 0);
+        let (mut own_step, mut step) = (1, 1);
+        let tail: (usize, usize) = (
+            own[inner + usize::from(dims > 0)..].iter().product(),
+            shape[inner + usize::from(dims > 0)..].iter().product(),
+        );
+        if dims > 0 {
+            at += (piece.range(inner).start - region.range(inner).start) * tail.0;
+            place += piece.range(inner).start * tail.1;
+            (own_step, step) = (tail.0 * own[inner], tail.1 * shape[inner]);
+        }
+        for dim in (0..inner).rev() {
+            let range = piece.range(dim);
+            let index = range.start + left % range.len();
+            left /= range.len();
+            at += (index - region.range(dim).start) * own_step;
+            place += index * step;
+            own_step *= own[dim];
+            step *= shape[dim];
+        }
+        (at, place, run)
+    })
+}
+
+/// The places of elements in a buffer, ascending: the gap to the one before each, less one, as a
+/// number of seven bits a byte.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Places {
+    gaps: Vec<u8>,
+    count: usize,
+    /// One more than the last place.
+    next: usize,
+}
+
+impl Places {
+    /// Returns the places of the elements in which two buffers differ.
+    ///
+    /// # Panics
+    ///
+    /// If their lengths differ.
+    pub(super) fn of_changes(old: &[u8], new: &[u8], item: usize) -> Self {
+        /// Bytes that are compared at once.
+        const BLOCK: usize = 512;
+        assert_eq!(old.len(), new.len(), "bytes");
+        let mut places = Self::default();
+        for (i, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
+            if old != new {
+                let pairs = old.chunks(item).zip(new.chunks(item)).enumerate();
+                let changed = pairs.filter(|(_, (old, new))| old != new);
+                changed.for_each(|(j, _)| places.push(i * (BLOCK / item) + j));
+            }
+        }
+        places
+    }
+
+    /// Adds a place behind all others.
+    pub(super) fn push(&mut self, place: usize) {
+        let mut gap = place - self.next;
+        while gap > 0x7f {
+            self.gaps.push(gap as u8 | 0x80);
+            gap >>= 7;
+        }
+        self.gaps.push(gap as u8);
+        (self.count, self.next) = (self.count + 1, place + 1);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Returns the number of bytes of the places.
+    pub(super) fn bytes(&self) -> usize {
+        self.gaps.len()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
+        let (mut rest, mut next) = (&self.gaps[..], 0);
+        std::iter::from_fn(move || {
+            let gap = take_number(&mut rest)?;
+            let place = next + gap;
+            next = place + 1;
+            Some(place)
+        })
+    }
+
+    /// Returns the places that are in either.
+    pub(super) fn or(&self, other: &Self) -> Self {
+        let (mut all, mut a, mut b) =
+            (Self::default(), self.iter().peekable(), other.iter().peekable());
+        loop {
+            let next = match (a.peek(), b.peek()) {
+                (Some(a), Some(b)) => *a.min(b),
+                (Some(one), None) | (None, Some(one)) => *one,
+                (None, None) => return all,
+            };
+            a.next_if_eq(&next);
+            b.next_if_eq(&next);
+            all.push(next);
+        }
+    }
+}
+
+/// Appends changed elements: their number, places and values. `values` has all elements.
+pub(super) fn write_changes(places: &Places, values: &[u8], item: usize, to: &mut Vec<u8>) {
+    to.extend((places.len() as u64).to_le_bytes());
+    to.extend((places.bytes() as u64).to_le_bytes());
+    to.extend(&places.gaps);
+    places.iter().for_each(|place| to.extend(&values[place * item..][..item]));
+}
+
+/// Returns the number of bytes that [`write_changes`] appends.
+pub(super) fn changes_bytes(places: &Places, item: usize) -> usize {
+    16 + places.bytes() + places.len() * item
+}
+
+/// Takes what [`write_changes`] has written off the front of `from`: `change` gets the place and
+/// the new value of each element. `None` if the bytes are no changes.
+pub(super) fn read_changes(
+    from: &mut &[u8],
+    item: usize,
+    mut change: impl FnMut(usize, &[u8]) -> Option<()>,
+) -> Option<()> {
+    let mut word = || -> Option<usize> {
+        let (word, rest) = from.split_first_chunk::<8>()?;
+        *from = rest;
+        usize::try_from(u64::from_le_bytes(*word)).ok()
+    };
+    let (count, bytes) = (word()?, word()?);
+    let (mut gaps, rest) = from.split_at_checked(bytes)?;
+    let (values, rest) = rest.split_at_checked(count.checked_mul(item)?)?;
+    *from = rest;
+    let mut next = 0usize;
+    for value in values.chunks_exact(item) {
+        let place = next.checked_add(take_number(&mut gaps)?)?;
+        change(place, value)?;
+        next = place.checked_add(1)?;
+    }
+    gaps.is_empty().then_some(())
+}
+
+fn take_number(from: &mut &[u8]) -> Option<usize> {
+    let mut number = 0usize;
+    for shift in (0..usize::BITS).step_by(7) {
+        let (byte, rest) = from.split_first()?;
+        *from = rest;
+        number |= usize::from(byte & 0x7f).checked_shl(shift)?;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(ranges: &[std::ops::Range<usize>]) -> Region {
+        Region::new(ranges.to_vec())
+    }
+
+    #[test]
+    fn hashes_of_pieces_add_up_in_any_layout() {
+        let shape = [6, 5, 2000];
+        for item in [1, 2, 4, 8, 16] {
+            let values: Vec<u8> = (0..6 * 5 * 2000 * item).map(|i| (i * i / 7) as u8).collect();
+            let full = Region::full(&shape);
+            let whole = hash(&values, &full, &full, &shape, item);
+            let mut sum = 0u64;
+            for rows in [0..2, 2..6] {
+                for columns in [0..1, 1..1999, 1999..2000] {
+                    let own = region(&[rows.clone(), 0..5, columns.clone()]);
+                    let mut part = vec![0; own.elements() * item];
+                    mpmd_device::copy::copy_region(&values, &full, &mut part, &own, &own, item);
+                    for middle in [0..3, 3..5] {
+                        let piece = region(&[rows.clone(), middle, columns.clone()]);
+                        let one = hash(&part, &own, &piece, &shape, item);
+                        assert_eq!(one, hash(&values, &full, &piece, &shape, item));
+                        sum = sum.wrapping_add(one);
+                    }
+                }
+            }
+            assert_eq!(sum, whole, "{item}");
+        }
+        assert_eq!(hash(&[7, 0], &region(&[]), &region(&[]), &[], 2), 7 * key_of(0));
+        assert_eq!(hash(&[], &region(&[0..0]), &region(&[0..0]), &[9], 2), 0);
+    }
+
+    fn key_of(place: usize) -> u64 {
+        u64::from((TABLE[place % KEYS] ^ mixed(!(place / KEYS) as u64) as u32) | 1)
+    }
+
+    #[test]
+    fn every_bit_and_every_swap_changes_the_hash() {
+        let values: Vec<u8> = (0..9000).map(|i| (i * 31 / 5) as u8).collect();
+        let full = region(&[0..4500]);
+        let of = |values: &[u8]| hash(values, &full, &full, &[4500], 2);
+        let whole = of(&values);
+        for byte in (0..9000).step_by(7) {
+            let mut changed = values.clone();
+            changed[byte] ^= 1 << (byte % 8);
+            assert_ne!(of(&changed), whole, "{byte}");
+            let other = (byte + 640) % 9000;
+            if values[byte] != values[other] {
+                let mut swapped = values.clone();
+                swapped.swap(byte, other);
+                assert_ne!(of(&swapped), whole, "{byte} and {other}");
+            }
+        }
+    }
+
+    #[test]
+    fn casts_round_to_the_nearest_even() {
+        let mut wrong = 0;
+        for bits in (0..=u32::MAX).step_by(65_521).chain([0x7f80_0001, 0xffff_ffff, 0x3f80_8000]) {
+            let (value, mut half, mut single) = (f32::from_bits(bits), [0; 2], [0; 2]);
+            cast(DType::F32, &value.to_le_bytes(), DType::Bf16, &mut half);
+            cast(DType::F32, &value.to_le_bytes(), DType::F16, &mut single);
+            let expected = half::bf16::from_f32(value);
+            wrong += usize::from(half != expected.to_le_bytes() && !value.is_nan());
+            wrong += usize::from(value.is_nan() && !half::bf16::from_le_bytes(half).is_nan());
+            wrong += usize::from(single != f16::from_f32(value).to_le_bytes());
+        }
+        assert_eq!(wrong, 0);
+    }
+
+    #[test]
+    fn changes_give_the_new_values() {
+        let old: Vec<u8> = (0..40_000).map(|i| (i / 3) as u8).collect();
+        for (item, every) in [(2, 97), (4, 1), (8, 5000), (2, 20_000), (1, 300)] {
+            let mut new = old.clone();
+            for i in (3..new.len() / item).step_by(every) {
+                new[i * item] ^= 0x55;
+            }
+            let places = Places::of_changes(&old, &new, item);
+            assert_eq!(places.len(), (3..new.len() / item).step_by(every).count());
+            let mut bytes = vec![];
+            write_changes(&places, &new, item, &mut bytes);
+            assert_eq!(bytes.len(), changes_bytes(&places, item));
+            let mut found = old.clone();
+            let mut rest = &bytes[..];
+            let change = |place: usize, value: &[u8]| {
+                found.get_mut(place * item..)?.get_mut(..item)?.copy_from_slice(value);
+                Some(())
+            };
+            read_changes(&mut rest, item, change).unwrap();
+            assert!(rest.is_empty() && found == new);
+            for len in 0..bytes.len().min(40) {
+                assert_eq!(read_changes(&mut &bytes[..len], item, |_, _| Some(())), None);
+            }
+        }
+    }
+
+    #[test]
+    fn places_of_two_steps_are_merged() {
+        let of = |places: &[usize]| {
+            let mut all = Places::default();
+            places.iter().for_each(|place| all.push(*place));
+            all
+        };
+        let merged = of(&[0, 5, 300, 70_000]).or(&of(&[1, 5, 299, 90_000]));
+        assert_eq!(merged, of(&[0, 1, 5, 299, 300, 70_000, 90_000]));
+        assert_eq!(of(&[]).or(&of(&[4])), of(&[4]));
+    }
+}

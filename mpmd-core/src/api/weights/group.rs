@@ -1,0 +1,145 @@
+//! The processes of one end, as the other end calls them: a rendezvous of their own, at which they
+//! stay for as long as they publish or subscribe.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use mpmd_launch::LaunchError;
+use mpmd_proto::control;
+use mpmd_transport::rendezvous::{
+    JoinConfig, Member, Observer, Rendezvous, RendezvousError, Server, ServerConfig, Token,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::api::program::{Program, join_beside};
+use crate::error::{Error, Result};
+use mpmd_base::ProcessId;
+
+/// A call to all processes of an end.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) enum Call {
+    /// Asks for the publication of this name.
+    Hello(String),
+    /// Joins a link.
+    Join(Invitation),
+}
+
+/// A link to be joined.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Invitation {
+    /// The name of the publication.
+    pub(super) name: String,
+    /// The rendezvous of the link, and its token as hexadecimal digits.
+    pub(super) server: String,
+    pub(super) token: String,
+    /// Number of processes of the publisher. They are the first ones of the link.
+    pub(super) publishers: usize,
+    /// Number of devices of each process of the link.
+    pub(super) devices: Vec<usize>,
+}
+
+impl Invitation {
+    /// Joins the link as this process of it. Blocks until all have.
+    pub(super) fn join(&self, process: usize, peer_timeout: Duration) -> Result<Program> {
+        let token = self.token.parse();
+        let token: Token = token.map_err(|_| Error::Environment("an invitation".to_owned()))?;
+        let process = ProcessId(process as u32);
+        join_beside(&self.server, token, process, &self.devices, peer_timeout)
+    }
+}
+
+/// The answer of a process to a call.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Answer {
+    /// The number of its devices.
+    Here(usize),
+    /// It publishes something of another name.
+    Other(String),
+}
+
+/// This process's part of an end. Dropping it leaves the rendezvous.
+pub(super) struct Group {
+    pub(super) address: SocketAddr,
+    rendezvous: Rendezvous,
+    server: Option<Server>,
+}
+
+impl Group {
+    /// Opens the rendezvous on process 0, at `listen` or any free port, and joins it. Blocks until
+    /// all processes have. `answer` is called for each call, on a thread that must not block.
+    pub(super) fn open(
+        p: &mut Program,
+        listen: Option<SocketAddr>,
+        token: Token,
+        answer: impl Fn(Call) -> Answer + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let (processes, peer_timeout) = (p.processes(), p.runtime.config.peer_timeout);
+        let ip = p.local_ip();
+        let mut server = None;
+        let config = ServerConfig { processes, token: token.clone(), peer_timeout };
+        let bind = || {
+            let at = listen.unwrap_or(SocketAddr::new(ip, 0));
+            let bound = server.insert(Server::bind(at, config).map_err(wrong)?).address();
+            // The other processes cannot connect to the address of all interfaces.
+            let ip = if bound.ip().is_unspecified() { ip } else { bound.ip() };
+            Ok(SocketAddr::new(ip, bound.port()).to_string())
+        };
+        let text: String = p.broadcast_value(ProcessId(0), String::new(), bind)?;
+        let address = text.parse().map_err(|_| Error::Environment(format!("address {text}")))?;
+        let process = p.process();
+        let config = JoinConfig { server: text, process, processes, token, peer_timeout };
+        let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
+        rendezvous.on_look(move |words| {
+            let answered = control::decode::<Call>(words).map(&answer);
+            answered.ok().and_then(|answer| control::encode(&answer).ok()).unwrap_or_default()
+        });
+        rendezvous.join(Member::default()).map_err(wrong)?;
+        Ok(Self { address, rendezvous, server })
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Err(error) = self.rendezvous.leave() {
+            tracing::debug!(%error, "leaving the processes of a publication");
+        }
+        if let Some(server) = &self.server {
+            // Short: the others may stay longer than this process.
+            server.wait_empty(Duration::from_millis(200));
+        }
+    }
+}
+
+/// Calls all processes of the end at an address. Returns their answers, by process.
+///
+/// # Errors
+///
+/// Why the end cannot be reached, or a process of it has not answered.
+pub(super) fn call(
+    address: &str,
+    token: &Token,
+    call: &Call,
+    timeout: Duration,
+) -> std::result::Result<(Vec<Answer>, IpAddr), String> {
+    let said = |error: RendezvousError| error.to_string();
+    let observer = Observer::connect(address, token.clone(), timeout).map_err(said)?;
+    let words = control::encode(call).map_err(|error| error.to_string())?;
+    let answers = observer.look(&words, timeout).map_err(said)?;
+    let read = |(process, status): (ProcessId, std::result::Result<Vec<u8>, String>)| {
+        let bytes = status.map_err(|why| format!("process {process} at {address}: {why}"))?;
+        control::decode(&bytes).map_err(|_| format!("process {process} at {address}: no answer"))
+    };
+    let answers = answers.into_iter().map(read).collect::<Result<Vec<_>, String>>()?;
+    Ok((answers, observer.local_address().ip()))
+}
+
+impl Program {
+    /// Returns the address of this process in the network of its job.
+    fn local_ip(&self) -> IpAddr {
+        self.rendezvous_address().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip())
+    }
+}
+
+pub(super) fn wrong(error: RendezvousError) -> Error {
+    Error::Launch(LaunchError::Rendezvous(error))
+}

@@ -1,0 +1,232 @@
+//! The layouts of the two ends of a link: the leaves that a publisher offers, those that a
+//! subscriber wants, and the pieces of leaves that travel.
+
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::DeviceId;
+use serde::{Deserialize, Serialize};
+
+/// A leaf that a publisher offers. The devices are those of the link.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Offered {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: DType,
+    /// Each region, on the first device that has it.
+    pub(super) shards: Vec<(u32, Region)>,
+}
+
+/// A leaf that a subscriber wants: its name, shape and sharding there, and its parts.
+///
+/// By default it is the publisher's leaf of the same name. A leaf with parts is a *view*: for
+/// instance a query projection that is some rows of a fused one, or a fused one of three.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    pub(super) name: String,
+    pub(super) aval: ShapedArray,
+    pub(super) sharding: Sharding,
+    pub(super) parts: Vec<Part>,
+}
+
+/// A region of a publisher's leaf that is a region of a subscriber's.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Part {
+    /// The name of the publisher's leaf.
+    pub from: String,
+    /// The region of the publisher's leaf; its whole if `None`.
+    pub region: Option<Region>,
+    /// The indices in the subscriber's leaf of the first element.
+    pub at: Vec<usize>,
+}
+
+impl Wanted {
+    /// Wants the publisher's leaf `name` in this sharding on this job's devices. Shape and dtype
+    /// are compared with the publisher's.
+    pub fn new(name: impl Into<String>, aval: ShapedArray, sharding: Sharding) -> Self {
+        let name = name.into();
+        let part = Part { from: name.clone(), region: None, at: vec![0; aval.shape().len()] };
+        Self { name, aval, sharding, parts: vec![part] }
+    }
+
+    /// Declares the leaf as a view of other leaves. The parts must fill it without overlap.
+    #[must_use]
+    pub fn of(mut self, parts: Vec<Part>) -> Self {
+        self.parts = parts;
+        self
+    }
+
+    /// Returns the name of the leaf.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the shape and the dtype.
+    pub fn aval(&self) -> &ShapedArray {
+        &self.aval
+    }
+
+    /// Returns the leaf as it is told to the publisher: its devices are numbered from `first` on.
+    pub(super) fn told(&self, first: u32) -> Result<Asked, String> {
+        let layout = self.sharding.layout(self.aval.shape());
+        let layout = layout.map_err(|why| format!("{}: {why}", self.name))?;
+        let shards = layout.iter().map(|(device, region)| (first + device.0, region.clone()));
+        Ok(Asked {
+            name: self.name.clone(),
+            shape: self.aval.shape().to_vec(),
+            dtype: self.aval.dtype(),
+            shards: shards.collect(),
+            parts: self.parts.clone(),
+        })
+    }
+}
+
+/// A [`Wanted`] leaf, on the devices of the link.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(super) struct Asked {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: DType,
+    pub(super) shards: Vec<(u32, Region)>,
+    pub(super) parts: Vec<Part>,
+}
+
+/// A part of a leaf that travels as an array of its own. Its regions are in its own indices.
+#[derive(Clone, Debug)]
+pub(super) struct Piece {
+    /// The indices of the leaves, of the publisher and of the subscriber.
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) aval: ShapedArray,
+    /// The shape of the publisher's leaf.
+    pub(super) from_shape: Vec<usize>,
+    /// The first indices in the two leaves.
+    pub(super) from_at: Vec<usize>,
+    pub(super) to_at: Vec<usize>,
+    /// The sources, each region once.
+    pub(super) sources: Vec<(DeviceId, Region)>,
+    /// The targets. The first layer has each region once, and others are replicas.
+    pub(super) targets: Vec<Vec<(DeviceId, Region)>>,
+}
+
+/// Returns the pieces that travel. They are the same on every process of a link.
+///
+/// # Errors
+///
+/// The message names a leaf that is not offered, or whose shape, dtype or parts do not fit.
+pub(super) fn pieces(offered: &[Offered], asked: &[Asked]) -> Result<Vec<Piece>, String> {
+    let mut pieces = Vec::new();
+    for (to, leaf) in asked.iter().enumerate() {
+        let mut filled = Vec::new();
+        for part in &leaf.parts {
+            let piece = piece(offered, (to, leaf), part)?;
+            let own = shifted(&Region::full(piece.aval.shape()), &piece.to_at, &[]);
+            if let Some(other) = filled.iter().find(|other: &&Region| overlap(other, &own)) {
+                return Err(format!("{}: its parts at {other} and {own} overlap", leaf.name));
+            }
+            filled.push(own);
+            pieces.push(piece);
+        }
+        let elements: usize = filled.iter().map(Region::elements).sum();
+        if elements != leaf.shape.iter().product::<usize>() {
+            return Err(format!(
+                "{}: its parts have {elements} elements, and {} are wanted",
+                leaf.name,
+                leaf.shape.iter().product::<usize>()
+            ));
+        }
+    }
+    Ok(pieces)
+}
+
+fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Result<Piece, String> {
+    let Asked { name, shape, dtype, shards, .. } = leaf;
+    let from = offered.iter().position(|offered| offered.name == part.from);
+    let from = from.ok_or_else(|| {
+        let known: Vec<_> = offered.iter().take(3).map(|one| one.name.as_str()).collect();
+        format!(
+            "{name}: the publisher has no leaf {}; it has {} and others",
+            part.from,
+            known.join(", ")
+        )
+    })?;
+    let source = &offered[from];
+    if source.dtype != *dtype {
+        let found = source.dtype;
+        return Err(format!(
+            "{name}: {dtype} is wanted, and {} is published as {found}",
+            part.from
+        ));
+    }
+    if leaf.parts.len() == 1 && part.region.is_none() && source.shape != *shape {
+        let (from, found) = (&part.from, &source.shape);
+        return Err(format!(
+            "{name}: {shape:?} is wanted, and {from} is published with the shape {found:?}"
+        ));
+    }
+    let region = part.region.clone().unwrap_or_else(|| Region::full(&source.shape));
+    let own = Region::full(shape);
+    let aval = ShapedArray::try_new(&region.shape(), *dtype).map_err(|why| why.to_string())?;
+    if region.ndim() != source.shape.len() || !Region::full(&source.shape).contains(&region) {
+        return Err(format!("{name}: {region} is no region of {}", part.from));
+    }
+    let placed = shifted(&Region::full(aval.shape()), &part.at, &[]);
+    if part.at.len() != shape.len() || placed.ndim() != shape.len() || !own.contains(&placed) {
+        return Err(format!("{name}: {region} of {} does not fit at {:?}", part.from, part.at));
+    }
+    let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
+    let within = |shards: &[(u32, Region)], all: &Region, at: &[usize]| {
+        let common = |(device, shard): &(u32, Region)| {
+            let common = shard.intersect(all).filter(|common| !common.is_empty())?;
+            Some((DeviceId(*device), shifted(&common, &[], at)))
+        };
+        shards.iter().filter_map(common).collect::<Vec<_>>()
+    };
+    let sources = within(&source.shards, &region, &from_at);
+    let mut targets: Vec<Vec<(DeviceId, Region)>> = Vec::new();
+    for (device, own) in within(shards, &placed, &part.at) {
+        let free = |layer: &&mut Vec<_>| layer.iter().all(|(_, other): &(_, Region)| *other != own);
+        match targets.iter_mut().find(free) {
+            Some(layer) => layer.push((device, own)),
+            None => targets.push(vec![(device, own)]),
+        }
+    }
+    // A process without a device of the leaf has no part in it.
+    if targets.iter().skip(1).any(|layer| layer.len() != targets[0].len()) {
+        return Err(format!("{name}: its regions have unequal numbers of replicas"));
+    }
+    let (from_shape, to_at) = (source.shape.clone(), part.at.clone());
+    Ok(Piece { from, to, aval, from_shape, from_at, to_at, sources, targets })
+}
+
+impl Piece {
+    /// Returns a region of the piece in the publisher's leaf.
+    pub(super) fn in_source(&self, region: &Region) -> Region {
+        shifted(region, &self.from_at, &[])
+    }
+
+    /// Returns a region of the piece in the subscriber's leaf.
+    pub(super) fn in_target(&self, region: &Region) -> Region {
+        shifted(region, &self.to_at, &[])
+    }
+
+    /// Returns a device's region of the piece.
+    pub(super) fn target_of(&self, device: DeviceId) -> Option<&Region> {
+        let mut all = self.targets.iter().flatten();
+        all.find(|(other, _)| *other == device).map(|(_, region)| region)
+    }
+}
+
+/// Returns a region with its first indices `plus` higher and `less` lower.
+fn shifted(region: &Region, plus: &[usize], less: &[usize]) -> Region {
+    let by = |offsets: &[usize], dim: usize| offsets.get(dim).copied().unwrap_or(0);
+    let shift = |(dim, range): (usize, std::ops::Range<usize>)| {
+        let (plus, less) = (by(plus, dim), by(less, dim));
+        range.start + plus - less..range.end + plus - less
+    };
+    Region::new(region.ranges().enumerate().map(shift).collect())
+}
+
+fn overlap(one: &Region, other: &Region) -> bool {
+    one.intersect(other).is_some_and(|common| !common.is_empty())
+}

@@ -1,0 +1,430 @@
+//! A link: the program that the processes of a publisher and of one subscriber run beside their
+//! own. It is an ordinary program of one job, whose first processes are the publisher's.
+//!
+//! A turn moves a version: the subscriber says what it has ([`Ask`]), the publisher's processes say
+//! which versions they have, and all take the newest that is on all of them. The pieces go by
+//! [`Program::reshard`], or as changed elements in the *notes*. There is a note from each device of
+//! the publisher to each of the subscriber, with the hashes of what this one gets from it. The
+//! subscriber's processes compare the hashes, take the version, and tell each other. It is whole
+//! when all have.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::ProcessId;
+use mpmd_base::block::now;
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::DeviceId;
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_transport::SharedBuffer;
+use mpmd_transport::deadline::after;
+use serde::{Deserialize, Serialize};
+
+use super::layouts::{Asked, Offered, Piece, pieces};
+use crate::api::program::{NewOp, Part, Program};
+use crate::api::recover::tell;
+use crate::error::{Error, Result};
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
+use crate::exec::{AsyncBuffer, Doing, Rolling};
+
+/// The longest wait of a publisher's process for a version, and of a subscriber for room: shorter
+/// than any peer timeout.
+const IDLE: Duration = Duration::from_millis(500);
+
+/// The subscriber's state before a turn, as its first process tells it.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Ask {
+    /// The next version is to be above this one.
+    pub(super) above: Option<u64>,
+    /// The version whose bits it has, to be changed.
+    pub(super) base: Option<u64>,
+    pub(super) has_room: bool,
+    pub(super) has_ended: bool,
+}
+
+/// The bytes that a target device gets of a piece: all, or some places with new values.
+pub(super) enum Arrived<'a> {
+    Whole(SharedBuffer),
+    /// As [`write_changes`](super::bits::write_changes) has written them, for each source.
+    Changes(Vec<(Region, &'a [u8])>),
+}
+
+/// The part of a publisher's process in a link.
+pub(super) trait Source {
+    fn offered(&self) -> Vec<Offered>;
+    /// Returns the versions above `above`, and holds them until the next call. Waits for one at most
+    /// for `timeout`. An error ends the link.
+    fn wait(
+        &mut self,
+        above: Option<u64>,
+        timeout: Duration,
+    ) -> std::result::Result<Vec<u64>, String>;
+    /// Takes one of these versions for what follows.
+    fn choose(&mut self, number: u64);
+    /// Returns the bytes of the changes of each piece since `base`; `None` for unknown ones.
+    fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>>;
+    /// Returns the source's bits of a piece on one of its devices, where the piece has `region`.
+    fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer>;
+    /// Appends the note about a piece's `common` region: its hash, and its changes if wanted.
+    fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>);
+    /// Says that the subscriber has taken a version, or why it has not.
+    fn sent(&mut self, number: u64, refused: Option<&str>);
+}
+
+/// The part of a subscriber's process in a link.
+pub(super) trait Target {
+    fn asked(&self) -> Vec<Asked>;
+    fn ask(&mut self, timeout: Duration) -> Ask;
+    /// Takes what has arrived of a piece on a device, if its hash is the sum of `hashes`.
+    fn piece(
+        &mut self,
+        piece: (usize, &Piece),
+        device: DeviceId,
+        arrived: Arrived<'_>,
+        hash: u64,
+    ) -> std::result::Result<(), String>;
+    /// Takes the version whose pieces have arrived.
+    fn take(&mut self, number: u64, pieces: &[Piece]) -> std::result::Result<(), String>;
+    /// Says that all processes have taken it, or why one has not.
+    fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>);
+}
+
+/// The side of a process.
+pub(super) enum Side<'a> {
+    Publisher(&'a mut dyn Source),
+    Subscriber(&'a mut dyn Target),
+}
+
+/// Runs a link until a side ends it. The first `publishers` processes of the program are the
+/// publisher's.
+///
+/// # Errors
+///
+/// If the layouts do not fit each other, or a process is lost.
+pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Result<()> {
+    let offered: Vec<Offered> = tell(p, ProcessId(0), || match side {
+        Side::Publisher(source) => source.offered(),
+        Side::Subscriber(_) => Vec::new(),
+    })?;
+    let subscriber = ProcessId(publishers as u32);
+    let asked: Vec<Asked> = tell(p, subscriber, || match side {
+        Side::Publisher(_) => Vec::new(),
+        Side::Subscriber(target) => target.asked(),
+    })?;
+    let pieces = pieces(&offered, &asked).map_err(Error::Environment)?;
+    let link = Link { publishers, subscriber, pieces };
+    while link.turn(p, side)? {
+        p.step_end()?;
+    }
+    Ok(())
+}
+
+struct Link {
+    publishers: usize,
+    /// The first process of the subscriber.
+    subscriber: ProcessId,
+    pieces: Vec<Piece>,
+}
+
+/// The note from a device to another: the pieces that it is about, with their common regions.
+type Notes = BTreeMap<(DeviceId, DeviceId), Vec<(usize, Region)>>;
+
+impl Link {
+    /// Moves a version if there is a newer one. Returns false at the end of the link.
+    fn turn(&self, p: &mut Program, side: &mut Side<'_>) -> Result<bool> {
+        let ask: Ask = p.broadcast_value(self.subscriber, Ask::default(), || match side {
+            Side::Publisher(_) => Ok(Ask::default()),
+            Side::Subscriber(target) => Ok(target.ask(IDLE)),
+        })?;
+        if ask.has_ended {
+            return Ok(false);
+        }
+        if !ask.has_room {
+            return Ok(true);
+        }
+        let Some(number) = self.choose(p, side, ask.above)? else { return Ok(true) };
+        if let Side::Publisher(source) = side {
+            source.choose(number);
+        }
+        let changed = match ask.base {
+            Some(base) => self.choose_changes(p, side, (base, number))?,
+            None => vec![false; self.pieces.len()],
+        };
+        let notes = self.notes();
+        let (bytes, own) = self.move_pieces(p, side, (number, &changed), &notes)?;
+        // The first reason of a process to refuse the version.
+        let mut refused = None;
+        for process in publishers_to(p.processes(), self.publishers) {
+            let own = own.clone();
+            let why: Option<String> = p.broadcast_value(process, None, || Ok(own))?;
+            refused = refused.or(why);
+        }
+        match side {
+            Side::Publisher(source) => source.sent(number, refused.as_deref()),
+            Side::Subscriber(target) => target.end(number, bytes, refused.as_deref()),
+        }
+        Ok(true)
+    }
+
+    /// Returns the newest version that all processes of the publisher have above `above`, if there
+    /// is one.
+    fn choose(
+        &self,
+        p: &mut Program,
+        side: &mut Side<'_>,
+        above: Option<u64>,
+    ) -> Result<Option<u64>> {
+        let mut common: Option<Vec<u64>> = None;
+        for process in (0..self.publishers as u32).map(ProcessId) {
+            let have = p.broadcast_value(process, Vec::new(), || match side {
+                Side::Publisher(source) => source.wait(above, IDLE).map_err(Error::Environment),
+                Side::Subscriber(_) => Ok(Vec::new()),
+            })?;
+            common = Some(match common {
+                None => have,
+                Some(all) => all.into_iter().filter(|number| have.contains(number)).collect(),
+            });
+        }
+        Ok(common.and_then(|common| common.into_iter().max()))
+    }
+
+    /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.
+    fn choose_changes(
+        &self,
+        p: &mut Program,
+        side: &mut Side<'_>,
+        (base, number): (u64, u64),
+    ) -> Result<Vec<bool>> {
+        let mut sums: Vec<Option<u64>> = vec![Some(0); self.pieces.len()];
+        for process in (0..self.publishers as u32).map(ProcessId) {
+            let own: Vec<Option<u64>> = tell(p, process, || match side {
+                Side::Publisher(source) => source.change_bytes(&self.pieces, base, number),
+                Side::Subscriber(_) => Vec::new(),
+            })?;
+            for (sum, own) in sums.iter_mut().zip(own) {
+                *sum = sum.zip(own).map(|(sum, own)| sum.saturating_add(own));
+            }
+        }
+        let is_less = |(piece, sum): (&Piece, Option<u64>)| {
+            sum.is_some_and(|sum| sum < piece.aval.bytes() as u64)
+        };
+        Ok(self.pieces.iter().zip(sums).map(is_less).collect())
+    }
+
+    /// Returns the notes of a version.
+    fn notes(&self) -> Notes {
+        let mut notes = Notes::new();
+        for (index, piece) in self.pieces.iter().enumerate() {
+            for (from, source) in &piece.sources {
+                for (to, target) in piece.targets.iter().flatten() {
+                    if let Some(common) = source.intersect(target) {
+                        notes.entry((*from, *to)).or_default().push((index, common));
+                    }
+                }
+            }
+        }
+        notes
+    }
+
+    /// Issues the moves of a version, and has the subscriber take it. Returns the bytes that this
+    /// process has got, and the reason why it does not take the version.
+    fn move_pieces(
+        &self,
+        p: &mut Program,
+        side: &mut Side<'_>,
+        (number, changed): (u64, &[bool]),
+        notes: &Notes,
+    ) -> Result<(u64, Option<String>)> {
+        let at = Location::caller();
+        let is_here = |p: &Program, device: DeviceId| p.runtime.local_index(device).is_some();
+        let (mut arrays, mut to, mut moving) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, piece) in self.pieces.iter().enumerate().filter(|(index, _)| !changed[*index]) {
+            let mut shards = Vec::new();
+            for (device, region) in &piece.sources {
+                if let (true, Side::Publisher(source)) = (is_here(p, *device), &mut *side) {
+                    shards.push((*device, source.bits(piece, region)?));
+                }
+            }
+            let from = Sharding::enumerated(piece.sources.clone())?;
+            arrays.push(p.array_of_buffers(piece.aval.clone(), from, shards, at)?);
+            to.push(Sharding::enumerated(piece.targets[0].clone())?);
+            moving.push(index);
+        }
+        let mut bytes = 0;
+        let first = p.reshard(&arrays, to, Default::default())?;
+        let mut here: HashMap<(usize, DeviceId), AsyncBuffer> = HashMap::new();
+        let mut note = |index: usize, array: &MpmdArray| {
+            let shards = array.shards().iter();
+            here.extend(shards.map(|shard| ((index, shard.device), shard.slot.clone())));
+        };
+        for (index, first) in moving.into_iter().zip(&first) {
+            note(index, first);
+            // The replicas come from the first one, which is nearer.
+            for layer in &self.pieces[index].targets[1..] {
+                note(index, &p.device_put(first, Sharding::enumerated(layer.clone())?)?);
+            }
+        }
+        let notes_here = self.move_notes(p, side, changed, notes)?;
+        let local = |(_, to): &&(DeviceId, DeviceId)| p.runtime.local_index(*to).is_some();
+        let mut refused = None;
+        if let Side::Subscriber(target) = side {
+            let mut about: BTreeMap<(DeviceId, usize), (u64, Vec<(Region, SharedBuffer)>)> =
+                BTreeMap::new();
+            for key in notes.keys().filter(local) {
+                let note = arrived(p, &notes_here[key], at)?;
+                bytes += note.len() as u64;
+                let damaged = || Error::Environment("a note of a version is damaged".to_owned());
+                let mut rest = &note[..];
+                for (index, common) in &notes[key] {
+                    let (hash, more) = rest.split_first_chunk::<8>().ok_or_else(damaged)?;
+                    rest = more;
+                    let (sum, changes) = about.entry((key.1, *index)).or_default();
+                    *sum = sum.wrapping_add(u64::from_le_bytes(*hash));
+                    if changed[*index] {
+                        let (len, more) = rest.split_first_chunk::<8>().ok_or_else(damaged)?;
+                        let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
+                        let start = note.len() - more.len();
+                        rest = more.split_at_checked(len).ok_or_else(damaged)?.1;
+                        changes.push((common.clone(), note.slice(start..start + len)));
+                    }
+                }
+            }
+            for ((device, index), (hash, changes)) in about {
+                let arrived = match changed[index] {
+                    true => {
+                        let changes =
+                            changes.iter().map(|(common, bytes)| (common.clone(), &**bytes));
+                        Arrived::Changes(changes.collect())
+                    }
+                    false => {
+                        let whole = arrived(p, &here[&(index, device)], at)?;
+                        bytes += whole.len() as u64;
+                        Arrived::Whole(whole)
+                    }
+                };
+                if refused.is_none() {
+                    let piece = (index, &self.pieces[index]);
+                    refused = target.piece(piece, device, arrived, hash).err();
+                }
+            }
+            drop((here, first));
+            if refused.is_none() {
+                refused = target.take(number, &self.pieces).err();
+            }
+        }
+        // Loans go back before the publisher makes the next version.
+        Ok((bytes, refused))
+    }
+
+    /// Issues the moves of the notes. Returns those that come to this process.
+    fn move_notes(
+        &self,
+        p: &mut Program,
+        side: &mut Side<'_>,
+        changed: &[bool],
+        notes: &Notes,
+    ) -> Result<BTreeMap<(DeviceId, DeviceId), AsyncBuffer>> {
+        let at = Location::caller();
+        let mut own = BTreeMap::new();
+        if let Side::Publisher(source) = side {
+            for (key, about) in notes {
+                if p.runtime.local_index(key.0).is_none() {
+                    continue;
+                }
+                let mut note = Vec::new();
+                for (index, common) in about {
+                    source.note(&self.pieces[*index], common, changed[*index], &mut note);
+                }
+                own.insert(*key, note);
+            }
+        }
+        let mut lengths: BTreeMap<(DeviceId, DeviceId), u64> =
+            notes.iter().map(|(key, about)| (*key, 8 * about.len() as u64)).collect();
+        if changed.contains(&true) {
+            for process in (0..self.publishers as u32).map(ProcessId) {
+                let told = || own.iter().map(|(key, note)| (*key, note.len() as u64)).collect();
+                let told: Vec<((DeviceId, DeviceId), u64)> = tell(p, process, told)?;
+                lengths.extend(told);
+            }
+        }
+        let mut here = BTreeMap::new();
+        for (key, bytes) in lengths {
+            let aval = ShapedArray::try_new(&[bytes as usize], DType::U8)?;
+            let shards = own.remove(&key).map(|note| (key.0, SharedBuffer::from(note)));
+            let from = Sharding::single_device(key.0);
+            let array = p.array_of_buffers(aval, from, shards.into_iter().collect(), at)?;
+            let moved = p.device_put(&array, Sharding::single_device(key.1))?;
+            here.extend(moved.shards().iter().map(|shard| (key, shard.slot.clone())));
+        }
+        Ok(here)
+    }
+}
+
+/// Returns the processes behind the publisher's.
+fn publishers_to(processes: usize, publishers: usize) -> impl Iterator<Item = ProcessId> {
+    (publishers as u32..processes as u32).map(ProcessId)
+}
+
+/// Waits for a buffer.
+fn arrived(
+    p: &Program,
+    slot: &AsyncBuffer,
+    at: &'static Location<'static>,
+) -> Result<SharedBuffer> {
+    let runtime = &p.runtime;
+    let _doing = runtime.status.enter(Doing::Waiting("a version of published arrays", at));
+    loop {
+        // The router reports a silent sender. This timeout only wakes this process's wait.
+        let deadline = after(now(), runtime.config.peer_timeout);
+        if let Some(outcome) = runtime.parker.wait(slot, Some(deadline)) {
+            return outcome.map_err(Error::failed);
+        }
+    }
+}
+
+impl Program {
+    /// Creates an array whose shards on this process are these buffers, without a copy. Each
+    /// process gives those of its own devices, all of them.
+    fn array_of_buffers(
+        &mut self,
+        aval: ShapedArray,
+        sharding: Sharding,
+        buffers: Vec<(DeviceId, SharedBuffer)>,
+        at: &'static Location<'static>,
+    ) -> Result<MpmdArray> {
+        let layout = sharding.layout(aval.shape())?;
+        let what = Arc::new(OfBuffers { aval: aval.clone(), sharding: sharding.clone() });
+        let descriptor = || {
+            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| Memory::Host)];
+            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+        };
+        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let (op, _) = self.issue_op(
+            [0x0fb5, sharding.fingerprint(), word],
+            NewOp {
+                part: if buffers.is_empty() { Part::Idle } else { Part::Work(0) },
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
+        let shard = |(device, buffer)| LocalShard { device, slot: AsyncBuffer::filled(buffer) };
+        let shards: Vec<LocalShard> = buffers.into_iter().map(shard).collect();
+        let made = Made::new(aval, sharding, layout, what, self.runtime.clone());
+        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
+    }
+}
+
+struct OfBuffers {
+    aval: ShapedArray,
+    sharding: Sharding,
+}
+
+impl fmt::Display for OfBuffers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "published {} as {}", self.aval, self.sharding)
+    }
+}

@@ -1,0 +1,481 @@
+//! The publisher's end: copies of the trained arrays, and a thread for each link.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::{Condvar, Mutex, mpsc, thread};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+use mpmd_layout::tree::Tree;
+use mpmd_transport::SharedBuffer;
+use mpmd_transport::rendezvous::Token;
+
+use super::bits::{Places, can_cast, changes_bytes, hash, write_changes};
+use super::group::{Answer, Call, Group, Invitation};
+use super::layouts::{Offered, Piece};
+use super::link::{self, Side, Source};
+use super::store::{OwnShard, Store, Version};
+use crate::api::program::Program;
+use crate::error::{Error, IssueProblem, Result};
+use crate::exec::array::{MpmdArray, Repr};
+use mpmd_device::copy::{contiguous_bytes, copy_region};
+
+/// Settings of a publication.
+#[derive(Clone, Debug)]
+pub struct Publication {
+    name: String,
+    token: Token,
+    listen: Option<SocketAddr>,
+    dtype: Option<DType>,
+    changes: bool,
+}
+
+impl Publication {
+    /// Creates the settings of a publication. Subscribers need its name and its token.
+    pub fn new(name: impl Into<String>, token: Token) -> Self {
+        Self { name: name.into(), token, listen: None, dtype: None, changes: true }
+    }
+
+    /// Sets the address at which process 0 listens for subscribers. The default is any free port,
+    /// at the address by which process 0 has joined its job.
+    #[must_use]
+    pub fn listen(mut self, address: SocketAddr) -> Self {
+        self.listen = Some(address);
+        self
+    }
+
+    /// Publishes arrays of dtype `f32` as `bf16` or `f16`, rounded to the nearest. The default is
+    /// the arrays' own dtype.
+    #[must_use]
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Sets whether changed elements are noted, for subscribers that take changes alone. It costs a
+    /// comparison of each version with the one before. The default is true.
+    #[must_use]
+    pub fn changes(mut self, changes: bool) -> Self {
+        self.changes = changes;
+        self
+    }
+}
+
+/// What a [`Publisher`] has done on this process.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct PublisherMetrics {
+    /// Number of subscribers at present.
+    pub subscribers: usize,
+    /// Number of versions that subscribers have taken, and of those that they refused.
+    pub taken: u64,
+    /// See [`taken`](Self::taken).
+    pub refused: u64,
+    /// Bytes of this process's memory for versions.
+    pub bytes: u64,
+}
+
+/// Publishes versions of a tree of arrays for any number of subscribers, which come and go.
+///
+/// A process keeps the bits of two versions of its own regions, and while it makes the next one
+/// also the arrays that it copies. Subscribers cost the program nothing: threads of their own serve
+/// them, and a subscriber that dies ends its own link alone. Dropping the publisher ends all links.
+pub struct Publisher {
+    shared: Arc<Shared>,
+    offered: Vec<Leaf>,
+    /// For each own shard: the index of its leaf, and of the shard on this process.
+    places: Vec<(usize, usize)>,
+    copies: mpsc::Sender<Copying>,
+    last: Option<u64>,
+    group: Option<Group>,
+    threads: Vec<thread::JoinHandle<()>>,
+}
+
+/// The values of a version as they come from the devices: (own shard, values or the failure).
+struct Copying {
+    number: u64,
+    values: mpsc::Receiver<(usize, std::result::Result<SharedBuffer, String>)>,
+}
+
+struct Leaf {
+    path: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    sharding: Option<mpmd_layout::sharding::Sharding>,
+}
+
+struct Shared {
+    name: String,
+    leaves: Vec<Offered>,
+    store: Store,
+    /// Number of copies that are being made.
+    copying: Mutex<usize>,
+    copied: Condvar,
+    metrics: Mutex<PublisherMetrics>,
+}
+
+impl Program {
+    /// Publishes a tree of arrays under a name: subscribers of other jobs, or of this one, get the
+    /// versions that [`Publisher::publish`] gives out, in any layout of their own. Every process
+    /// must call it. Blocks until all have.
+    ///
+    /// The leaves are known by their paths in the tree. Their shapes, dtypes and shardings must
+    /// stay. Nothing is copied before the first version.
+    ///
+    /// # Errors
+    ///
+    /// If a leaf is uncommitted, has partial sums, or cannot be cast to the dtype of the
+    /// publication. If process 0 cannot listen, or the system gives no threads.
+    #[track_caller]
+    pub fn publish<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        publication: Publication,
+        tree: &T,
+    ) -> Result<Publisher> {
+        let at = Location::caller();
+        let wrong = |path: &str, why: String| {
+            IssueProblem::Signature(format!("{path}: {why}")).at(at, "publish")
+        };
+        let Publication { name, token, listen, dtype, changes } = publication;
+        let (mut leaves, mut offered, mut own, mut places) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (index, (path, array)) in tree.leaves_with_paths().into_iter().enumerate() {
+            let Some(sharding) = array.sharding() else {
+                return Err(wrong(&path, "is uncommitted: device_put it first".to_owned()));
+            };
+            let layout = sharding.layout(array.shape())?;
+            if layout.terms() > 1 {
+                return Err(wrong(&path, "has partial sums: add them up first".to_owned()));
+            }
+            let from = array.dtype();
+            let to = dtype.filter(|_| from == DType::F32).unwrap_or(from);
+            if !can_cast(from, to) {
+                return Err(wrong(&path, format!("is {from}, which cannot be published as {to}")));
+            }
+            let holders = sharding.first_holders(array.shape())?.layout(array.shape())?;
+            for (device, region) in holders.iter().filter(|(_, region)| !region.is_empty()) {
+                let local = array.shards().iter().position(|shard| shard.device == device);
+                if let Some(local) = local {
+                    own.push(OwnShard { leaf: index, region: region.clone(), dtypes: [from, to] });
+                    places.push((index, local));
+                }
+            }
+            let shards = holders.iter().filter(|(_, region)| !region.is_empty());
+            let shards = shards.map(|(device, region)| (device.0, region.clone())).collect();
+            let shape = array.shape().to_vec();
+            offered.push(Offered { name: path.clone(), shape: shape.clone(), dtype: to, shards });
+            leaves.push(Leaf { path, shape, dtype: from, sharding: Some(sharding.clone()) });
+        }
+        let store = Store::new(own, changes);
+        let (copying, copied, metrics) = Default::default();
+        let shared = Arc::new(Shared { name, leaves: offered, store, copying, copied, metrics });
+        let (copies, taken) = mpsc::channel();
+        let mut publisher = Publisher {
+            shared: shared.clone(),
+            offered: leaves,
+            places,
+            copies,
+            last: None,
+            group: None,
+            threads: Vec::new(),
+        };
+        if self.is_dry_run() {
+            return Ok(publisher);
+        }
+        let (devices, me) = (self.topology().devices_of(self.process()).len(), self.process());
+        let (invited, invitations) = mpsc::channel();
+        // The channel is locked, since the answers may be given by any thread.
+        let invited = Mutex::new(invited);
+        let answering = shared.clone();
+        let answer = move |call: Call| match call {
+            Call::Hello(name) | Call::Join(Invitation { name, .. }) if name != answering.name => {
+                Answer::Other(answering.name.clone())
+            }
+            Call::Join(invitation) => {
+                _ = invited.lock().send(invitation);
+                Answer::Here(devices)
+            }
+            Call::Hello(_) => Answer::Here(devices),
+        };
+        publisher.group = Some(Group::open(self, listen, token, answer)?);
+        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+            let builder = thread::Builder::new().name(name.to_owned());
+            builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
+        };
+        let copier = shared.clone();
+        let copy = move || taken.iter().for_each(|copying| copier.copy(&copying));
+        publisher.threads.push(spawn("mpmd-publish", Box::new(copy))?);
+        let peer_timeout = self.runtime.config.peer_timeout;
+        let listen = move || {
+            for invitation in invitations.iter() {
+                let shared = shared.clone();
+                let serve = move || shared.serve(&invitation, me.index(), peer_timeout);
+                let builder = thread::Builder::new().name("mpmd-link".to_owned());
+                if let Err(error) = builder.spawn(serve) {
+                    tracing::error!(%error, "no thread for a subscriber");
+                }
+            }
+        };
+        publisher.threads.push(spawn("mpmd-links", Box::new(listen))?);
+        Ok(publisher)
+    }
+}
+
+impl Publisher {
+    /// Returns the address at which subscribers find the publication. `None` in a dry run.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.group.as_ref().map(|group| group.address)
+    }
+
+    /// Gives out the tree as a version. Every process must call it with the same numbers, in
+    /// ascending order. The leaves must be as in [`Program::publish`].
+    ///
+    /// Blocks while the copy of the version before is being made, otherwise not: the copy of this
+    /// one begins when its values are there, on a thread of its own. The arrays may be donated at
+    /// once: an operation that takes over memory which is not copied yet gets other memory.
+    ///
+    /// A version whose arrays fail ends all links.
+    ///
+    /// # Errors
+    ///
+    /// If the number is not above the one before, or a leaf is another than in
+    /// [`Program::publish`]. The same on every process.
+    #[track_caller]
+    pub fn publish<T: Tree<Leaf = MpmdArray>>(&mut self, number: u64, tree: &T) -> Result<()> {
+        let at = Location::caller();
+        let wrong = |why: String| IssueProblem::Signature(why).at(at, "Publisher::publish");
+        if let Some(last) = self.last.filter(|last| number <= *last) {
+            return Err(wrong(format!("version {number} after version {last}")));
+        }
+        let leaves = tree.leaves_with_paths();
+        if leaves.len() != self.offered.len() {
+            let expected = self.offered.len();
+            return Err(wrong(format!("{} leaves: there were {expected}", leaves.len())));
+        }
+        for ((path, array), known) in leaves.iter().zip(&self.offered) {
+            array.check_usable(path).map_err(|problem| problem.at(at, "Publisher::publish"))?;
+            let is_same = *path == known.path
+                && array.shape() == known.shape
+                && array.dtype() == known.dtype
+                && array.sharding() == known.sharding.as_ref();
+            if !is_same {
+                return Err(wrong(format!(
+                    "{path}: {array:?} in the place of {}, {}{:?}",
+                    known.path, known.dtype, known.shape
+                )));
+            }
+        }
+        self.last = Some(number);
+        if self.group.is_none() {
+            return Ok(());
+        }
+        let mut copying = self.shared.copying.lock();
+        while *copying > 0 {
+            self.shared.copied.wait(&mut copying);
+        }
+        *copying += 1;
+        drop(copying);
+        let (sender, values) = mpsc::channel();
+        let mut slots = (usize::MAX, Vec::new());
+        for (own, (leaf, shard)) in self.places.iter().enumerate() {
+            if let Repr::Placed(placed) = &leaves[*leaf].1.repr
+                && slots.0 != *leaf
+            {
+                slots = (*leaf, placed.in_host_memory());
+            }
+            let sender = sender.clone();
+            // Registered now, since a later operation may take the memory over.
+            slots.1[*shard].on_end(move |outcome| {
+                _ = sender.send((own, outcome.clone().map_err(|failure| failure.to_string())));
+            });
+        }
+        _ = self.copies.send(Copying { number, values });
+        Ok(())
+    }
+
+    /// Blocks until the copy of the last version is made.
+    pub fn wait(&self) {
+        let mut copying = self.shared.copying.lock();
+        while *copying > 0 {
+            self.shared.copied.wait(&mut copying);
+        }
+    }
+
+    /// Returns what the publisher has done on this process.
+    pub fn metrics(&self) -> PublisherMetrics {
+        PublisherMetrics { bytes: self.shared.store.bytes(), ..*self.shared.metrics.lock() }
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        self.wait();
+        self.shared.store.end(None);
+        // Ends the thread of the copies, and with the group that of the links.
+        (self.copies, _) = mpsc::channel();
+        self.group = None;
+        for thread in std::mem::take(&mut self.threads) {
+            _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn copy(&self, copying: &Copying) {
+        let mut early = HashMap::new();
+        let next = |own: usize| loop {
+            if let Some(values) = early.remove(&own) {
+                return values;
+            }
+            match copying.values.recv() {
+                Ok((other, values)) => _ = early.insert(other, values),
+                Err(_) => return Err("the program has ended".to_owned()),
+            }
+        };
+        if let Err(why) = self.store.add(copying.number, next) {
+            let why = format!("version {} could not be published: {why}", copying.number);
+            tracing::error!("{why}");
+            self.store.end(Some(why));
+        }
+        *self.copying.lock() -= 1;
+        self.copied.notify_all();
+    }
+
+    /// Serves a subscriber until it leaves.
+    fn serve(&self, invitation: &Invitation, me: usize, peer_timeout: Duration) {
+        self.metrics.lock().subscribers += 1;
+        let result = invitation.join(me, peer_timeout).and_then(|mut p| {
+            let mut held = Held { shared: self, versions: Vec::new(), changes: None };
+            let result = link::run(&mut p, invitation.publishers, &mut Side::Publisher(&mut held));
+            p.conclude(result)
+        });
+        self.metrics.lock().subscribers -= 1;
+        match result {
+            Ok(()) => tracing::info!(name = self.name, "a subscriber has left"),
+            Err(error) => tracing::warn!(name = self.name, %error, "a subscriber is lost"),
+        }
+    }
+}
+
+/// The versions that a link holds while it moves one of them.
+struct Held<'a> {
+    shared: &'a Shared,
+    versions: Vec<Arc<Version>>,
+    /// The changes since the subscriber's version, by own shard.
+    changes: Option<Vec<Places>>,
+}
+
+impl Held<'_> {
+    /// Returns the number and the bits of an own shard in the chosen version.
+    fn own(&self, piece: &Piece, common: &Region) -> Option<(usize, &OwnShard, &SharedBuffer)> {
+        let (shards, version) = (&self.shared.store.shards, self.versions.last()?);
+        let common = piece.in_source(common);
+        let own =
+            shards.iter().position(|own| own.leaf == piece.from && own.region.contains(&common))?;
+        Some((own, &shards[own], &version.bits[own]))
+    }
+}
+
+impl Source for Held<'_> {
+    fn offered(&self) -> Vec<Offered> {
+        self.shared.leaves.clone()
+    }
+
+    fn wait(
+        &mut self,
+        above: Option<u64>,
+        timeout: Duration,
+    ) -> std::result::Result<Vec<u64>, String> {
+        let store = &self.shared.store;
+        let numbers = store.wait(above, timeout)?;
+        self.versions = numbers.iter().filter_map(|number| store.get(*number)).collect();
+        Ok(self.versions.iter().map(|version| version.number).collect())
+    }
+
+    fn choose(&mut self, number: u64) {
+        self.versions.retain(|version| version.number == number);
+        self.changes = None;
+    }
+
+    fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>> {
+        self.changes = self.shared.store.changes(base, number);
+        let Some(changes) = &self.changes else { return vec![None; pieces.len()] };
+        let bytes = |piece: &Piece| {
+            let own = self.shared.store.shards.iter().zip(changes);
+            let own = own.filter(|(own, _)| own.leaf == piece.from);
+            own.map(|(own, places)| changes_bytes(places, own.dtypes[1].size()) as u64).sum()
+        };
+        pieces.iter().map(|piece| Some(bytes(piece))).collect()
+    }
+
+    fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer> {
+        let gone = || Error::kernel("a region of a published version is gone");
+        let (_, own, bits) = self.own(piece, region).ok_or_else(gone)?;
+        let (region, item) = (piece.in_source(region), own.dtypes[1].size());
+        if let Some(range) = contiguous_bytes(&own.region, &region, item) {
+            return Ok(bits.slice(range));
+        }
+        let mut part = vec![0; region.elements() * item];
+        copy_region(bits, &own.region, &mut part, &region, &region, item);
+        Ok(part.into())
+    }
+
+    fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>) {
+        let Some((index, own, bits)) = self.own(piece, common) else { return };
+        let (common, item) = (piece.in_source(common), own.dtypes[1].size());
+        let hash = hash(bits, &own.region, &common, &piece.from_shape, item);
+        to.extend(hash.to_le_bytes());
+        if !changes {
+            return;
+        }
+        let at = to.len();
+        to.extend(0u64.to_le_bytes());
+        if let Some(places) = self.changes.as_ref().map(|changes| &changes[index]) {
+            match common == own.region {
+                true => write_changes(places, bits, item, to),
+                false => {
+                    let (places, values) = within(places, bits, own, &common);
+                    write_changes(&places, &values, item, to);
+                }
+            }
+        }
+        let len = (to.len() - at - 8) as u64;
+        to[at..at + 8].copy_from_slice(&len.to_le_bytes());
+    }
+
+    fn sent(&mut self, number: u64, refused: Option<&str>) {
+        let mut metrics = self.shared.metrics.lock();
+        match refused {
+            None => metrics.taken += 1,
+            Some(why) => {
+                metrics.refused += 1;
+                tracing::warn!(name = self.shared.name, number, "a subscriber refuses it: {why}");
+            }
+        }
+    }
+}
+
+/// Returns the places in `common` of changes of a shard, and the values of `common`.
+fn within(places: &Places, bits: &[u8], own: &OwnShard, common: &Region) -> (Places, Vec<u8>) {
+    let item = own.dtypes[1].size();
+    let mut values = vec![0; common.elements() * item];
+    copy_region(bits, &own.region, &mut values, common, common, item);
+    let (shape, mut found) = (own.region.shape(), Places::default());
+    for place in places.iter() {
+        let (mut left, mut at, mut step, mut is_in) = (place, 0, 1, true);
+        for dim in (0..shape.len()).rev() {
+            let (index, range) =
+                (own.region.range(dim).start + left % shape[dim], common.range(dim));
+            left /= shape[dim];
+            is_in &= range.contains(&index);
+            at += index.saturating_sub(range.start) * step;
+            step *= range.len();
+        }
+        if is_in {
+            found.push(at);
+        }
+    }
+    (found, values)
+}

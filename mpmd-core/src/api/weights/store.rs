@@ -1,0 +1,243 @@
+//! The versions that a process of a publisher has: their bits, and the elements that have changed
+//! from each version to the next.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::{Condvar, Mutex, now};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+use mpmd_transport::memory::{Arena, OutOfMemory};
+use mpmd_transport::{Pool, SharedBuffer};
+
+use super::bits::{Places, cast};
+
+/// Number of versions whose bits are kept: processes may be a version apart.
+const VERSIONS: usize = 2;
+/// The bytes of changes are kept up to this part of the bits.
+const CHANGES_PART: usize = 4;
+/// Bytes of values that are cast and compared at once: they stay in a core's cache.
+const SLICE: usize = 256 << 10;
+
+/// A region of a leaf that this process publishes: its own, on the first device that has it.
+#[derive(Clone, Debug)]
+pub(super) struct OwnShard {
+    pub(super) leaf: usize,
+    pub(super) region: Region,
+    /// The dtypes on the trainer's device and on the way.
+    pub(super) dtypes: [DType; 2],
+}
+
+/// The bits of a version on this process, by own shard.
+pub(super) struct Version {
+    pub(super) number: u64,
+    pub(super) bits: Vec<SharedBuffer>,
+}
+
+/// The elements that changed from one version to the next, by own shard.
+struct Step {
+    from: u64,
+    to: u64,
+    places: Vec<Places>,
+    bytes: usize,
+}
+
+/// The versions of this process, shared by its links.
+pub(super) struct Store {
+    pub(super) shards: Vec<OwnShard>,
+    memory: Pool,
+    tracks_changes: bool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    versions: VecDeque<Arc<Version>>,
+    steps: VecDeque<Step>,
+    failure: Option<String>,
+    has_ended: bool,
+}
+
+impl Store {
+    /// Creates a store without versions. With `tracks_changes` the changed elements are noted.
+    pub(super) fn new(shards: Vec<OwnShard>, tracks_changes: bool) -> Self {
+        // Other processes of this host read the bits where they are.
+        let arena = Arena::shared().unwrap_or_else(|_| Arena::private());
+        let memory = Pool::in_arena("published versions", None, &arena);
+        let (state, changed) = (Mutex::default(), Condvar::default());
+        Self { shards, memory, tracks_changes, state, changed }
+    }
+
+    /// Makes the bits of a version from values of own shards, which `next` returns in order. Called
+    /// by one thread at a time.
+    ///
+    /// # Errors
+    ///
+    /// The error of `next`, or that there is no memory. Then there is no such version.
+    pub(super) fn add(
+        &self,
+        number: u64,
+        mut next: impl FnMut(usize) -> Result<SharedBuffer, String>,
+    ) -> Result<(), String> {
+        let last = self.state.lock().versions.back().cloned();
+        let last = last.filter(|_| self.tracks_changes);
+        let (mut bits, mut places) = (Vec::new(), Vec::new());
+        for (index, shard) in self.shards.iter().enumerate() {
+            let values = next(index)?;
+            let old = last.as_ref().map(|last| &*last.bits[index]);
+            let failed = |why: OutOfMemory| why.to_string();
+            let (new, changed) = self.copy(shard.dtypes, &values, old).map_err(failed)?;
+            bits.push(new);
+            places.push(changed);
+        }
+        let mut state = self.state.lock();
+        if let Some(last) = last {
+            let bytes = places.iter().map(Places::bytes).sum();
+            state.steps.push_back(Step { from: last.number, to: number, places, bytes });
+            let most = bits.iter().map(|bits| bits.len()).sum::<usize>() / CHANGES_PART;
+            while state.steps.iter().map(|step| step.bytes).sum::<usize>() > most {
+                state.steps.pop_front();
+            }
+        }
+        state.versions.push_back(Arc::new(Version { number, bits }));
+        if state.versions.len() > VERSIONS {
+            state.versions.pop_front();
+        }
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Returns values in their dtype on the way, and the places that differ from `old`.
+    fn copy(
+        &self,
+        [from, to]: [DType; 2],
+        values: &[u8],
+        old: Option<&[u8]>,
+    ) -> Result<(SharedBuffer, Places), OutOfMemory> {
+        let mut new = self.memory.allocate(values.len() / from.size() * to.size())?;
+        let (elements, mut places) = (SLICE / from.size(), Places::default());
+        let slices = values.chunks(elements * from.size());
+        for (i, (values, new)) in slices.zip(new.chunks_mut(elements * to.size())).enumerate() {
+            cast(from, values, to, new);
+            if let Some(old) = old {
+                let old = &old[i * elements * to.size()..][..new.len()];
+                let changed = Places::of_changes(old, new, to.size());
+                changed.iter().for_each(|place| places.push(i * elements + place));
+            }
+        }
+        Ok((new.freeze(), places))
+    }
+
+    /// Waits for a version above `above`, at most for `timeout`. Returns the numbers of the versions
+    /// here above it.
+    ///
+    /// # Errors
+    ///
+    /// If the publisher has ended, or could not make a version.
+    pub(super) fn wait(&self, above: Option<u64>, timeout: Duration) -> Result<Vec<u64>, String> {
+        let until = now() + timeout;
+        let mut state = self.state.lock();
+        loop {
+            let numbers = state.versions.iter().map(|version| version.number);
+            let newer: Vec<u64> = numbers.filter(|number| Some(*number) > above).collect();
+            if state.has_ended {
+                return Err("the publisher has ended".to_owned());
+            }
+            if let Some(why) = &state.failure {
+                return Err(why.clone());
+            }
+            if !newer.is_empty() || self.changed.wait_until(&mut state, until).timed_out() {
+                return Ok(newer);
+            }
+        }
+    }
+
+    /// Returns a version, if its bits are still here.
+    pub(super) fn get(&self, number: u64) -> Option<Arc<Version>> {
+        self.state.lock().versions.iter().find(|version| version.number == number).cloned()
+    }
+
+    /// Returns the places of each own shard that changed between two versions. `None` if this is
+    /// not known any more.
+    pub(super) fn changes(&self, base: u64, number: u64) -> Option<Vec<Places>> {
+        let state = self.state.lock();
+        let mut steps = state.steps.iter().skip_while(|step| step.from != base);
+        let first = steps.next()?;
+        let (mut to, mut places) = (first.to, first.places.clone());
+        for step in steps.take_while(|step| step.to <= number) {
+            places.iter_mut().zip(&step.places).for_each(|(all, more)| *all = all.or(more));
+            to = step.to;
+        }
+        (to == number).then_some(places)
+    }
+
+    /// Returns the bytes of the versions and of the memory that is kept for the next one.
+    pub(super) fn bytes(&self) -> u64 {
+        self.memory.stats().mapped
+    }
+
+    /// Ends all links with this reason; `None` if the publisher ends in order.
+    pub(super) fn end(&self, why: Option<String>) {
+        let mut state = self.state.lock();
+        match why {
+            Some(why) => state.failure = Some(why),
+            None => state.has_ended = true,
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn store() -> Store {
+        let dtypes = [DType::F32, DType::Bf16];
+        let shard = OwnShard { leaf: 0, region: Region::full(&[3]), dtypes };
+        Store::new(vec![shard], true)
+    }
+
+    fn add(store: &Store, number: u64, values: [f32; 3]) {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        store.add(number, |_| Ok(bytes.clone().into())).unwrap();
+    }
+
+    #[test]
+    fn changes_of_missed_versions_are_merged_while_they_are_known() {
+        let store = store();
+        add(&store, 1, [1.0, 2.0, 3.0]);
+        // No bit of bf16 changes.
+        add(&store, 3, [1.0001, 2.0, 3.0]);
+        add(&store, 4, [1.0, 9.0, 3.0]);
+        let of = |base, number| {
+            let changes = store.changes(base, number)?;
+            Some(changes[0].iter().collect::<Vec<_>>())
+        };
+        assert_eq!((of(1, 3), of(3, 4), of(1, 4)), (Some(vec![]), Some(vec![1]), Some(vec![1])));
+        assert_eq!((of(2, 4), of(4, 5), of(1, 5)), (None, None, None));
+        assert_eq!(store.wait(None, SECOND), Ok(vec![3, 4]));
+        assert_eq!(store.wait(Some(3), SECOND), Ok(vec![4]));
+        assert_eq!(store.wait(Some(4), Duration::ZERO), Ok(vec![]));
+        assert_eq!(&*store.get(4).unwrap().bits[0], [0x80, 0x3f, 0x10, 0x41, 0x40, 0x40]);
+        assert!(store.get(1).is_none());
+        // More changes than a quarter of the bits are not worth their memory.
+        add(&store, 5, [7.0, 7.0, 7.0]);
+        assert_eq!((of(3, 4), of(4, 5)), (None, None));
+        store.end(None);
+        assert_eq!(store.wait(Some(1), SECOND), Err("the publisher has ended".to_owned()));
+    }
+
+    #[test]
+    fn version_without_values_is_none() {
+        let store = store();
+        add(&store, 1, [0.0; 3]);
+        assert_eq!(store.add(2, |_| Err("a reason".to_owned())), Err("a reason".to_owned()));
+        assert_eq!(store.wait(Some(1), Duration::ZERO), Ok(vec![]));
+    }
+}

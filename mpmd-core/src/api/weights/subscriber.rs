@@ -1,0 +1,622 @@
+//! The subscriber's end: a thread that looks for the publisher and joins links with it, and takes
+//! the versions that come.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::ProcessId;
+use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::topology::DeviceId;
+use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
+use mpmd_transport::{Pool, SharedBuffer};
+
+use super::bits::{hash, read_changes};
+use super::group::{Answer, Call, Group, Invitation, call, wrong};
+use super::layouts::{Asked, Piece, Wanted};
+use super::link::{self, Arrived, Ask, Side, Target};
+use crate::api::program::Program;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use mpmd_device::copy::copy_region;
+
+/// Time between two attempts to reach a publisher: at first, and after many without a version.
+const RETRY: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
+/// Time between two questions for room.
+const LOOK: Duration = Duration::from_millis(20);
+/// Time limit of a call of the publisher's processes.
+const CALL: Duration = Duration::from_secs(5);
+
+/// Settings of a subscription.
+#[derive(Clone, Debug)]
+pub struct Subscribing {
+    name: String,
+    address: String,
+    token: Token,
+    changes: bool,
+}
+
+impl Subscribing {
+    /// Creates the settings of a subscription to the publication `name` at an address, `host:port`.
+    pub fn new(name: impl Into<String>, address: impl Into<String>, token: Token) -> Self {
+        Self { name: name.into(), address: address.into(), token, changes: false }
+    }
+
+    /// Takes only the elements that have changed, where these are fewer bytes than all. Each
+    /// process then keeps the bits of the last version. The default is false: on one host the
+    /// publisher's memory is read where it is, and nothing is saved.
+    #[must_use]
+    pub fn changes(mut self, changes: bool) -> Self {
+        self.changes = changes;
+        self
+    }
+}
+
+/// A process's part of a version: its regions of each wanted leaf.
+#[derive(Clone, Debug, Default)]
+pub struct Received {
+    /// The number of the version.
+    pub version: u64,
+    shards: Vec<(usize, Region, SharedBuffer)>,
+    avals: Arc<Vec<(String, ShapedArray)>>,
+}
+
+impl Received {
+    /// Returns the regions of a leaf on this process, with their values, row-major.
+    pub fn shards(&self, leaf: &str) -> impl Iterator<Item = (&Region, &SharedBuffer)> {
+        let index = self.avals.iter().position(|(name, _)| name == leaf);
+        let own = self.shards.iter().filter(move |(leaf, ..)| Some(*leaf) == index);
+        own.map(|(_, region, values)| (region, values))
+    }
+
+    /// Copies a region of a leaf that is within one of this process's regions.
+    ///
+    /// # Errors
+    ///
+    /// If the leaf or the region is not here.
+    ///
+    /// # Panics
+    ///
+    /// If `to` has another length than the region.
+    pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), String> {
+        let index = self.avals.iter().position(|(name, _)| name == leaf);
+        let aval = index.map(|index| &self.avals[index].1);
+        let found = self.shards(leaf).find(|(own, _)| own.contains(region));
+        let (Some(aval), Some((own, values))) = (aval, found) else {
+            return Err(format!("{leaf} {region} is not here"));
+        };
+        copy_region(values, own, to, region, region, aval.dtype().size());
+        Ok(())
+    }
+}
+
+/// The use that a subscriber makes of versions. Its functions are called on a thread of the
+/// subscription, on every process for each version.
+pub trait Intake: Send {
+    /// True if there is room for a further version. Asked on process 0 alone, often.
+    fn has_room(&mut self) -> bool;
+
+    /// Takes this process's part of a version, whose bits have been compared with the publisher's.
+    /// Another process may still refuse it. Keep no buffers of it for long: they may be the
+    /// publisher's memory.
+    ///
+    /// # Errors
+    ///
+    /// The reason to refuse the version. It is told to all processes and to the publisher.
+    fn take(&mut self, received: &Received) -> Result<(), String>;
+
+    /// Says that every process has taken the version; or why one has not, so that it is to be
+    /// forgotten.
+    fn end(&mut self, version: u64, refused: Option<&str>);
+}
+
+/// The state of a subscription on this process.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct SubscriptionState {
+    /// The newest version that is whole on every process.
+    pub version: Option<u64>,
+    /// True while there is a link to the publisher.
+    pub is_linked: bool,
+    /// Why there is no link, or why the last version was refused.
+    pub trouble: Option<String>,
+    /// Number of versions that every process has taken.
+    pub versions: u64,
+    /// Number of versions that a process has refused.
+    pub refused: u64,
+    /// Bytes that this process got for the last version.
+    pub bytes: u64,
+}
+
+/// A subscription to the versions of a publisher. Dropping it leaves the publisher, which goes on.
+///
+/// A publisher that ends or dies leaves the last whole version in use. The subscription looks for
+/// it, or for its successor, until it is dropped.
+pub struct Subscription {
+    shared: Arc<Shared>,
+    group: Option<Group>,
+    threads: Vec<thread::JoinHandle<()>>,
+    latest: Option<Arc<Mutex<Latest>>>,
+    wanted: Arc<Vec<Wanted>>,
+}
+
+struct Shared {
+    state: Mutex<(SubscriptionState, bool)>,
+    changed: Condvar,
+}
+
+/// The intake of a program that takes versions as arrays.
+#[derive(Default)]
+struct Latest {
+    taken: Option<Received>,
+    /// True once every process has the version.
+    is_whole: bool,
+}
+
+impl Intake for Arc<Mutex<Latest>> {
+    fn has_room(&mut self) -> bool {
+        self.lock().taken.is_none()
+    }
+
+    fn take(&mut self, received: &Received) -> Result<(), String> {
+        self.lock().taken = Some(received.clone());
+        Ok(())
+    }
+
+    fn end(&mut self, _: u64, refused: Option<&str>) {
+        let mut latest = self.lock();
+        match refused {
+            None => latest.is_whole = true,
+            Some(_) => *latest = Latest::default(),
+        }
+    }
+}
+
+impl Program {
+    /// Subscribes to the versions of a publication, as leaves of this job's own layout.
+    /// [`Subscription::next`] returns them as arrays. Every process must call it, with the same
+    /// leaves. Does not wait for the publisher.
+    ///
+    /// # Errors
+    ///
+    /// If a sharding does not fit its leaf, or the system gives no threads.
+    pub fn subscribe(
+        &mut self,
+        subscribing: Subscribing,
+        wanted: Vec<Wanted>,
+    ) -> Result<Subscription> {
+        let latest = Arc::new(Mutex::new(Latest::default()));
+        let mut subscription =
+            self.subscribe_with(subscribing, wanted, Box::new(latest.clone()))?;
+        subscription.latest = Some(latest);
+        Ok(subscription)
+    }
+
+    /// Subscribes as [`Program::subscribe`] does, and gives the versions to `intake`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::subscribe`].
+    pub fn subscribe_with(
+        &mut self,
+        subscribing: Subscribing,
+        wanted: Vec<Wanted>,
+        intake: Box<dyn Intake>,
+    ) -> Result<Subscription> {
+        for leaf in &wanted {
+            leaf.sharding.check_devices(self.topology())?;
+            leaf.told(0).map_err(Error::Environment)?;
+        }
+        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::default() });
+        let wanted = Arc::new(wanted);
+        let (group, threads, latest) = (None, Vec::new(), None);
+        let mut subscription =
+            Subscription { shared: shared.clone(), group, threads, latest, wanted: wanted.clone() };
+        if self.is_dry_run() {
+            return Ok(subscription);
+        }
+        let (devices, me) = (self.topology().devices_of(self.process()).len(), self.process());
+        let (invited, invitations) = mpsc::channel();
+        let invited = Mutex::new(invited);
+        let answer = move |call| {
+            if let Call::Join(invitation) = call {
+                _ = invited.lock().send(invitation);
+            }
+            Answer::Here(devices)
+        };
+        let token = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
+        // The token of process 0 counts.
+        let token = self.broadcast_value(ProcessId(0), String::new(), || Ok(token.to_hex()))?;
+        let token: Token = token.parse().map_err(|_| Error::Environment("a token".to_owned()))?;
+        let group = Group::open(self, None, token.clone(), answer)?;
+        let own = group.address.to_string();
+        subscription.group = Some(group);
+        let peer_timeout = self.runtime.config.peer_timeout;
+        let own_devices: Vec<usize> = (0..self.processes() as u32)
+            .map(|process| self.topology().devices_of(ProcessId(process)).len())
+            .collect();
+        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+            let builder = thread::Builder::new().name(name.to_owned());
+            builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
+        };
+        let (ended, ends) = mpsc::channel();
+        let name = subscribing.name.clone();
+        let taking =
+            Taking { shared: shared.clone(), wanted, changes: subscribing.changes, intake };
+        let run = move || taking.run(&invitations, me, peer_timeout, &ended);
+        subscription.threads.push(spawn("mpmd-subscribe", Box::new(run))?);
+        if me == ProcessId(0) {
+            let seeker = Seeker { subscribing, own, token, own_devices, peer_timeout, shared };
+            subscription.threads.push(spawn("mpmd-seek", Box::new(move || seeker.run(&ends)))?);
+        }
+        tracing::debug!(name, "subscribed");
+        Ok(subscription)
+    }
+}
+
+impl Subscription {
+    /// Returns the state on this process. Does not block.
+    pub fn state(&self) -> SubscriptionState {
+        self.shared.state.lock().0.clone()
+    }
+
+    /// Waits until a version at least as new as `version` is whole on every process, at most for
+    /// `timeout`. Returns the newest one. `None` after the time.
+    pub fn wait(&self, version: u64, timeout: Duration) -> Option<u64> {
+        let until = now() + timeout;
+        let mut state = self.shared.state.lock();
+        loop {
+            if let Some(newest) = state.0.version.filter(|newest| *newest >= version) {
+                return Some(newest);
+            }
+            if self.shared.changed.wait_until(&mut state, until).timed_out() {
+                return None;
+            }
+        }
+    }
+
+    /// Returns the next version that is whole on every process, as arrays in the order of the
+    /// wanted leaves; `None` if there is none yet. Does not wait for one. Every process must call
+    /// it. Until it is called, no later version comes.
+    ///
+    /// # Errors
+    ///
+    /// If the job has failed, or the subscription has an [`Intake`].
+    pub fn next(&mut self, p: &mut Program) -> Result<Option<(u64, Vec<MpmdArray>)>> {
+        let Some(latest) = self.latest.clone() else {
+            return Err(Error::kernel("the subscription's versions go to its intake"));
+        };
+        let whole = || {
+            let latest = latest.lock();
+            let whole = latest.taken.as_ref().filter(|_| latest.is_whole);
+            Ok(whole.map(|taken| taken.version))
+        };
+        let Some(version) = p.broadcast_value(ProcessId(0), None, whole)? else { return Ok(None) };
+        // Taken on every process before process 0 could know that it is whole.
+        let received = Arc::new(std::mem::take(&mut *latest.lock()).taken.unwrap_or_default());
+        let mut arrays = Vec::new();
+        for leaf in self.wanted.iter() {
+            let (received, name) = (received.clone(), leaf.name.clone());
+            let fill = move |region: &Region, mut view: crate::kernel::ViewMut<'_>| {
+                let read = received.read(&name, region, view.as_bytes_mut());
+                read.map_err(Error::Kernel)
+            };
+            arrays.push(p.array_from_fn(leaf.aval.clone(), &leaf.sharding, fill)?);
+        }
+        Ok(Some((version, arrays)))
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.shared.state.lock().1 = true;
+        self.shared.changed.notify_all();
+        self.group = None;
+        for thread in std::mem::take(&mut self.threads) {
+            _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn has_ended(&self) -> bool {
+        self.state.lock().1
+    }
+
+    fn note(&self, change: impl FnOnce(&mut SubscriptionState)) {
+        change(&mut self.state.lock().0);
+        self.changed.notify_all();
+    }
+
+    /// Sleeps, at most until the subscription ends.
+    fn sleep(&self, time: Duration) {
+        let until = now() + time;
+        let mut state = self.state.lock();
+        while !state.1 && !self.changed.wait_until(&mut state, until).timed_out() {}
+    }
+}
+
+/// Looks for the publisher on process 0, and has all processes join links with it.
+struct Seeker {
+    subscribing: Subscribing,
+    /// The address and the token of this job's group.
+    own: String,
+    token: Token,
+    own_devices: Vec<usize>,
+    peer_timeout: Duration,
+    shared: Arc<Shared>,
+}
+
+impl Seeker {
+    fn run(&self, ends: &mpsc::Receiver<()>) {
+        let mut retry = RETRY[0];
+        while !self.shared.has_ended() {
+            let before = self.shared.state.lock().0.versions;
+            if let Err(why) = self.link(ends) {
+                self.shared.note(|state| state.trouble = Some(why));
+            }
+            retry = match self.shared.state.lock().0.versions == before {
+                true => (retry * 2).min(RETRY[1]),
+                false => RETRY[0],
+            };
+            self.shared.sleep(retry);
+        }
+    }
+
+    /// Begins a link, and returns after its end.
+    fn link(&self, ends: &mpsc::Receiver<()>) -> std::result::Result<(), String> {
+        let Subscribing { name, address, token, .. } = &self.subscribing;
+        let publisher = |asked: &Call| call(address, token, asked, CALL);
+        let (answers, ip) = publisher(&Call::Hello(name.clone()))?;
+        let devices = answers.iter().map(|answer| match answer {
+            Answer::Here(devices) => Ok(*devices),
+            Answer::Other(other) => Err(format!("{address} publishes {other}, not {name}")),
+        });
+        let mut devices = devices.collect::<Result<Vec<usize>, String>>()?;
+        let publishers = devices.len();
+        devices.extend(&self.own_devices);
+        let secret = Token::random().map_err(|why| why.to_string())?;
+        let (token, peer_timeout) = (secret.clone(), self.peer_timeout);
+        let config = ServerConfig { processes: devices.len(), token, peer_timeout };
+        let server = Server::bind((ip, 0).into(), config).map_err(|why| wrong(why).to_string())?;
+        let invitation = Invitation {
+            name: name.clone(),
+            server: server.address().to_string(),
+            token: secret.to_hex(),
+            publishers,
+            devices,
+        };
+        let join = Call::Join(invitation);
+        publisher(&join)?;
+        call(&self.own, &self.token, &join, CALL)?;
+        // Ends with the link, since all its processes have deadlines.
+        _ = ends.recv();
+        server.wait_empty(CALL);
+        Ok(())
+    }
+}
+
+/// Takes the versions on this process.
+struct Taking {
+    shared: Arc<Shared>,
+    wanted: Arc<Vec<Wanted>>,
+    changes: bool,
+    intake: Box<dyn Intake>,
+}
+
+impl Taking {
+    fn run(
+        mut self,
+        invitations: &mpsc::Receiver<Invitation>,
+        me: ProcessId,
+        peer_timeout: Duration,
+        ended: &mpsc::Sender<()>,
+    ) {
+        let avals = self.wanted.iter().map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
+        let avals = Arc::new(avals.collect::<Vec<_>>());
+        // The bits of the last version outlive a link, and the job of its publisher.
+        let memory = Pool::new("bits of a subscription", None);
+        let mut bits = HashMap::new();
+        for invitation in invitations.iter() {
+            let first: usize = invitation.devices[..invitation.publishers].iter().sum();
+            let mut taker = Taker {
+                taking: &mut self,
+                avals: avals.clone(),
+                first: first as u32,
+                memory: &memory,
+                bits: &mut bits,
+                fresh: HashMap::new(),
+                refused: (0, 0),
+            };
+            let own = invitation.publishers + me.index();
+            let result = invitation.join(own, peer_timeout).and_then(|mut p| {
+                taker.taking.shared.note(|state| {
+                    (state.is_linked, state.trouble) = (true, None);
+                });
+                let side = &mut Side::Subscriber(&mut taker);
+                let result = link::run(&mut p, invitation.publishers, side);
+                p.conclude(result)
+            });
+            let why = result.err().map(|error| error.to_string());
+            if let Some(why) = &why
+                && !self.shared.has_ended()
+            {
+                tracing::warn!(name = invitation.name, "the publisher is lost: {why}");
+            }
+            self.shared.note(|state| {
+                state.is_linked = false;
+                state.trouble = Some(why.unwrap_or_else(|| "the publisher has ended".to_owned()));
+            });
+            _ = ended.send(());
+        }
+    }
+}
+
+/// The bits of pieces on devices of this process.
+type Bits = HashMap<(usize, DeviceId), SharedBuffer>;
+
+struct Taker<'a> {
+    taking: &'a mut Taking,
+    avals: Arc<Vec<(String, ShapedArray)>>,
+    /// The number in the link of this job's first device.
+    first: u32,
+    memory: &'a Pool,
+    /// The bits of the last whole version, if they are kept, and of the one that comes.
+    bits: &'a mut Bits,
+    fresh: Bits,
+    /// The version that was refused last, and how often.
+    refused: (u64, u32),
+}
+
+impl Taker<'_> {
+    /// Returns the bytes of a piece, after its changes.
+    fn changed(
+        &self,
+        (index, piece): (usize, &Piece),
+        device: DeviceId,
+        changes: Vec<(Region, &[u8])>,
+    ) -> Option<SharedBuffer> {
+        let (old, item) = (self.bits.get(&(index, device))?, piece.aval.dtype().size());
+        let target = piece.target_of(device)?;
+        let mut new = self.memory.allocate(old.len()).ok()?;
+        new.copy_from_slice(old);
+        for (common, mut bytes) in changes {
+            let row = common.shape();
+            let change = |place: usize, value: &[u8]| {
+                let (mut left, mut at, mut step) = (place, 0, 1);
+                for dim in (0..row.len()).rev() {
+                    let range = target.range(dim);
+                    at += (common.range(dim).start + left % row[dim] - range.start) * step;
+                    left /= row[dim];
+                    step *= range.len();
+                }
+                let is_in = left == 0 && place < common.elements();
+                new.get_mut(at * item..)?.get_mut(..item)?.copy_from_slice(value);
+                is_in.then_some(())
+            };
+            read_changes(&mut bytes, item, change)?;
+        }
+        Some(new.freeze())
+    }
+}
+
+impl Target for Taker<'_> {
+    fn asked(&self) -> Vec<Asked> {
+        // They were checked at the start.
+        self.taking.wanted.iter().filter_map(|leaf| leaf.told(self.first).ok()).collect()
+    }
+
+    fn ask(&mut self, timeout: Duration) -> Ask {
+        let until = now() + timeout;
+        loop {
+            let (version, has_ended) = {
+                let state = self.taking.shared.state.lock();
+                (state.0.version, state.1)
+            };
+            let has_room = has_ended || self.taking.intake.has_room();
+            if has_room || now() >= until {
+                // A version may be damaged on its way once; it is not asked for a third time.
+                let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
+                let above = version.max(given_up);
+                let base = version.filter(|_| !self.bits.is_empty());
+                return Ask { above, base, has_room, has_ended };
+            }
+            self.taking.shared.sleep(LOOK);
+        }
+    }
+
+    fn piece(
+        &mut self,
+        (index, piece): (usize, &Piece),
+        device: DeviceId,
+        arrived: Arrived<'_>,
+        sum: u64,
+    ) -> std::result::Result<(), String> {
+        let name = &self.avals[piece.to].0;
+        let bytes = match arrived {
+            Arrived::Whole(bytes) => bytes,
+            Arrived::Changes(changes) => self
+                .changed((index, piece), device, changes)
+                .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
+        };
+        let Some(target) = piece.target_of(device) else { return Ok(()) };
+        let (region, item) = (piece.in_source(target), piece.aval.dtype().size());
+        if hash(&bytes, &region, &region, &piece.from_shape, item) != sum {
+            let region = piece.in_target(target);
+            return Err(format!("{name} {region} arrived with other bits than were published"));
+        }
+        let bytes = match self.taking.changes && bytes.is_lent() {
+            true => {
+                let mut own = self.memory.allocate(bytes.len()).map_err(|why| why.to_string())?;
+                own.copy_from_slice(&bytes);
+                own.freeze()
+            }
+            false => bytes,
+        };
+        self.fresh.insert((index, device), bytes);
+        Ok(())
+    }
+
+    fn take(&mut self, number: u64, pieces: &[Piece]) -> std::result::Result<(), String> {
+        let mut shards = Vec::new();
+        for (leaf, asked) in self.asked().iter().enumerate() {
+            let item = asked.dtype.size();
+            let own = asked.shards.iter().filter(|(device, region)| {
+                self.fresh.keys().any(|(_, own)| own.0 == *device) || region.is_empty()
+            });
+            for (device, region) in own {
+                let device = DeviceId(*device);
+                let parts = pieces.iter().enumerate().filter(|(_, piece)| piece.to == leaf);
+                let parts: Vec<(Region, SharedBuffer)> = parts
+                    .filter_map(|(index, piece)| {
+                        let bytes = self.fresh.get(&(index, device))?.clone();
+                        Some((piece.in_target(piece.target_of(device)?), bytes))
+                    })
+                    .collect();
+                let values = match &parts[..] {
+                    [(only, bytes)] if only == region => bytes.clone(),
+                    parts => {
+                        let bytes = region.elements() * item;
+                        let mut all = self.memory.allocate(bytes).map_err(|why| why.to_string())?;
+                        for (part, bytes) in parts {
+                            copy_region(bytes, part, &mut all, region, part, item);
+                        }
+                        all.freeze()
+                    }
+                };
+                shards.push((leaf, region.clone(), values));
+            }
+        }
+        let received = Received { version: number, shards, avals: self.avals.clone() };
+        self.taking.intake.take(&received)
+    }
+
+    fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>) {
+        let fresh = std::mem::take(&mut self.fresh);
+        self.refused = match (refused, self.refused) {
+            (Some(_), (last, count)) if last == number => (number, count + 1),
+            (Some(_), _) => (number, 1),
+            (None, _) => (0, 0),
+        };
+        // After a refusal all bits are asked for.
+        *self.bits = if self.taking.changes && refused.is_none() { fresh } else { Bits::new() };
+        self.taking.intake.end(number, refused);
+        self.taking.shared.note(|state| {
+            state.bytes = bytes;
+            match refused {
+                None => {
+                    (state.version, state.versions) = (Some(number), state.versions + 1);
+                    state.trouble = None;
+                }
+                Some(why) => {
+                    state.refused += 1;
+                    state.trouble = Some(format!("version {number} was refused: {why}"));
+                }
+            }
+        });
+        if let Some(why) = refused {
+            tracing::warn!("version {number} was refused: {why}");
+        }
+    }
+}

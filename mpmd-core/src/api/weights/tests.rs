@@ -1,0 +1,298 @@
+//! Publishers and subscribers of one process: each end is a job of its own, with several devices.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::spec;
+use mpmd_transport::rendezvous::Token;
+
+use super::*;
+use crate::{MpmdArray, Program};
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn token() -> Token {
+    Token::new([7; 32])
+}
+
+/// The value of an element in a version.
+fn value(version: u64, leaf: usize, index: u64) -> f32 {
+    // One in 64 changes with the version.
+    let own = if (index + version).is_multiple_of(64) { version } else { 0 };
+    ((index * 37 + own * 11) % 9973) as f32 / 16.0 + leaf as f32
+}
+
+/// Returns the leaves of a version: each over other devices.
+fn tree(p: &mut Program, version: u64, shapes: &[&[usize]]) -> Vec<MpmdArray> {
+    let devices = p.topology().device_ids().to_vec();
+    let mut leaves = Vec::new();
+    for (leaf, shape) in shapes.iter().enumerate() {
+        let mesh = p.mesh(&[("x", devices.len())]).unwrap();
+        let sharding = match leaf % 3 {
+            0 => mesh.sharding(spec!["x"]),
+            1 => Sharding::single_device(devices[leaf % devices.len()]),
+            _ => mesh.replicated(),
+        };
+        let aval = ShapedArray::new(shape, DType::F32);
+        let all = shape.to_vec();
+        let fill = move |region: &Region, mut view: crate::kernel::ViewMut<'_>| {
+            let to = view.as_mut_slice::<f32>()?;
+            for (to, index) in to.iter_mut().zip(region.indices(&all)) {
+                *to = value(version, leaf, index);
+            }
+            Ok(())
+        };
+        leaves.push(p.array_from_fn(aval, sharding, fill).unwrap());
+    }
+    leaves
+}
+
+/// Publishes versions 1 to `versions`, when it is asked for the next one.
+fn publisher(
+    publication: Publication,
+    shapes: &'static [&'static [usize]],
+) -> (SocketAddr, mpsc::Sender<u64>, std::thread::JoinHandle<PublisherMetrics>) {
+    let (told, address) = mpsc::channel();
+    let (sender, versions) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let mut p = Program::builder().devices(3).alone().unwrap();
+        let first = tree(&mut p, 0, shapes);
+        let mut publisher = p.publish(publication, &first).unwrap();
+        told.send(publisher.address().unwrap()).unwrap();
+        for version in versions {
+            let leaves = tree(&mut p, version, shapes);
+            publisher.publish(version, &leaves).unwrap();
+        }
+        let start = std::time::Instant::now();
+        // The last link may still be told of its last version.
+        while publisher.metrics().subscribers > 0 && start.elapsed() < Duration::from_millis(300) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let metrics = publisher.metrics();
+        drop(publisher);
+        p.finish().unwrap();
+        metrics
+    });
+    (address.recv_timeout(LONG).unwrap(), sender, thread)
+}
+
+/// Compares a leaf with a version, on the devices of the subscriber.
+fn check(array: &MpmdArray, version: u64, from: impl Fn(&[usize]) -> (usize, u64)) {
+    for shard in array.addressable_shards().unwrap() {
+        let shape = shard.region.shape();
+        let found = shard.data.to_vec::<half::bf16>().unwrap();
+        for (i, found) in found.into_iter().enumerate() {
+            let (mut left, mut at) = (i, vec![0; shape.len()]);
+            for dim in (0..shape.len()).rev() {
+                at[dim] = shard.region.range(dim).start + left % shape[dim];
+                left /= shape[dim];
+            }
+            let (leaf, index) = from(&at);
+            assert_eq!(found, half::bf16::from_f32(value(version, leaf, index)), "{at:?}");
+        }
+    }
+}
+
+const SHAPES: &[&[usize]] = &[&[6, 640], &[7], &[4, 3, 130]];
+
+fn wanted(p: &Program) -> Vec<Wanted> {
+    let mesh = p.mesh(&[("y", 2), ("z", 2)]).unwrap();
+    let bf16 = |shape: &[usize]| ShapedArray::new(shape, DType::Bf16);
+    let part = |from: &str, region: &[std::ops::Range<usize>], at: &[usize]| Part {
+        from: from.to_owned(),
+        region: Some(Region::new(region.to_vec())),
+        at: at.to_vec(),
+    };
+    vec![
+        Wanted::new("0", bf16(&[6, 640]), mesh.sharding(spec![None, "y"])),
+        Wanted::new("1", bf16(&[7]), mesh.replicated()),
+        Wanted::new("2", bf16(&[4, 3, 130]), mesh.sharding(spec![("y", "z")])),
+        // Rows of a fused leaf, and a fused one of columns in another order.
+        Wanted::new("rows", bf16(&[3, 640]), mesh.sharding(spec![None, ("z", "y")]))
+            .of(vec![part("0", &[2..5, 0..640], &[0, 0])]),
+        Wanted::new("fused", bf16(&[6, 600]), mesh.sharding(spec!["z", "y"]))
+            .of(vec![part("0", &[0..6, 540..640], &[0, 0]), part("0", &[0..6, 0..500], &[0, 100])]),
+    ]
+}
+
+fn check_all(arrays: &[MpmdArray], version: u64) {
+    let flat = |shape: &'static [usize]| {
+        move |at: &[usize]| {
+            at.iter().zip(shape).fold(0, |all, (at, size)| all * *size as u64 + *at as u64)
+        }
+    };
+    for (leaf, array) in arrays[..3].iter().enumerate() {
+        let flat = flat(SHAPES[leaf]);
+        check(array, version, |at| (leaf, flat(at)));
+    }
+    check(&arrays[3], version, |at| (0, (at[0] as u64 + 2) * 640 + at[1] as u64));
+    check(&arrays[4], version, |at| {
+        let column = if at[1] < 100 { at[1] + 540 } else { at[1] - 100 };
+        (0, (at[0] * 640 + column) as u64)
+    });
+}
+
+fn next(p: &mut Program, subscription: &mut Subscription, version: u64) -> Vec<MpmdArray> {
+    assert_eq!(subscription.wait(version, LONG), Some(version), "{:?}", subscription.state());
+    let (found, arrays) = subscription.next(p).unwrap().unwrap();
+    assert_eq!(found, version);
+    arrays
+}
+
+#[test]
+fn versions_come_in_any_layout_whole_or_as_changes() {
+    let publication = Publication::new("policy", token()).dtype(DType::Bf16);
+    let (address, versions, thread) = publisher(publication, SHAPES);
+    let mut p = Program::builder().devices(4).alone().unwrap();
+    let subscribe = |p: &mut Program, changes| {
+        let subscribing = Subscribing::new("policy", address.to_string(), token());
+        p.subscribe(subscribing.changes(changes), wanted(p)).unwrap()
+    };
+    let (mut whole, mut changes) = (subscribe(&mut p, false), subscribe(&mut p, true));
+    let mut bytes = Vec::new();
+    for version in [1, 2, 5, 6] {
+        versions.send(version).unwrap();
+        for subscription in [&mut whole, &mut changes] {
+            check_all(&next(&mut p, subscription, version), version);
+            bytes.push(subscription.state().bytes);
+        }
+    }
+    // Two elements in 64 change.
+    assert!(
+        bytes[1] == bytes[0] && bytes[3] * 6 < bytes[2] && bytes[7] * 6 < bytes[6],
+        "{bytes:?}"
+    );
+    // A version in between is missed, while the one before is not taken.
+    versions.send(7).unwrap();
+    assert_eq!(changes.wait(7, LONG), Some(7));
+    versions.send(8).unwrap();
+    assert_eq!(whole.wait(7, LONG), Some(7));
+    check_all(&next(&mut p, &mut changes, 7), 7);
+    check_all(&next(&mut p, &mut whole, 7), 7);
+    check_all(&next(&mut p, &mut changes, 8), 8);
+    assert!(changes.next(&mut p).unwrap().is_none());
+    drop(whole);
+    versions.send(9).unwrap();
+    check_all(&next(&mut p, &mut changes, 9), 9);
+    drop(versions);
+    let metrics = thread.join().unwrap();
+    assert!(metrics.taken >= 11 && metrics.refused == 0, "{metrics:?}");
+    drop(changes);
+    p.finish().unwrap();
+}
+
+/// Refuses some versions, and counts its calls.
+struct Choosy(std::sync::Arc<[AtomicU64; 2]>);
+
+impl Intake for Choosy {
+    fn has_room(&mut self) -> bool {
+        true
+    }
+
+    fn take(&mut self, received: &Received) -> Result<(), String> {
+        match received.version {
+            2 => Err("no room on this shelf".to_owned()),
+            _ => Ok(()),
+        }
+    }
+
+    fn end(&mut self, _: u64, refused: Option<&str>) {
+        self.0[usize::from(refused.is_some())].fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn refused_version_is_told_to_both_ends() {
+    let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);
+    let mut p = Program::builder().devices(2).alone().unwrap();
+    let counts = std::sync::Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+    let all = p.mesh(&[("y", 2)]).unwrap().replicated();
+    let leaf = Wanted::new("1", ShapedArray::new(&[7], DType::F32), all);
+    let subscribing = Subscribing::new("policy", address.to_string(), token()).changes(true);
+    let intake = Box::new(Choosy(counts.clone()));
+    let subscription = p.subscribe_with(subscribing, vec![leaf], intake).unwrap();
+    versions.send(1).unwrap();
+    assert_eq!(subscription.wait(1, LONG), Some(1));
+    versions.send(2).unwrap();
+    while counts[1].load(Ordering::SeqCst) < 2 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    versions.send(3).unwrap();
+    assert_eq!(subscription.wait(3, LONG), Some(3));
+    drop(versions);
+    let metrics = thread.join().unwrap();
+    assert!(metrics.taken == 2 && metrics.refused == 2, "{metrics:?}");
+    // The publisher has ended in order. The last version stays.
+    while subscription.state().is_linked {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let state = subscription.state();
+    assert_eq!((state.version, state.versions), (Some(3), 2));
+    drop(subscription);
+    p.finish().unwrap();
+}
+
+#[test]
+fn subscriber_says_what_does_not_fit() {
+    let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);
+    let mut p = Program::builder().devices(2).alone().unwrap();
+    let all = p.mesh(&[("y", 2)]).unwrap().replicated();
+    let f32s = |shape: &[usize]| ShapedArray::new(shape, DType::F32);
+    let leaf = |name: &str, aval: &ShapedArray| Wanted::new(name, aval.clone(), all.clone());
+    let part = |at: usize| Part { from: "1".to_owned(), region: None, at: vec![at] };
+    for (name, token, leaf, expected) in [
+        ("other", token(), leaf("1", &f32s(&[7])), "publishes policy, not other"),
+        ("policy", Token::new([8; 32]), leaf("1", &f32s(&[7])), "token"),
+        ("policy", token(), leaf("5", &f32s(&[7])), "the publisher has no leaf 5; it has 0, 1, 2"),
+        ("policy", token(), leaf("1", &f32s(&[8])), "[8] is wanted, and 1 is published with"),
+        (
+            "policy",
+            token(),
+            leaf("1", &ShapedArray::new(&[7], DType::Bf16)),
+            "bf16 is wanted, and 1 is published as f32",
+        ),
+        ("policy", token(), leaf("all", &f32s(&[14])).of(vec![part(0), part(3)]), "overlap"),
+        ("policy", token(), leaf("all", &f32s(&[15])).of(vec![part(0), part(8)]), "14 elements"),
+    ] {
+        let subscribing = Subscribing::new(name, address.to_string(), token);
+        let subscription = p.subscribe(subscribing, vec![leaf]).unwrap();
+        let start = std::time::Instant::now();
+        let said = loop {
+            let said = subscription.state().trouble.unwrap_or_default();
+            if said.contains(expected) || start.elapsed() > LONG {
+                break said;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(said.contains(expected), "{said}");
+    }
+    drop(versions);
+    thread.join().unwrap();
+    p.finish().unwrap();
+}
+
+#[test]
+fn publish_refuses_other_leaves_and_lower_versions() {
+    let mut p = Program::builder().devices(2).alone().unwrap();
+    let leaves = tree(&mut p, 0, SHAPES);
+    let mut publisher = p.publish(Publication::new("policy", token()), &leaves).unwrap();
+    publisher.publish(4, &leaves).unwrap();
+    for (version, leaves, expected) in [
+        (4, leaves.clone(), "version 4 after version 4"),
+        (5, leaves[..2].to_vec(), "2 leaves: there were 3"),
+        (5, tree(&mut p, 0, &[&[6, 640], &[8], &[4, 3, 130]]), "in the place of 1, f32[7]"),
+    ] {
+        let said = publisher.publish(version, &leaves).unwrap_err().to_string();
+        assert!(said.contains(expected), "{said}");
+    }
+    let host = MpmdArray::from_slice(&[1], &[1.0f32]).unwrap();
+    let said = p.publish(Publication::new("policy", token()), &vec![host]).err().unwrap();
+    assert!(said.to_string().contains("0: is uncommitted"), "{said}");
+    drop(publisher);
+    p.finish().unwrap();
+}
