@@ -5,7 +5,6 @@
 //! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,19 +26,22 @@ use crate::decoder::{Part, Rows};
 use crate::load::{Load, Loaded};
 use crate::over::Over;
 use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
-use crate::versions::Versions;
+use crate::versions::{Loading, Versions};
 
 /// A model for inference: each stage has its weights, packed, and its caches.
 pub struct Inference {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
-    loads: Vec<Load>,
-    meshes: Vec<Mesh>,
+    pub(crate) loads: Vec<Load>,
+    pub(crate) meshes: Vec<Mesh>,
     room: Room,
     positions: usize,
     /// The place of choices for [`Inference::read`].
-    reader: Mesh,
+    pub(crate) reader: Mesh,
     owner: ProcessId,
-    versions: Versions,
+    /// The versions of the weights.
+    pub(crate) versions: Versions,
+    /// The weights of a folder that are being read.
+    pub(crate) loading: Option<Loading>,
 }
 
 /// The choices of a pass, where they will be.
@@ -87,6 +89,7 @@ impl Inference {
             owner: owner(p, &reader)?,
             reader,
             versions: Versions::default(),
+            loading: None,
         };
         // The largest form: others have smaller collectives.
         if let Some(pass) = Pass::of_each_form(inference.most_tokens()).last() {
@@ -122,35 +125,6 @@ impl Inference {
         for (stage, (load, mesh)) in self.loads.iter().zip(&self.meshes).enumerate() {
             self.pipeline.state(stage, &load.issue(p, mesh)?)?;
         }
-        Ok(())
-    }
-
-    /// Returns the versions of the weights.
-    pub fn versions(&self) -> &Versions {
-        &self.versions
-    }
-
-    /// Forgets the weights of a version on this process. No later pass may have it.
-    pub fn retire(&mut self, version: u64) {
-        for load in &self.loads {
-            load.retire(version);
-        }
-    }
-
-    /// Begins to read the weights of another folder as a version, on threads of their own. Every
-    /// process must call it, and [`poll`](Self::poll) while [`Versions::is_loading`] on process 0.
-    pub fn load_weights(&mut self, folder: &Path, version: u64) {
-        _ = (folder, version);
-    }
-
-    /// Issues that process 0 hears whether every process has read the weights. Then
-    /// [`Versions::newest`] is their version there, or [`Versions::failure`] says why not.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Program::device_put`].
-    pub fn poll(&mut self, p: &mut Program) -> Result<()> {
-        _ = p;
         Ok(())
     }
 
@@ -340,13 +314,8 @@ impl Load {
             let x = if is_first { loaded.tokens(&x, &pass, cx)? } else { x };
             let x = x.narrow(1, 0, pass.tokens())?;
             let device = x.device().clone();
-            let part = match loaded.part.clone() {
-                Some(part) => part,
-                None => {
-                    let part = load.read_to(&device).map_err(candle_core::Error::wrap)?;
-                    loaded.part.insert(Arc::new(part)).clone()
-                }
-            };
+            let part = load.part(&mut loaded, pass.version, &device);
+            let part = part.map_err(candle_core::Error::wrap)?;
             let x = if is_first { x } else { load.working(x)? };
             let rows = Rows::new(pass.rows(), load.positions, &device)?;
             let x = part.follow(x, &rows, &mut loaded.caches, cx)?;

@@ -5,12 +5,14 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::candle_core;
 use mpmd::candle::nn::PackedLinear;
 use mpmd::candle::{Device, Result as CandleResult, Tensor, parts_builder, stage};
 use mpmd::object::ObjectBytes;
 use mpmd::region::Region;
 use mpmd::topology::Mesh;
+use mpmd::weights::{Part as Published, Wanted};
 use mpmd::{DeviceId, Error, Result};
 use mpmd_base::block::Mutex;
 
@@ -25,8 +27,9 @@ use crate::rope::Angles;
 
 /// The state of a stage on a device.
 pub(crate) struct Loaded {
-    /// `None` until the first pass on a device of candle's other than the CPU.
-    pub(crate) part: Option<Arc<Part>>,
+    place: usize,
+    /// The versions on a device of candle's other than the CPU.
+    parts: Vec<(u64, Arc<Part>)>,
     pub(crate) caches: Caches,
     /// The last token of each place, on the first stage.
     pub(crate) last: Vec<u32>,
@@ -43,29 +46,49 @@ impl ObjectBytes for Loaded {
     }
 }
 
-/// The packed weights that this process has read. They stay as long as the stages do, so a later
-/// epoch of the job reads none, nor does a stage that is made anew.
+/// The weights that this process has, of each version. They stay as long as the stages do, so a
+/// later epoch of the job reads none, nor does a stage that is made anew.
 #[derive(Clone, Default)]
-pub(crate) struct Weights(Arc<Mutex<HashMap<Packed, Arc<Part>>>>);
+pub(crate) struct Weights(Arc<Mutex<Known>>);
 
-/// The layers, their division, the place of the device in its mesh, and the type of the weights.
-type Packed = (Range<usize>, Over, usize, bool);
+#[derive(Default)]
+struct Known {
+    packed: HashMap<Packed, Arc<Part>>,
+    /// Versions for stages that compute on devices which are not CPUs.
+    sources: HashMap<u64, Source>,
+    /// True if the weights of the folder are no longer used.
+    is_published: bool,
+}
+
+/// The version, the layers, their division, the place of the device in its mesh, and the type of
+/// the weights.
+type Packed = (u64, Range<usize>, Over, usize, bool);
+
+/// Reads a region of a parameter.
+type SourceFn = dyn Fn(&str, &Region, &mut [f32]) -> Result<()> + Send + Sync;
+pub(crate) type Source = Arc<SourceFn>;
 
 impl fmt::Debug for Weights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.0.lock().keys()).finish()
+        f.debug_set().entries(self.0.lock().packed.keys()).finish()
     }
 }
 
 impl Weights {
-    fn get_or_read(&self, what: Packed, read: impl FnOnce() -> Result<Part>) -> Result<Arc<Part>> {
-        let known = self.0.lock().get(&what).cloned();
-        if let Some(part) = known {
-            return Ok(part);
+    fn get(&self, what: &Packed) -> Option<Arc<Part>> {
+        self.0.lock().packed.get(what).cloned()
+    }
+
+    fn get_or_read(&self, what: Packed, read: impl FnOnce() -> Result<Part>) -> Result<()> {
+        let has = {
+            let known = self.0.lock();
+            known.is_published || known.packed.contains_key(&what)
+        };
+        if !has {
+            let part = Arc::new(read()?);
+            self.0.lock().packed.insert(what, part);
         }
-        let part = Arc::new(read()?);
-        self.0.lock().insert(what, part.clone());
-        Ok(part)
+        Ok(())
     }
 }
 
@@ -127,9 +150,8 @@ impl Load {
         Ok(load)
     }
 
-    /// Returns the region of each parameter of some layers on a device, by name.
-    fn regions(&self, layers: Range<usize>, device: DeviceId) -> Result<BTreeMap<String, Region>> {
-        let mut regions = BTreeMap::new();
+    /// Returns the shape of each parameter of some layers, by name.
+    fn params(&self, layers: Range<usize>) -> Result<BTreeMap<String, ShapedArray>> {
         let (config, over) = (self.folder.config().clone(), self.over);
         let params = stage(
             move |vb| {
@@ -139,6 +161,13 @@ impl Load {
             |part, x: Tensor, cx| part.forward(x, None, cx),
         )?
         .shapes();
+        Ok(params.into_iter().collect())
+    }
+
+    /// Returns the region of each parameter of some layers on a device, by name.
+    fn regions(&self, layers: Range<usize>, device: DeviceId) -> Result<BTreeMap<String, Region>> {
+        let mut regions = BTreeMap::new();
+        let params = self.params(layers)?;
         let shardings = divide::shardings(self.folder.config(), &self.mesh, params.clone())?;
         for (name, aval) in params {
             let layout = shardings[&name].layout(aval.shape())?;
@@ -153,16 +182,17 @@ impl Load {
     /// Creates the state of a device. Reads its weights unless this process has them.
     pub(crate) fn load(&self, device: DeviceId) -> Result<Loaded> {
         let place = self.mesh.devices().iter().position(|own| *own == device).unwrap_or(0);
-        let what = (self.layers.clone(), self.over, place, self.in_half);
         // Passes before it, in order, may have failed on one stage alone.
         if place == 0 {
             self.clock.reset();
         }
+        if !self.on_device {
+            let read = || self.read(device, &*self.of_folder());
+            self.weights.get_or_read(self.key(0, place), read)?;
+        }
         Ok(Loaded {
-            part: match self.on_device {
-                true => None,
-                false => Some(self.weights.get_or_read(what, || self.read(device))?),
-            },
+            place,
+            parts: Vec::new(),
             caches: self.caches(self.room.blocks),
             last: vec![0; self.room.sequences],
             histories: vec![None; self.room.sequences],
@@ -171,21 +201,96 @@ impl Load {
         })
     }
 
-    /// Forgets the packed weights of a version.
+    fn key(&self, version: u64, place: usize) -> Packed {
+        (version, self.layers.clone(), self.over, place, self.in_half)
+    }
+
+    fn of_folder(&self) -> Source {
+        let folder = self.folder.clone();
+        Arc::new(move |name, region, values| folder.read(name, region, values))
+    }
+
+    /// Returns the part of a version for a pass on this device.
+    pub(crate) fn part(
+        &self,
+        loaded: &mut Loaded,
+        version: u64,
+        device: &Device,
+    ) -> Result<Arc<Part>> {
+        let gone = || Error::kernel(format!("version {version} of the weights is not here"));
+        if !self.on_device {
+            return self.weights.get(&self.key(version, loaded.place)).ok_or_else(gone);
+        }
+        let source = {
+            let known = self.weights.0.lock();
+            loaded.parts.retain(|(other, _)| match other {
+                0 => !known.is_published,
+                other => known.sources.contains_key(other),
+            });
+            if let Some((_, part)) = loaded.parts.iter().find(|(other, _)| *other == version) {
+                return Ok(part.clone());
+            }
+            match version {
+                0 if !known.is_published => self.of_folder(),
+                _ => known.sources.get(&version).cloned().ok_or_else(gone)?,
+            }
+        };
+        let part = Arc::new(self.read_to(device, &*source)?);
+        loaded.parts.push((version, part.clone()));
+        Ok(part)
+    }
+
+    /// Takes a version for the devices of its mesh that are here. Blocks while it packs them.
+    pub(crate) fn take(&self, p: &[DeviceId], version: u64, source: &Source) -> Result<()> {
+        let own = self.mesh.devices().iter().enumerate().filter(|(_, device)| p.contains(device));
+        for (place, device) in own {
+            match self.on_device {
+                true => _ = self.weights.0.lock().sources.insert(version, source.clone()),
+                false => {
+                    let part = Arc::new(self.read(*device, &**source)?);
+                    self.weights.0.lock().packed.insert(self.key(version, place), part);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets a version.
     pub(crate) fn retire(&self, version: u64) {
-        _ = version;
+        let mut known = self.weights.0.lock();
+        known.packed.retain(|what, _| what.0 != version);
+        known.sources.remove(&version);
+        known.is_published |= version == 0;
+    }
+
+    /// Returns the leaves of a publication that the devices of the mesh need.
+    pub(crate) fn wanted(&self) -> Result<Vec<Wanted>> {
+        let params = self.params(self.layers.clone())?;
+        let shardings = divide::shardings(self.folder.config(), &self.mesh, params.clone())?;
+        let dtype = if self.in_half { DType::Bf16 } else { DType::F32 };
+        let tied = self.folder.config().tie_word_embeddings;
+        let wanted = params.into_iter().map(|(name, aval)| {
+            let aval = ShapedArray::try_new(aval.shape(), dtype)?;
+            let at = vec![0; aval.shape().len()];
+            let leaf = Wanted::new(&name, aval, shardings[&name].clone());
+            Ok(match tied && name == OUTPUT {
+                true => leaf.of(vec![Published { from: EMBEDDING.to_owned(), region: None, at }]),
+                false => leaf,
+            })
+        });
+        wanted.collect()
     }
 
     /// Reads the weights of a device to its memory, for a pass there. A later epoch of the job has
     /// other devices, and reads them again.
-    pub(crate) fn read_to(&self, device: &Device) -> Result<Part> {
+    fn read_to(&self, device: &Device, source: &SourceFn) -> Result<Part> {
         let own = self.mesh.devices()[0];
         let half = self.in_half && !device.is_cpu();
         let mut tensors = BTreeMap::new();
         let failed = |why: candle_core::Error| Error::kernel(why.to_string());
         for (name, region) in self.regions(self.layers.clone(), own)? {
             let mut values = vec![0.0; region.elements()];
-            self.folder.read(&name, &region, &mut values)?;
+            source(&name, &region, &mut values)?;
             let tensor = Tensor::from_vec(values, region.shape(), device).map_err(failed)?;
             let tensor = match half {
                 true => tensor.to_dtype(candle_core::DType::BF16).map_err(failed)?,
@@ -205,9 +310,9 @@ impl Load {
     }
 
     /// Reads the weights of a device layer by layer, and packs them.
-    fn read(&self, device: DeviceId) -> Result<Part> {
+    fn read(&self, device: DeviceId, source: &SourceFn) -> Result<Part> {
         let failed = |why: Error| candle_core::Error::wrap(why);
-        let Self { folder, layers, in_half, .. } = self;
+        let Self { layers, in_half, .. } = self;
         let tables = self.regions(layers.clone(), device)?;
         let table = |name: &str| {
             // A tied output is the embedding.
@@ -218,7 +323,7 @@ impl Load {
             let read = |part: Range<usize>, values: &mut [f32]| {
                 let part = rows.start + part.start..rows.start + part.end;
                 let region = Region::new(vec![part, columns.clone()]);
-                folder.read(name, &region, values).map_err(failed)
+                source(name, &region, values).map_err(failed)
             };
             PackedLinear::of_rows((rows.len(), columns.len()), *in_half, read)
         };
@@ -227,7 +332,7 @@ impl Load {
             for (name, region) in self.regions(own, device).map_err(failed)? {
                 if name != EMBEDDING && name != OUTPUT {
                     let mut values = vec![0.0; region.elements()];
-                    folder.read(&name, &region, &mut values).map_err(failed)?;
+                    source(&name, &region, &mut values).map_err(failed)?;
                     tensors.insert(name, Tensor::from_vec(values, region.shape(), &Device::Cpu)?);
                 }
             }

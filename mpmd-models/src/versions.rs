@@ -1,9 +1,27 @@
 //! The versions of a model's weights, while a trainer publishes new ones.
+//!
+//! A version is taken on each process by a thread: that of a subscription ([`Arrival`]), or one
+//! that reads a folder ([`Loading`]). Passes find it by its number (`load`).
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use half::{bf16, f16};
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::region::Region;
+use mpmd::sharding::Sharding;
+use mpmd::weights::{Intake, Received, Subscribing, Subscription, Wanted};
+use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::block::Mutex;
+
+use crate::folder::Folder;
+use crate::inference::Inference;
+use crate::load::{Load, Source};
+
+/// Words of the state of a device that reads a folder: the state, the number of bytes of a reason,
+/// and the reason.
+const STATE: usize = 2 + 64;
 
 /// The versions of the weights of an inference. Clones share the state.
 ///
@@ -27,9 +45,17 @@ impl Versions {
         self.0.newest.load(Ordering::Acquire)
     }
 
-    /// Says that every process has a further version.
+    /// Says that every process has a further version. There is no room for others until
+    /// [`set_room`](Self::set_room).
     pub fn arrive(&self, version: u64) {
+        self.set_room(false);
+        *self.0.failure.lock() = None;
         self.0.newest.store(version, Ordering::Release);
+    }
+
+    /// Says that a version was not taken.
+    fn refuse(&self, why: String) {
+        *self.0.failure.lock() = Some(why);
     }
 
     /// Says if there is room for a further version: no other one than the newest is in use.
@@ -51,4 +77,201 @@ impl Versions {
     pub fn has_room(&self) -> bool {
         self.0.has_room.load(Ordering::Acquire)
     }
+}
+
+/// Takes the versions of a subscription.
+struct Arrival {
+    loads: Vec<Load>,
+    devices: Vec<DeviceId>,
+    versions: Versions,
+}
+
+impl Intake for Arrival {
+    fn has_room(&mut self) -> bool {
+        self.versions.has_room() && !self.versions.is_loading()
+    }
+
+    fn take(&mut self, received: &Received) -> Result<(), String> {
+        let (version, received) = (received.version, received.clone());
+        let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
+            read(&received, name, region, values).map_err(Error::Kernel)
+        });
+        let mut loads = self.loads.iter();
+        let taken = loads.try_for_each(|load| load.take(&self.devices, version, &source));
+        taken.map_err(|why| why.to_string())
+    }
+
+    fn end(&mut self, version: u64, refused: Option<&str>) {
+        match refused {
+            None => self.versions.arrive(version),
+            Some(why) => {
+                self.loads.iter().for_each(|load| load.retire(version));
+                self.versions.refuse(format!("version {version}: {why}"));
+            }
+        }
+    }
+}
+
+/// Reads a region of a received leaf as `f32`.
+fn read(
+    received: &Received,
+    name: &str,
+    region: &Region,
+    values: &mut [f32],
+) -> Result<(), String> {
+    let dtype = received.dtype(name).ok_or_else(|| format!("{name} was not published"))?;
+    let mut bytes = vec![0; region.elements() * dtype.size()];
+    received.read(name, region, &mut bytes)?;
+    let (halves, _) = bytes.as_chunks::<2>();
+    let (singles, _) = bytes.as_chunks::<4>();
+    match dtype {
+        DType::Bf16 => values.iter_mut().zip(halves).for_each(|(value, bytes)| {
+            *value = bf16::from_le_bytes(*bytes).to_f32();
+        }),
+        DType::F16 => values.iter_mut().zip(halves).for_each(|(value, bytes)| {
+            *value = f16::from_le_bytes(*bytes).to_f32();
+        }),
+        DType::F32 => values.iter_mut().zip(singles).for_each(|(value, bytes)| {
+            *value = f32::from_le_bytes(*bytes);
+        }),
+        other => return Err(format!("{name} is of {other}")),
+    }
+    Ok(())
+}
+
+/// The weights of a folder that threads of all processes are reading.
+pub(crate) struct Loading {
+    version: u64,
+    /// The result on this process.
+    result: Arc<Mutex<Option<Result<(), String>>>>,
+    /// The states of all devices, on the way to the reader.
+    states: Option<Vec<MpmdArray>>,
+}
+
+impl Inference {
+    /// Returns the versions of the weights.
+    pub fn versions(&self) -> &Versions {
+        &self.versions
+    }
+
+    /// Subscribes to the weights of a trainer, in the dtype of this inference: `bf16` or `f32`. A
+    /// version is packed on threads of the subscription. It is [`Versions::newest`] on process 0
+    /// once every process has it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::subscribe_with`].
+    pub fn subscribe(&self, p: &mut Program, subscribing: Subscribing) -> Result<Subscription> {
+        let wanted: Result<Vec<Vec<Wanted>>> = self.loads.iter().map(Load::wanted).collect();
+        let (loads, versions) = (self.loads.clone(), self.versions.clone());
+        let devices = p.topology().devices_of(p.process()).to_vec();
+        let intake = Box::new(Arrival { loads, devices, versions });
+        p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
+    }
+
+    /// Forgets the weights of a version on this process. No later pass may have it.
+    pub fn retire(&mut self, version: u64) {
+        for load in &self.loads {
+            load.retire(version);
+        }
+    }
+
+    /// Begins to read the weights of another folder as a version, on threads of their own. Every
+    /// process must call it, and [`poll`](Self::poll) while [`Versions::is_loading`] on process 0.
+    pub fn load_weights(&mut self, p: &Program, folder: &Path, version: u64) {
+        self.versions.0.is_loading.store(true, Ordering::Release);
+        let result = Arc::new(Mutex::new(None));
+        let (path, loads, to) = (folder.to_owned(), self.loads.clone(), result.clone());
+        let devices = p.topology().devices_of(p.process()).to_vec();
+        let read = move || {
+            let loaded = take_folder(&loads, &devices, &path, version);
+            *to.lock() = Some(loaded.map_err(|why| why.to_string()));
+        };
+        let builder = std::thread::Builder::new().name("mpmd-load".to_owned());
+        if let Err(why) = builder.spawn(read) {
+            *result.lock() = Some(Err(why.to_string()));
+        }
+        self.loading = Some(Loading { version, result, states: None });
+    }
+
+    /// Issues that process 0 hears whether every process has read the weights. Then
+    /// [`Versions::newest`] is their version there, or [`Versions::failure`] says why not.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::device_put`].
+    pub fn poll(&mut self, p: &mut Program) -> Result<()> {
+        let Some(loading) = &mut self.loading else { return Ok(()) };
+        if let Some(states) = loading.states.take_if(|all| all.iter().all(MpmdArray::is_complete))
+            && let Some(ended) = ended(&states)?
+        {
+            match ended {
+                Ok(()) => self.versions.arrive(loading.version),
+                Err(why) => self.versions.refuse(format!("version {}: {why}", loading.version)),
+            }
+            self.versions.0.is_loading.store(false, Ordering::Release);
+        }
+        let mut states = Vec::new();
+        for device in self.meshes.iter().flat_map(|mesh| mesh.devices()) {
+            let aval = ShapedArray::try_new(&[STATE], DType::U32)?;
+            let (on, result) = (Sharding::single_device(*device), loading.result.clone());
+            let own = p.array_from_fn(aval, on, move |_, mut view| {
+                write_state(result.lock().as_ref(), view.as_mut_slice::<u32>()?);
+                Ok(())
+            })?;
+            states.push(p.device_put(&own, self.reader.replicated())?);
+        }
+        // An earlier question that has not been answered stays.
+        if loading.states.is_none() {
+            loading.states = Some(states);
+        }
+        Ok(())
+    }
+}
+
+/// Takes a version of the weights from a folder, whose model must be the same.
+fn take_folder(loads: &[Load], devices: &[DeviceId], path: &Path, version: u64) -> Result<()> {
+    let folder = Folder::open(path)?;
+    if loads.iter().any(|load| load.folder.config() != folder.config()) {
+        let path = path.display();
+        return Err(Error::Environment(format!("{path}: its model has another config")));
+    }
+    let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
+        folder.read(name, region, values)
+    });
+    loads.iter().try_for_each(|load| load.take(devices, version, &source))
+}
+
+fn write_state(state: Option<&Result<(), String>>, to: &mut [u32]) {
+    to.fill(0);
+    match state {
+        None => {}
+        Some(Ok(())) => to[0] = 1,
+        Some(Err(why)) => {
+            let bytes = &why.as_bytes()[..why.len().min((STATE - 2) * 4)];
+            (to[0], to[1]) = (2, bytes.len() as u32);
+            for (word, bytes) in to[2..].iter_mut().zip(bytes.chunks(4)) {
+                let mut four = [0; 4];
+                four[..bytes.len()].copy_from_slice(bytes);
+                *word = u32::from_le_bytes(four);
+            }
+        }
+    }
+}
+
+/// Returns how the reading has ended. `None` if a device still reads, or on other processes than
+/// the reader.
+fn ended(states: &[MpmdArray]) -> Result<Option<Result<(), String>>> {
+    let (mut failed, mut runs) = (None, false);
+    for state in states {
+        let Some(host) = state.to_host()? else { return Ok(None) };
+        let words = host.to_vec::<u32>()?;
+        runs |= words[0] == 0;
+        if words[0] == 2 {
+            let bytes: Vec<u8> = words[2..].iter().flat_map(|word| word.to_le_bytes()).collect();
+            let len = (words[1] as usize).min(bytes.len());
+            failed.get_or_insert(String::from_utf8_lossy(&bytes[..len]).into_owned());
+        }
+    }
+    Ok((!runs).then(|| failed.map_or(Ok(()), Err)))
 }

@@ -331,6 +331,21 @@ pub mod launch {
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }
 
+pub mod weights {
+    //! Arrays that one program publishes, version by version, and others take in layouts of their
+    //! own: [`Program::publish`](crate::Program::publish) and
+    //! [`Program::subscribe`](crate::Program::subscribe).
+    //!
+    //! A [`Publisher`] has the settings of a [`Publication`]; a [`Subscription`] those of
+    //! [`Subscribing`], and leaves that are [`Wanted`], also as views of [`Part`]s. An [`Intake`]
+    //! takes what was [`Received`] on each process.
+
+    pub use mpmd_core::weights::{
+        Intake, Part, Publication, Publisher, PublisherMetrics, Received, Subscribing,
+        Subscription, SubscriptionState, Wanted,
+    };
+}
+
 pub mod testing {
     //! Tests of whole jobs: inside one process, or as real processes.
     //!

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
-use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
@@ -69,6 +69,11 @@ impl Received {
         let index = self.avals.iter().position(|(name, _)| name == leaf);
         let own = self.shards.iter().filter(move |(leaf, ..)| Some(*leaf) == index);
         own.map(|(_, region, values)| (region, values))
+    }
+
+    /// Returns the dtype of a leaf. `None` if there is no such leaf.
+    pub fn dtype(&self, leaf: &str) -> Option<DType> {
+        self.avals.iter().find(|(name, _)| name == leaf).map(|(_, aval)| aval.dtype())
     }
 
     /// Copies a region of a leaf that is within one of this process's regions.
