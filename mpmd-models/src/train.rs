@@ -20,6 +20,7 @@ use crate::cut::{CutArgs, Held};
 use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
 use crate::lora::{Lora, merged};
+use crate::publish::{PublishArgs, Weights};
 use crate::save::{save, save_adapter};
 use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
@@ -108,6 +109,9 @@ pub struct TrainArgs {
     /// Write a line of JSON for each update to this file
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// The publication of the weights.
+    #[command(flatten)]
+    pub publish: PublishArgs,
 }
 
 impl TrainArgs {
@@ -192,6 +196,7 @@ pub fn run(
         );
         folders.push(to);
     }
+    let publication = args.publish.publication()?;
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
@@ -229,6 +234,16 @@ pub fn run(
         }
         if let Some(steps) = args.save_every {
             run = run.save_every(steps as u64);
+        }
+        if let Some(publication) = publication.clone() {
+            let (config, every) = (source.config(), args.publish.publish_every as u64);
+            let mut weights =
+                Weights::new(p, publication, trainer.pipeline(), config, args.lora())?;
+            trainer =
+                trainer.after_step(move |p, step, pipeline| match step.is_multiple_of(every) {
+                    true => weights.publish(p, step, pipeline),
+                    false => Ok(()),
+                });
         }
         let outcome = trainer.run(p, run, &*data)?;
         if let Some(to) = &args.save {

@@ -326,7 +326,7 @@ pub mod launch {
 
     pub use mpmd_launch::{
         DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
-        variables,
+        read_secret, variables,
     };
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }

@@ -26,6 +26,7 @@ use mpmd_transport::rendezvous::{Token, split_address};
 pub use device::{cuda_collectives, device_kinds, kinds_by_process, process_counts};
 pub(super) use known::check as check_names;
 pub use known::{UnknownVariable, unknown_variables_here};
+pub use secret::read_secret;
 pub use spin::spin;
 pub use timeout::peer_timeout;
 pub use transport::{TRANSPORTS, check_transport};
@@ -360,9 +361,13 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
                     .map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
                 (token, false)
             }
-            (None, Some(file)) => {
-                (Token::of_secret(&secret::read(&file, vars.owners())?, &known), false)
-            }
+            (None, Some(file)) => (
+                Token::of_secret(
+                    &secret::read(&file, ours::JOB_TOKEN_FILE, vars.owners())?,
+                    &known,
+                ),
+                false,
+            ),
             (None, None) => (Token::derived(&known), true),
         };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;

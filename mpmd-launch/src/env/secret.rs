@@ -1,4 +1,4 @@
-//! The file with the user's secret, `MPMD_JOB_TOKEN_FILE`.
+//! Files with a secret of the user, such as `MPMD_JOB_TOKEN_FILE`.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::process::geteuid;
 
-use crate::{LaunchError, variables as ours};
+use crate::LaunchError;
 
 /// The shortest secret in bytes, so that it cannot be guessed, and the longest, to detect a wrong
 /// file.
@@ -23,15 +23,24 @@ pub(super) fn owners() -> [u32; 2] {
     [geteuid().as_raw(), 0]
 }
 
-/// Reads the secret from a file of one of `owners` that no other user can read or write. Returns it
-/// without white space at its ends. Fails for any other file, and if the secret is too short or too
-/// long.
-pub(super) fn read(path: &str, owners: &[u32]) -> Result<Vec<u8>, LaunchError> {
-    let wrong = |why: String| LaunchError::TokenFile {
-        variable: ours::JOB_TOKEN_FILE,
-        path: path.to_owned(),
-        why,
-    };
+/// Reads a secret from a file of this user or of root that no other user can read or write. Returns
+/// it without white space at its ends. `variable` names the setting that has the path, for the
+/// error.
+///
+/// # Errors
+///
+/// For any other file, and if the secret has fewer than 32 bytes or more than 4096.
+pub fn read_secret(path: &str, variable: &'static str) -> Result<Vec<u8>, LaunchError> {
+    read(path, variable, &owners())
+}
+
+/// Reads a secret as [`read_secret`] does, from a file of one of `owners`.
+pub(super) fn read(
+    path: &str,
+    variable: &'static str,
+    owners: &[u32],
+) -> Result<Vec<u8>, LaunchError> {
+    let wrong = |why: String| LaunchError::TokenFile { variable, path: path.to_owned(), why };
     let failed = |error: std::io::Error| wrong(error.to_string());
     // Names the file without opening it: that could wait for the writer of a pipe, or start a
     // device.

@@ -53,7 +53,12 @@ pub struct Trainer<In> {
     metrics: MetricNames,
     /// The recovery that the loop has not written to the metrics yet.
     recovery: Option<Recovery>,
+    after_step: Option<AfterStep<In>>,
 }
+
+/// A function of the caller that is called after each step was issued.
+type AfterStep<In> =
+    Box<dyn FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send>;
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Creates a trainer that runs `pipeline` by `schedule`. `settings` are those of the optimiser:
@@ -87,6 +92,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             is_resumed: false,
             metrics: MetricNames::default(),
             recovery: None,
+            after_step: None,
         })
     }
 
@@ -128,6 +134,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     #[must_use]
     pub fn replay(mut self, yes: bool) -> Self {
         self.pipeline.replay(yes);
+        self
+    }
+
+    /// Has [`Trainer::run`] call `f` on every process after each step was issued, with the number
+    /// of updates and the pipeline: for instance to [publish](mpmd_core::weights::Publisher) its
+    /// parameters. Its error ends the training.
+    #[must_use]
+    pub fn after_step(
+        mut self,
+        f: impl FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send + 'static,
+    ) -> Self {
+        self.after_step = Some(Box::new(f));
         self
     }
 

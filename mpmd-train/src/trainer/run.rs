@@ -324,6 +324,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 Some(share) => self.rate.at_share(share),
             };
             pending.push_back(self.step_at(p, microbatches, rate)?);
+            if let Some(mut after) = self.after_step.take() {
+                after(p, self.steps(), &self.pipeline)?;
+                self.after_step = Some(after);
+            }
             if observer.saves.is_due(self.steps()) {
                 // They show if the save before, which is complete then, has a model of use.
                 pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;

@@ -58,7 +58,7 @@ pub(super) enum Arrived<'a> {
 pub(super) trait Source {
     fn offered(&self) -> Vec<Offered>;
     /// Returns the versions above `above`, and holds them until the next call. Waits for one at most
-    /// for `timeout`. An error ends the link.
+    /// for `timeout`. An error ends the link in order.
     fn wait(
         &mut self,
         above: Option<u64>,
@@ -90,6 +90,8 @@ pub(super) trait Target {
     ) -> std::result::Result<(), String>;
     /// Takes the version whose pieces have arrived.
     fn take(&mut self, number: u64, pieces: &[Piece]) -> std::result::Result<(), String>;
+    /// Says why the publisher gives out no further version.
+    fn ended(&mut self, why: &str);
     /// Says that all processes have taken it, or why one has not.
     fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>);
 }
@@ -147,7 +149,16 @@ impl Link {
         if !ask.has_room {
             return Ok(true);
         }
-        let Some(number) = self.choose(p, side, ask.above)? else { return Ok(true) };
+        let number = match self.choose(p, side, ask.above)? {
+            Err(why) => {
+                if let Side::Subscriber(target) = side {
+                    target.ended(&why);
+                }
+                return Ok(false);
+            }
+            Ok(None) => return Ok(true),
+            Ok(Some(number)) => number,
+        };
         if let Side::Publisher(source) = side {
             source.choose(number);
         }
@@ -172,25 +183,34 @@ impl Link {
     }
 
     /// Returns the newest version that all processes of the publisher have above `above`, if there
-    /// is one.
+    /// is one; or the reason why there will be none.
     fn choose(
         &self,
         p: &mut Program,
         side: &mut Side<'_>,
         above: Option<u64>,
-    ) -> Result<Option<u64>> {
-        let mut common: Option<Vec<u64>> = None;
+    ) -> Result<std::result::Result<Option<u64>, String>> {
+        let (mut common, mut ended): (Option<Vec<u64>>, _) = (None, None);
         for process in (0..self.publishers as u32).map(ProcessId) {
-            let have = p.broadcast_value(process, Vec::new(), || match side {
-                Side::Publisher(source) => source.wait(above, IDLE).map_err(Error::Environment),
-                Side::Subscriber(_) => Ok(Vec::new()),
-            })?;
-            common = Some(match common {
-                None => have,
-                Some(all) => all.into_iter().filter(|number| have.contains(number)).collect(),
+            let none = Ok(Vec::new());
+            let have: std::result::Result<Vec<u64>, String> =
+                p.broadcast_value(process, none.clone(), || match side {
+                    Side::Publisher(source) => Ok(source.wait(above, IDLE)),
+                    Side::Subscriber(_) => Ok(none),
+                })?;
+            common = Some(match (have, common) {
+                (Ok(have), None) => have,
+                (Ok(have), Some(all)) => all.into_iter().filter(|one| have.contains(one)).collect(),
+                (Err(why), _) => {
+                    ended = Some(why);
+                    Vec::new()
+                }
             });
         }
-        Ok(common.and_then(|common| common.into_iter().max()))
+        match ended {
+            Some(why) => Ok(Err(why)),
+            None => Ok(Ok(common.and_then(|common| common.into_iter().max()))),
+        }
     }
 
     /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.

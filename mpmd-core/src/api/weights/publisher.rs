@@ -6,7 +6,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_base::block::{Condvar, Mutex, mpsc, thread};
+use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
@@ -22,6 +22,9 @@ use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_device::copy::{contiguous_bytes, copy_region};
+
+/// Time for subscribers to take the last version.
+const LAST: Duration = Duration::from_secs(5);
 
 /// Settings of a publication.
 #[derive(Clone, Debug)]
@@ -312,7 +315,12 @@ impl Publisher {
 impl Drop for Publisher {
     fn drop(&mut self) {
         self.wait();
-        self.shared.store.end(None);
+        self.shared.store.end("the publisher has ended".to_owned());
+        // Subscribers that have room take the last version.
+        let until = now() + LAST;
+        while self.shared.metrics.lock().subscribers > 0 && now() < until {
+            thread::sleep(Duration::from_millis(5));
+        }
         // Ends the thread of the copies, and with the group that of the links.
         (self.copies, _) = mpsc::channel();
         self.group = None;
@@ -337,7 +345,7 @@ impl Shared {
         if let Err(why) = self.store.add(copying.number, next) {
             let why = format!("version {} could not be published: {why}", copying.number);
             tracing::error!("{why}");
-            self.store.end(Some(why));
+            self.store.end(why);
         }
         *self.copying.lock() -= 1;
         self.copied.notify_all();

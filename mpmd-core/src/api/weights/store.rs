@@ -56,8 +56,8 @@ pub(super) struct Store {
 struct State {
     versions: VecDeque<Arc<Version>>,
     steps: VecDeque<Step>,
-    failure: Option<String>,
-    has_ended: bool,
+    /// Why there will be no further version.
+    ended: Option<String>,
 }
 
 impl Store {
@@ -136,20 +136,20 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// If the publisher has ended, or could not make a version.
+    /// If there will be none: the publisher has ended, or could not make a version.
     pub(super) fn wait(&self, above: Option<u64>, timeout: Duration) -> Result<Vec<u64>, String> {
         let until = now() + timeout;
         let mut state = self.state.lock();
         loop {
             let numbers = state.versions.iter().map(|version| version.number);
             let newer: Vec<u64> = numbers.filter(|number| Some(*number) > above).collect();
-            if state.has_ended {
-                return Err("the publisher has ended".to_owned());
+            if !newer.is_empty() {
+                return Ok(newer);
             }
-            if let Some(why) = &state.failure {
+            if let Some(why) = &state.ended {
                 return Err(why.clone());
             }
-            if !newer.is_empty() || self.changed.wait_until(&mut state, until).timed_out() {
+            if self.changed.wait_until(&mut state, until).timed_out() {
                 return Ok(newer);
             }
         }
@@ -179,14 +179,9 @@ impl Store {
         self.memory.stats().mapped
     }
 
-    /// Ends all links with this reason; `None` if the publisher ends in order.
-    pub(super) fn end(&self, why: Option<String>) {
-        let mut state = self.state.lock();
-        match why {
-            Some(why) => state.failure = Some(why),
-            None => state.has_ended = true,
-        }
-        drop(state);
+    /// Ends all links with this reason, after the last version.
+    pub(super) fn end(&self, why: String) {
+        self.state.lock().ended.get_or_insert(why);
         self.changed.notify_all();
     }
 }
@@ -229,8 +224,9 @@ mod tests {
         // More changes than a quarter of the bits are not worth their memory.
         add(&store, 5, [7.0, 7.0, 7.0]);
         assert_eq!((of(3, 4), of(4, 5)), (None, None));
-        store.end(None);
-        assert_eq!(store.wait(Some(1), SECOND), Err("the publisher has ended".to_owned()));
+        store.end("a reason".to_owned());
+        assert_eq!(store.wait(Some(4), SECOND), Ok(vec![5]));
+        assert_eq!(store.wait(Some(5), SECOND), Err("a reason".to_owned()));
     }
 
     #[test]

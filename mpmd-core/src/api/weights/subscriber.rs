@@ -451,7 +451,9 @@ impl Taking {
             }
             self.shared.note(|state| {
                 state.is_linked = false;
-                state.trouble = Some(why.unwrap_or_else(|| "the publisher has ended".to_owned()));
+                if let Some(why) = why {
+                    state.trouble = Some(why);
+                }
             });
             _ = ended.send(());
         }
@@ -595,6 +597,10 @@ impl Target for Taker<'_> {
         }
         let received = Received { version: number, shards, avals: self.avals.clone() };
         self.taking.intake.take(&received)
+    }
+
+    fn ended(&mut self, why: &str) {
+        self.taking.shared.note(|state| state.trouble = Some(why.to_owned()));
     }
 
     fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>) {
