@@ -15,6 +15,7 @@ mod options;
 mod p2p;
 mod reshard;
 mod serve;
+mod weights;
 
 use std::process::ExitCode;
 
@@ -37,6 +38,8 @@ enum What {
     P2p(p2p::P2pArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
+    /// Versions of arrays from two processes to two others, in another layout and as bf16.
+    Weights(weights::WeightsArgs),
     /// A server of a language model with the interface of OpenAI: tokens per second, times to the
     /// first token and between tokens.
     Serve(serve::ServeArgs),
@@ -56,6 +59,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
         What::Reshard(args) => reshard::reshard(args),
+        What::Weights(args) => weights::weights(args),
         What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
         What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }

@@ -1,5 +1,6 @@
 //! The CPU back end.
 
+pub mod bits;
 pub mod lanes;
 pub mod matmul;
 pub mod packed;

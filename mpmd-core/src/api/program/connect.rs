@@ -209,12 +209,12 @@ fn join(
 ///
 /// # Errors
 ///
-/// If the job cannot be formed within the peer timeout.
+/// If there is no such transport, or the job cannot be formed within the peer timeout.
 pub(crate) fn join_beside(
     server: &str,
     token: Token,
     process: ProcessId,
-    devices: &[usize],
+    (devices, transport): (&[usize], &str),
     peer_timeout: Duration,
 ) -> Result<Program> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
@@ -225,12 +225,12 @@ pub(crate) fn join_beside(
     let secret = *token.bytes();
     let config = JoinConfig { server, process, processes, token, peer_timeout };
     let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
-    let opened = Opened::open(transports::DEFAULT, processes, rendezvous.local_address());
+    let opened = Opened::open(transport, processes, rendezvous.local_address());
     let member = Member {
         host: std::env::var(mpmd_launch::variables::HOST).unwrap_or_else(|_| hostname()),
         pid: std::process::id(),
         devices: devices.get(process.index()).copied().unwrap_or_default() as u32,
-        addresses: transports::told(transports::DEFAULT, &opened),
+        addresses: transports::told(transport, &opened),
         program: version::fingerprint_beside(&topology),
         trouble: opened.as_ref().err().map(lack),
     };

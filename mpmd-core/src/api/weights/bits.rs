@@ -2,29 +2,9 @@
 //! changed. Pure functions.
 
 use half::f16;
+use mpmd_device::cpu::bits::{each_changed, round_to_bf16, sum_of_words};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
-
-/// Number of keys of the hash that are in a table.
-const KEYS: usize = 4096;
-static TABLE: [u32; KEYS] = table();
-
-const fn table() -> [u32; KEYS] {
-    let (mut table, mut i) = ([0; KEYS], 0);
-    while i < KEYS {
-        table[i] = (mixed(i as u64) >> 32) as u32;
-        i += 1;
-    }
-    table
-}
-
-/// Returns a word whose bits all depend on those of `x` (the finaliser of splitmix64).
-const fn mixed(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
 
 /// True if values of dtype `from` can be published as `to`.
 pub(super) fn can_cast(from: DType, to: DType) -> bool {
@@ -38,17 +18,11 @@ pub(super) fn can_cast(from: DType, to: DType) -> bool {
 /// If the numbers of elements differ, or the dtypes [cannot be cast](can_cast).
 pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
     assert_eq!(values.len() / from.size(), out.len() / to.size(), "elements");
-    let (wide, _) = values.as_chunks::<4>();
-    let (narrow, _) = out.as_chunks_mut::<2>();
     match (from, to) {
         _ if from == to => out.copy_from_slice(values),
-        (DType::F32, DType::Bf16) => {
-            for (to, from) in narrow.iter_mut().zip(wide) {
-                *to = bf16_bits(u32::from_le_bytes(*from)).to_le_bytes();
-            }
-        }
+        (DType::F32, DType::Bf16) => round_to_bf16(values, out),
         (DType::F32, DType::F16) => {
-            for (to, from) in narrow.iter_mut().zip(wide) {
+            for (to, from) in out.as_chunks_mut::<2>().0.iter_mut().zip(values.as_chunks::<4>().0) {
                 *to = f16::from_f32(f32::from_le_bytes(*from)).to_le_bytes();
             }
         }
@@ -56,19 +30,11 @@ pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
     }
 }
 
-/// Returns the bits of the nearest bfloat16.
-fn bf16_bits(bits: u32) -> u16 {
-    let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
-    let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-    // A NaN stays one.
-    if is_nan { (bits >> 16) as u16 | 0x40 } else { rounded }
-}
-
 /// Returns the hash of the elements of `piece` in an array of this shape. `values` are the elements
 /// of `region`, row-major.
 ///
-/// The sum over all words of four bytes, or of one or two of smaller elements, of word times key
-/// modulo 2^64. The key depends on the word's place in the array. So hashes of disjoint pieces add
+/// It is the [`sum_of_words`] of four bytes, or of one or two of smaller elements, whose keys depend
+/// on the word's place in the array. So hashes of disjoint pieces add
 /// up to that of their union, and the same values have the same hash in any layout. A change of one
 /// word always changes the hash. It guards against mistakes, not against malice.
 ///
@@ -82,33 +48,11 @@ pub(super) fn hash(
     shape: &[usize],
     item: usize,
 ) -> u64 {
-    let mut sum = 0u64;
-    let (word, each) = if item > 4 { (4, item / 4) } else { (item, 1) };
-    for (at, place, len) in rows(region, piece, shape) {
-        let bytes = &values[at * item..][..len * item];
-        sum = sum.wrapping_add(match word {
-            1 => sum_of(bytes.as_chunks::<1>().0, place * each, |w| w[0].into()),
-            2 => sum_of(bytes.as_chunks::<2>().0, place * each, |w| u16::from_le_bytes(*w).into()),
-            _ => sum_of(bytes.as_chunks::<4>().0, place * each, |w| u32::from_le_bytes(*w)),
-        });
-    }
-    sum
-}
-
-#[inline]
-fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: fn(&[u8; N]) -> u32) -> u64 {
-    let (mut sum, mut words, mut place) = (0u64, words, first);
-    while !words.is_empty() {
-        // Up to the end of the table: the keys behind it are those of another block.
-        let (now, rest) = words.split_at(words.len().min(KEYS - place % KEYS));
-        let block = mixed(!(place / KEYS) as u64) as u32;
-        for (word, key) in now.iter().zip(&TABLE[place % KEYS..]) {
-            let key = u64::from((key ^ block) | 1);
-            sum = sum.wrapping_add(u64::from(value(word)).wrapping_mul(key));
-        }
-        (words, place) = (rest, place + now.len());
-    }
-    sum
+    let sums = rows(region, piece, shape).map(|(at, place, len)| {
+        let words = (item / 4).max(1);
+        sum_of_words(&values[at * item..][..len * item], item.min(4), place * words)
+    });
+    sums.fold(0, u64::wrapping_add)
 }
 
 /// Returns the runs of a piece: (place in the values of `region`, place in the array, length), in
@@ -170,17 +114,9 @@ impl Places {
     ///
     /// If their lengths differ.
     pub(super) fn of_changes(old: &[u8], new: &[u8], item: usize) -> Self {
-        /// Bytes that are compared at once.
-        const BLOCK: usize = 512;
         assert_eq!(old.len(), new.len(), "bytes");
         let mut places = Self::default();
-        for (i, (old, new)) in old.chunks(BLOCK).zip(new.chunks(BLOCK)).enumerate() {
-            if old != new {
-                let pairs = old.chunks(item).zip(new.chunks(item)).enumerate();
-                let changed = pairs.filter(|(_, (old, new))| old != new);
-                changed.for_each(|(j, _)| places.push(i * (BLOCK / item) + j));
-            }
-        }
+        each_changed(old, new, item, |place| places.push(place));
         places
     }
 
@@ -313,12 +249,8 @@ mod tests {
             }
             assert_eq!(sum, whole, "{item}");
         }
-        assert_eq!(hash(&[7, 0], &region(&[]), &region(&[]), &[], 2), 7 * key_of(0));
+        assert_eq!(hash(&[7, 0], &region(&[]), &region(&[]), &[], 2), sum_of_words(&[7, 0], 2, 0));
         assert_eq!(hash(&[], &region(&[0..0]), &region(&[0..0]), &[9], 2), 0);
-    }
-
-    fn key_of(place: usize) -> u64 {
-        u64::from((TABLE[place % KEYS] ^ mixed(!(place / KEYS) as u64) as u32) | 1)
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! The processes of one end, as the other end calls them: a rendezvous of their own, at which they
 //! stay for as long as they publish or subscribe.
 
+use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use mpmd_launch::LaunchError;
+use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_proto::control;
 use mpmd_transport::rendezvous::{
     JoinConfig, Member, Observer, Rendezvous, RendezvousError, Server, ServerConfig, Token,
@@ -36,6 +38,7 @@ pub(super) struct Invitation {
     pub(super) publishers: usize,
     /// Number of devices of each process of the link.
     pub(super) devices: Vec<usize>,
+    pub(super) transport: String,
 }
 
 impl Invitation {
@@ -44,7 +47,8 @@ impl Invitation {
         let token = self.token.parse();
         let token: Token = token.map_err(|_| Error::Environment("an invitation".to_owned()))?;
         let process = ProcessId(process as u32);
-        join_beside(&self.server, token, process, &self.devices, peer_timeout)
+        let how = (&self.devices[..], &*self.transport);
+        join_beside(&self.server, token, process, how, peer_timeout)
     }
 }
 
@@ -57,23 +61,62 @@ pub(super) enum Answer {
     Other(String),
 }
 
+/// The processes of an end: those of its job that have devices of its arrays. In a link, their
+/// devices are numbered anew.
+#[derive(Clone, Debug)]
+pub(super) struct Members {
+    processes: Vec<ProcessId>,
+    /// Number of devices of each of them.
+    pub(super) devices: Vec<usize>,
+    numbers: HashMap<DeviceId, u32>,
+}
+
+impl Members {
+    /// Returns the processes of these devices, and `also`.
+    pub(super) fn of(
+        topology: &Topology,
+        used: impl IntoIterator<Item = DeviceId>,
+        also: Option<ProcessId>,
+    ) -> Self {
+        let owner = |device: DeviceId| topology.process_of(device);
+        let all: BTreeSet<ProcessId> = used.into_iter().filter_map(owner).chain(also).collect();
+        let processes: Vec<ProcessId> = all.into_iter().collect();
+        let devices = processes.iter().map(|process| topology.devices_of(*process).len()).collect();
+        let all = processes.iter().flat_map(|process| topology.devices_of(*process));
+        let numbers = all.enumerate().map(|(number, device)| (*device, number as u32)).collect();
+        Self { processes, devices, numbers }
+    }
+
+    /// Returns the number of a process among them.
+    pub(super) fn place_of(&self, process: ProcessId) -> Option<usize> {
+        self.processes.iter().position(|member| *member == process)
+    }
+
+    /// Returns the number of a device among theirs.
+    pub(super) fn number_of(&self, device: DeviceId) -> u32 {
+        self.numbers.get(&device).copied().unwrap_or(u32::MAX)
+    }
+}
+
 /// This process's part of an end. Dropping it leaves the rendezvous.
 pub(super) struct Group {
-    pub(super) address: SocketAddr,
     rendezvous: Rendezvous,
     server: Option<Server>,
 }
 
 impl Group {
-    /// Opens the rendezvous on process 0, at `listen` or any free port, and joins it. Blocks until
-    /// all processes have. `answer` is called for each call, on a thread that must not block.
+    /// Opens the rendezvous on the first member, at `listen` or any free port, and joins it. Blocks
+    /// until all members have. `answer` is called for each call, on a thread that must not block.
+    /// All processes must call it. Returns the address, and the group on members.
     pub(super) fn open(
         p: &mut Program,
+        members: &Members,
         listen: Option<SocketAddr>,
         token: Token,
         answer: impl Fn(Call) -> Answer + Send + Sync + 'static,
-    ) -> Result<Self> {
-        let (processes, peer_timeout) = (p.processes(), p.runtime.config.peer_timeout);
+    ) -> Result<(SocketAddr, Option<Self>)> {
+        let (processes, peer_timeout) = (members.processes.len(), p.runtime.config.peer_timeout);
+        let first = members.processes.first().copied().unwrap_or(ProcessId(0));
         let ip = p.local_ip();
         let mut server = None;
         let config = ServerConfig { processes, token: token.clone(), peer_timeout };
@@ -84,9 +127,10 @@ impl Group {
             let ip = if bound.ip().is_unspecified() { ip } else { bound.ip() };
             Ok(SocketAddr::new(ip, bound.port()).to_string())
         };
-        let text: String = p.broadcast_value(ProcessId(0), String::new(), bind)?;
+        let text: String = p.broadcast_value(first, String::new(), bind)?;
         let address = text.parse().map_err(|_| Error::Environment(format!("address {text}")))?;
-        let process = p.process();
+        let Some(place) = members.place_of(p.process()) else { return Ok((address, None)) };
+        let process = ProcessId(place as u32);
         let config = JoinConfig { server: text, process, processes, token, peer_timeout };
         let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
         rendezvous.on_look(move |words| {
@@ -94,7 +138,7 @@ impl Group {
             answered.ok().and_then(|answer| control::encode(&answer).ok()).unwrap_or_default()
         });
         rendezvous.join(Member::default()).map_err(wrong)?;
-        Ok(Self { address, rendezvous, server })
+        Ok((address, Some(Self { rendezvous, server })))
     }
 }
 

@@ -66,11 +66,11 @@ impl Wanted {
         &self.aval
     }
 
-    /// Returns the leaf as it is told to the publisher: its devices are numbered from `first` on.
-    pub(super) fn told(&self, first: u32) -> Result<Asked, String> {
+    /// Returns the leaf as it is told to the publisher: its devices have the numbers of `number`.
+    pub(super) fn told(&self, number: impl Fn(DeviceId) -> u32) -> Result<Asked, String> {
         let layout = self.sharding.layout(self.aval.shape());
         let layout = layout.map_err(|why| format!("{}: {why}", self.name))?;
-        let shards = layout.iter().map(|(device, region)| (first + device.0, region.clone()));
+        let shards = layout.iter().map(|(device, region)| (number(device), region.clone()));
         Ok(Asked {
             name: self.name.clone(),
             shape: self.aval.shape().to_vec(),

@@ -14,7 +14,7 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::rendezvous::Token;
 
 use super::bits::{Places, can_cast, changes_bytes, hash, write_changes};
-use super::group::{Answer, Call, Group, Invitation};
+use super::group::{Answer, Call, Group, Invitation, Members};
 use super::layouts::{Offered, Piece};
 use super::link::{self, Side, Source};
 use super::store::{OwnShard, Store, Version};
@@ -42,8 +42,8 @@ impl Publication {
         Self { name: name.into(), token, listen: None, dtype: None, changes: true }
     }
 
-    /// Sets the address at which process 0 listens for subscribers. The default is any free port,
-    /// at the address by which process 0 has joined its job.
+    /// Sets the address at which the first process with arrays of the tree listens for subscribers.
+    /// The default is any free port, at the address by which that process has joined its job.
     #[must_use]
     pub fn listen(mut self, address: SocketAddr) -> Self {
         self.listen = Some(address);
@@ -92,6 +92,7 @@ pub struct Publisher {
     places: Vec<(usize, usize)>,
     copies: mpsc::Sender<Copying>,
     last: Option<u64>,
+    address: Option<SocketAddr>,
     group: Option<Group>,
     threads: Vec<thread::JoinHandle<()>>,
 }
@@ -144,7 +145,11 @@ impl Program {
         let Publication { name, token, listen, dtype, changes } = publication;
         let (mut leaves, mut offered, mut own, mut places) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for (index, (path, array)) in tree.leaves_with_paths().into_iter().enumerate() {
+        let tree = tree.leaves_with_paths();
+        let used = tree.iter().filter_map(|(_, array)| array.sharding());
+        let used = used.flat_map(|sharding| sharding.devices().iter().copied());
+        let members = Members::of(self.topology(), used, None);
+        for (index, (path, array)) in tree.into_iter().enumerate() {
             let Some(sharding) = array.sharding() else {
                 return Err(wrong(&path, "is uncommitted: device_put it first".to_owned()));
             };
@@ -166,7 +171,8 @@ impl Program {
                 }
             }
             let shards = holders.iter().filter(|(_, region)| !region.is_empty());
-            let shards = shards.map(|(device, region)| (device.0, region.clone())).collect();
+            let shards = shards.map(|(device, region)| (members.number_of(device), region.clone()));
+            let shards = shards.collect();
             let shape = array.shape().to_vec();
             offered.push(Offered { name: path.clone(), shape: shape.clone(), dtype: to, shards });
             leaves.push(Leaf { path, shape, dtype: from, sharding: Some(sharding.clone()) });
@@ -181,13 +187,14 @@ impl Program {
             places,
             copies,
             last: None,
+            address: None,
             group: None,
             threads: Vec::new(),
         };
         if self.is_dry_run() {
             return Ok(publisher);
         }
-        let (devices, me) = (self.topology().devices_of(self.process()).len(), self.process());
+        let devices = self.topology().devices_of(self.process()).len();
         let (invited, invitations) = mpsc::channel();
         // The channel is locked, since the answers may be given by any thread.
         let invited = Mutex::new(invited);
@@ -202,7 +209,10 @@ impl Program {
             }
             Call::Hello(_) => Answer::Here(devices),
         };
-        publisher.group = Some(Group::open(self, listen, token, answer)?);
+        let (address, group) = Group::open(self, &members, listen, token, answer)?;
+        publisher.address = Some(address);
+        let Some(me) = members.place_of(self.process()) else { return Ok(publisher) };
+        publisher.group = group;
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
             let builder = thread::Builder::new().name(name.to_owned());
             builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
@@ -214,7 +224,7 @@ impl Program {
         let listen = move || {
             for invitation in invitations.iter() {
                 let shared = shared.clone();
-                let serve = move || shared.serve(&invitation, me.index(), peer_timeout);
+                let serve = move || shared.serve(&invitation, me, peer_timeout);
                 let builder = thread::Builder::new().name("mpmd-link".to_owned());
                 if let Err(error) = builder.spawn(serve) {
                     tracing::error!(%error, "no thread for a subscriber");
@@ -229,7 +239,7 @@ impl Program {
 impl Publisher {
     /// Returns the address at which subscribers find the publication. `None` in a dry run.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.group.as_ref().map(|group| group.address)
+        self.address
     }
 
     /// Gives out the tree as a version. Every process must call it with the same numbers, in

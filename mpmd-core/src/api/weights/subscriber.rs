@@ -14,10 +14,11 @@ use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use mpmd_transport::{Pool, SharedBuffer};
 
 use super::bits::{hash, read_changes};
-use super::group::{Answer, Call, Group, Invitation, call, wrong};
+use super::group::{Answer, Call, Group, Invitation, Members, call, wrong};
 use super::layouts::{Asked, Piece, Wanted};
 use super::link::{self, Arrived, Ask, Side, Target};
 use crate::api::program::Program;
+use crate::api::program::transports::DEFAULT;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_device::copy::copy_region;
@@ -36,12 +37,14 @@ pub struct Subscribing {
     address: String,
     token: Token,
     changes: bool,
+    transport: String,
 }
 
 impl Subscribing {
     /// Creates the settings of a subscription to the publication `name` at an address, `host:port`.
     pub fn new(name: impl Into<String>, address: impl Into<String>, token: Token) -> Self {
-        Self { name: name.into(), address: address.into(), token, changes: false }
+        let transport = DEFAULT.to_owned();
+        Self { name: name.into(), address: address.into(), token, changes: false, transport }
     }
 
     /// Takes only the elements that have changed, where these are fewer bytes than all. Each
@@ -50,6 +53,14 @@ impl Subscribing {
     #[must_use]
     pub fn changes(mut self, changes: bool) -> Self {
         self.changes = changes;
+        self
+    }
+
+    /// Sets the transport of the versions, one of [`NAMES`](crate::transports::NAMES). The default
+    /// is shared memory between processes that can share it, else TCP.
+    #[must_use]
+    pub fn transport(mut self, name: impl Into<String>) -> Self {
+        self.transport = name.into();
         self
     }
 }
@@ -211,7 +222,7 @@ impl Program {
     ) -> Result<Subscription> {
         for leaf in &wanted {
             leaf.sharding.check_devices(self.topology())?;
-            leaf.told(0).map_err(Error::Environment)?;
+            leaf.told(|device| device.0).map_err(Error::Environment)?;
         }
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::default() });
         let wanted = Arc::new(wanted);
@@ -221,7 +232,9 @@ impl Program {
         if self.is_dry_run() {
             return Ok(subscription);
         }
-        let (devices, me) = (self.topology().devices_of(self.process()).len(), self.process());
+        let devices = self.topology().devices_of(self.process()).len();
+        let used = wanted.iter().flat_map(|leaf| leaf.sharding.devices().iter().copied());
+        let members = Members::of(self.topology(), used, Some(ProcessId(0)));
         let (invited, invitations) = mpsc::channel();
         let invited = Mutex::new(invited);
         let answer = move |call| {
@@ -234,25 +247,24 @@ impl Program {
         // The token of process 0 counts.
         let token = self.broadcast_value(ProcessId(0), String::new(), || Ok(token.to_hex()))?;
         let token: Token = token.parse().map_err(|_| Error::Environment("a token".to_owned()))?;
-        let group = Group::open(self, None, token.clone(), answer)?;
-        let own = group.address.to_string();
-        subscription.group = Some(group);
+        let (own, group) = Group::open(self, &members, None, token.clone(), answer)?;
+        let Some(me) = members.place_of(self.process()) else { return Ok(subscription) };
+        subscription.group = group;
         let peer_timeout = self.runtime.config.peer_timeout;
-        let own_devices: Vec<usize> = (0..self.processes() as u32)
-            .map(|process| self.topology().devices_of(ProcessId(process)).len())
-            .collect();
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
             let builder = thread::Builder::new().name(name.to_owned());
             builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
         };
         let (ended, ends) = mpsc::channel();
         let name = subscribing.name.clone();
-        let taking =
-            Taking { shared: shared.clone(), wanted, changes: subscribing.changes, intake };
+        let (all_devices, changes) = (members.devices.clone(), subscribing.changes);
+        let taking = Taking { shared: shared.clone(), wanted, members, changes, intake };
         let run = move || taking.run(&invitations, me, peer_timeout, &ended);
         subscription.threads.push(spawn("mpmd-subscribe", Box::new(run))?);
-        if me == ProcessId(0) {
-            let seeker = Seeker { subscribing, own, token, own_devices, peer_timeout, shared };
+        if me == 0 {
+            let own = own.to_string();
+            let seeker =
+                Seeker { subscribing, own, token, devices: all_devices, peer_timeout, shared };
             subscription.threads.push(spawn("mpmd-seek", Box::new(move || seeker.run(&ends)))?);
         }
         tracing::debug!(name, "subscribed");
@@ -348,7 +360,7 @@ struct Seeker {
     /// The address and the token of this job's group.
     own: String,
     token: Token,
-    own_devices: Vec<usize>,
+    devices: Vec<usize>,
     peer_timeout: Duration,
     shared: Arc<Shared>,
 }
@@ -371,7 +383,7 @@ impl Seeker {
 
     /// Begins a link, and returns after its end.
     fn link(&self, ends: &mpsc::Receiver<()>) -> std::result::Result<(), String> {
-        let Subscribing { name, address, token, .. } = &self.subscribing;
+        let Subscribing { name, address, token, transport, .. } = &self.subscribing;
         let publisher = |asked: &Call| call(address, token, asked, CALL);
         let (answers, ip) = publisher(&Call::Hello(name.clone()))?;
         let devices = answers.iter().map(|answer| match answer {
@@ -380,7 +392,7 @@ impl Seeker {
         });
         let mut devices = devices.collect::<Result<Vec<usize>, String>>()?;
         let publishers = devices.len();
-        devices.extend(&self.own_devices);
+        devices.extend(&self.devices);
         let secret = Token::random().map_err(|why| why.to_string())?;
         let (token, peer_timeout) = (secret.clone(), self.peer_timeout);
         let config = ServerConfig { processes: devices.len(), token, peer_timeout };
@@ -391,6 +403,7 @@ impl Seeker {
             token: secret.to_hex(),
             publishers,
             devices,
+            transport: transport.clone(),
         };
         let join = Call::Join(invitation);
         publisher(&join)?;
@@ -406,6 +419,7 @@ impl Seeker {
 struct Taking {
     shared: Arc<Shared>,
     wanted: Arc<Vec<Wanted>>,
+    members: Members,
     changes: bool,
     intake: Box<dyn Intake>,
 }
@@ -414,7 +428,7 @@ impl Taking {
     fn run(
         mut self,
         invitations: &mpsc::Receiver<Invitation>,
-        me: ProcessId,
+        me: usize,
         peer_timeout: Duration,
         ended: &mpsc::Sender<()>,
     ) {
@@ -434,7 +448,7 @@ impl Taking {
                 fresh: HashMap::new(),
                 refused: (0, 0),
             };
-            let own = invitation.publishers + me.index();
+            let own = invitation.publishers + me;
             let result = invitation.join(own, peer_timeout).and_then(|mut p| {
                 taker.taking.shared.note(|state| {
                     (state.is_linked, state.trouble) = (true, None);
@@ -511,7 +525,8 @@ impl Taker<'_> {
 impl Target for Taker<'_> {
     fn asked(&self) -> Vec<Asked> {
         // They were checked at the start.
-        self.taking.wanted.iter().filter_map(|leaf| leaf.told(self.first).ok()).collect()
+        let number = |device| self.first + self.taking.members.number_of(device);
+        self.taking.wanted.iter().filter_map(|leaf| leaf.told(number).ok()).collect()
     }
 
     fn ask(&mut self, timeout: Duration) -> Ask {

@@ -1,0 +1,166 @@
+//! Rounding, hashing and comparing the bits of arrays, at about the speed of memory.
+
+/// Number of keys of the hash that are in a table.
+const KEYS: usize = 4096;
+static TABLE: [u32; KEYS] = table();
+
+const fn table() -> [u32; KEYS] {
+    let (mut table, mut i) = ([0; KEYS], 0);
+    while i < KEYS {
+        table[i] = (mixed(i as u64) >> 32) as u32;
+        i += 1;
+    }
+    table
+}
+
+/// Returns a word whose bits all depend on those of `x` (the finaliser of splitmix64).
+const fn mixed(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Calls a function in a form with the vector registers of this processor.
+macro_rules! widest {
+    ($wide:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2")]
+        fn $wide($($argument: $of),*) $(-> $result)? {
+            $function($($argument),*)
+        }
+    };
+}
+
+/// Rounds little-endian `f32` to bfloat16, to the nearest, to the even one of two. A NaN stays one.
+///
+/// # Panics
+///
+/// If `out` has not half as many bytes as `values`.
+pub fn round_to_bf16(values: &[u8], out: &mut [u8]) {
+    assert_eq!(values.len(), 2 * out.len(), "bytes");
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has the instructions.
+        return unsafe { round_wide(values, out) };
+    }
+    round(values, out);
+}
+
+widest!(round_wide = round(values: &[u8], out: &mut [u8]));
+
+#[inline(always)]
+fn round(values: &[u8], out: &mut [u8]) {
+    for (to, from) in out.as_chunks_mut::<2>().0.iter_mut().zip(values.as_chunks::<4>().0) {
+        let bits = u32::from_le_bytes(*from);
+        let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+        let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+        *to = if is_nan { (bits >> 16) as u16 | 0x40 } else { rounded }.to_le_bytes();
+    }
+}
+
+/// Returns the sum of word times key, modulo 2^64, of little-endian words of 1, 2 or 4 bytes. The
+/// keys are odd numbers of 32 bits, which depend on the word's place. That of the first word is
+/// `first`. A change of one word always changes the sum. It guards against mistakes, not against
+/// malice.
+///
+/// # Panics
+///
+/// If the words have another number of bytes.
+pub fn sum_of_words(bytes: &[u8], word: usize, first: usize) -> u64 {
+    assert!([1, 2, 4].contains(&word), "words of {word} bytes");
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has the instructions.
+        return unsafe { sum_wide(bytes, word, first) };
+    }
+    sum(bytes, word, first)
+}
+
+widest!(sum_wide = sum(bytes: &[u8], word: usize, first: usize) -> u64);
+
+#[inline(always)]
+fn sum(bytes: &[u8], word: usize, first: usize) -> u64 {
+    match word {
+        1 => sum_of(bytes.as_chunks::<1>().0, first, |word| word[0].into()),
+        2 => sum_of(bytes.as_chunks::<2>().0, first, |word| u16::from_le_bytes(*word).into()),
+        _ => sum_of(bytes.as_chunks::<4>().0, first, |word| u32::from_le_bytes(*word)),
+    }
+}
+
+#[inline(always)]
+fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: impl Fn(&[u8; N]) -> u32) -> u64 {
+    let (mut sum, mut words, mut place) = (0u64, words, first);
+    while !words.is_empty() {
+        // Up to the end of the table: the keys behind it are those of another block.
+        let (now, rest) = words.split_at(words.len().min(KEYS - place % KEYS));
+        let block = mixed(!(place / KEYS) as u64) as u32;
+        for (word, key) in now.iter().zip(&TABLE[place % KEYS..]) {
+            let key = u64::from((key ^ block) | 1);
+            sum = sum.wrapping_add(u64::from(value(word)).wrapping_mul(key));
+        }
+        (words, place) = (rest, place + now.len());
+    }
+    sum
+}
+
+/// Calls `changed` with the index of each element of `item` bytes in which two buffers differ, in
+/// ascending order.
+///
+/// # Panics
+///
+/// If their lengths differ, or `item` is not 1, 2, 4, 8 or 16.
+pub fn each_changed(old: &[u8], new: &[u8], item: usize, mut changed: impl FnMut(usize)) {
+    /// Bytes that are compared at once: they rarely differ, or in a few elements.
+    const BLOCK: usize = 64;
+    assert_eq!(old.len(), new.len(), "bytes");
+    assert!(item.is_power_of_two() && item <= 16, "elements of {item} bytes");
+    let mut elements = |first: usize, old: &[u8], new: &[u8]| {
+        let pairs = old.chunks_exact(item).zip(new.chunks_exact(item)).enumerate();
+        pairs.filter(|(_, (old, new))| old != new).for_each(|(at, _)| changed(first + at));
+    };
+    let ((olds, old), (news, new)) = (old.as_chunks::<BLOCK>(), new.as_chunks::<BLOCK>());
+    for (block, (old, new)) in olds.iter().zip(news).enumerate() {
+        if old != new {
+            let words = old.as_chunks::<16>().0.iter().zip(new.as_chunks::<16>().0).enumerate();
+            for (word, (old, new)) in words.filter(|(_, (old, new))| old != new) {
+                elements((block * BLOCK + word * 16) / item, old, new);
+            }
+        }
+    }
+    elements(olds.len() * BLOCK / item, old, new);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wide_and_plain_forms_give_the_same_bits() {
+        let bytes: Vec<u8> =
+            (0..40_004u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+        for len in [0, 4, 60, 4096, 40_000] {
+            let values = &bytes[..len];
+            let (mut wide, mut plain) = (vec![0; len / 2], vec![0; len / 2]);
+            round_to_bf16(values, &mut wide);
+            round(values, &mut plain);
+            assert_eq!(wide, plain);
+            for (word, first) in [(1, 0), (2, 4000), (4, 1 << 33)] {
+                assert_eq!(sum_of_words(values, word, first), sum(values, word, first));
+            }
+        }
+    }
+
+    #[test]
+    fn each_changed_element_is_found_once() {
+        for item in [1, 2, 4, 8, 16] {
+            let old = vec![7u8; 16 * 133];
+            let mut new = old.clone();
+            let expected: Vec<usize> = (0..old.len() / item).step_by(11).collect();
+            expected.iter().for_each(|place| new[place * item + item - 1] = 8);
+            let mut found = Vec::new();
+            each_changed(&old, &new, item, |place| found.push(place));
+            assert_eq!(found, expected, "{item}");
+        }
+    }
+}
