@@ -14,6 +14,7 @@ mod leaves;
 mod lending;
 mod looping;
 mod parts;
+mod publishing;
 mod routing;
 mod sending;
 mod soak;
@@ -84,6 +85,8 @@ const ALL: &[Named] = &[
     Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
     Named { name: "joining", settings: |b| b, devices: 0, run: joining::join },
     Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
+    Named { name: "publishing", settings: |b| b, devices: 0, run: publishing::publish },
+    Named { name: "subscribing", settings: |b| b, devices: 0, run: publishing::subscribe },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 

@@ -431,6 +431,8 @@ impl Source for Held<'_> {
     fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer> {
         let gone = || Error::kernel("a region of a published version is gone");
         let (_, own, bits) = self.own(piece, region).ok_or_else(gone)?;
+        #[cfg(test)]
+        let bits = &super::tests::on_the_way(&self.shared.name, self.versions[0].number, bits);
         let (region, item) = (piece.in_source(region), own.dtypes[1].size());
         if let Some(range) = contiguous_bytes(&own.region, &region, item) {
             return Ok(bits.slice(range));

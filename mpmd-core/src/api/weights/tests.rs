@@ -1,7 +1,7 @@
 //! Publishers and subscribers of one process: each end is a job of its own, with several devices.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::spec;
+use mpmd_transport::SharedBuffer;
 use mpmd_transport::rendezvous::Token;
 
 use super::*;
@@ -204,6 +205,59 @@ impl Intake for Choosy {
     fn end(&mut self, _: u64, refused: Option<&str>) {
         self.0[usize::from(refused.is_some())].fetch_add(1, Ordering::SeqCst);
     }
+}
+
+/// Returns the bits that leave the publisher: of publication `flipped` the first ones of version 2
+/// are damaged.
+pub(super) fn on_the_way(name: &str, version: u64, bits: &SharedBuffer) -> SharedBuffer {
+    static DAMAGED: AtomicBool = AtomicBool::new(false);
+    if name != "flipped" || version != 2 || DAMAGED.swap(true, Ordering::SeqCst) {
+        return bits.clone();
+    }
+    let mut damaged = bits.to_vec();
+    damaged[100] ^= 4;
+    damaged.into()
+}
+
+/// Records the ends of versions.
+struct Recorder(mpsc::Sender<(u64, Option<String>)>);
+
+impl Intake for Recorder {
+    fn has_room(&mut self) -> bool {
+        true
+    }
+
+    fn take(&mut self, _: &Received) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn end(&mut self, version: u64, refused: Option<&str>) {
+        self.0.send((version, refused.map(str::to_owned))).unwrap();
+    }
+}
+
+#[test]
+fn flipped_bit_is_refused_by_name_and_asked_for_again() {
+    let publication = Publication::new("flipped", token()).dtype(DType::Bf16);
+    let (address, versions, thread) = publisher(publication, SHAPES);
+    let mut p = Program::builder().devices(4).alone().unwrap();
+    let subscribing = Subscribing::new("flipped", address.to_string(), token());
+    let (sender, ends) = mpsc::channel();
+    let leaves = vec![wanted(&p).remove(0)];
+    let subscription = p.subscribe_with(subscribing, leaves, Box::new(Recorder(sender))).unwrap();
+    let next = || ends.recv_timeout(LONG).unwrap();
+    versions.send(1).unwrap();
+    assert_eq!(next(), (1, None));
+    versions.send(2).unwrap();
+    let (version, why) = next();
+    let why = why.unwrap();
+    assert!(version == 2 && why.starts_with("0 [0..6, 0..320] arrived with other bits"), "{why}");
+    assert_eq!(next(), (2, None));
+    let state = subscription.state();
+    assert_eq!((state.version, state.refused, state.trouble), (Some(2), 1, None));
+    drop((versions, subscription));
+    thread.join().unwrap();
+    p.finish().unwrap();
 }
 
 #[test]
