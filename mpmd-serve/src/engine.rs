@@ -111,7 +111,7 @@ impl Engine {
             if self.scheduler.open() <= self.sizes.lanes
                 && let Some(decision) = self.scheduler.decide()
             {
-                let started = |id: &u64| self.scheduler.is_running(*id);
+                let started = |id: &u64| self.scheduler.version(*id).is_some();
                 self.clients
                     .iter_mut()
                     .filter(|(id, _)| started(id))
