@@ -222,7 +222,8 @@ impl World {
     fn change_version(&mut self) {
         match self.draw(8) {
             0..=1 if self.known.len() == 1 => {
-                let version = 1 + self.known[0];
+                // The number of a retired version may come again.
+                let version = (1 + self.known[0]) % 3;
                 self.known.push(version);
                 self.scheduler.begin(version);
             }
@@ -235,6 +236,8 @@ impl World {
                     self.versions.get_mut(&id).unwrap().push((events, newest));
                     self.upgraded += 1;
                 }
+                let old = self.scheduler.old().map(|old| self.scheduler.count(old));
+                assert!(old.is_none_or(|count| count == 0), "all are upgraded");
             }
             3 => {
                 self.is_closed = !self.is_closed;
@@ -251,6 +254,8 @@ impl World {
         let is_open = |pass: &Pass| pass.version == version;
         assert!(!self.passes.iter().any(is_open), "an open pass needs it");
         assert_eq!(self.scheduler.retired(), None, "it is told once");
+        let keys = self.toy.cache.iter_mut().flatten();
+        keys.filter(|key| key.is_some_and(|(_, of)| of == version)).for_each(|key| *key = None);
     }
 
     fn step(&mut self) {
