@@ -69,8 +69,11 @@ impl Reply {
                 }
                 Event::End(finish) => {
                     self.stream = None;
-                    let finish = if finish == Finish::Stop { "stop" } else { "length" };
-                    piece.finish = Some(finish);
+                    piece.finish = Some(match finish {
+                        Finish::Stop => "stop",
+                        Finish::Length => "length",
+                        Finish::Abort => "abort",
+                    });
                     self.text.end()
                 }
                 Event::Failed(why) => {

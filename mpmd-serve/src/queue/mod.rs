@@ -1,6 +1,7 @@
 //! The waiting line between the clients, which tokio's threads serve, and the engine, which has a
 //! thread of its own.
 
+mod control;
 #[cfg(test)]
 mod tests;
 
@@ -14,6 +15,9 @@ use tokio::sync::{mpsc, watch};
 
 use crate::metrics::{Figures, Metrics};
 use crate::request::{Event, Finish, Request};
+pub(crate) use control::News;
+pub use control::{Denied, PauseMode, Waker, WeightInfo};
+use control::{Pause, Weights};
 
 /// Number of recent ends from which the rate of ends is estimated.
 const ENDS: usize = 64;
@@ -96,6 +100,8 @@ struct Shared {
     changed: Condvar,
     /// The reason for which all open requests fail.
     cut: watch::Sender<Option<Arc<str>>>,
+    /// Changes with the state's lock held.
+    pause: watch::Sender<Pause>,
 }
 
 struct State {
@@ -109,6 +115,11 @@ struct State {
     /// Number of clients.
     open: usize,
     has_news: bool,
+    /// True if a [`Waker`] was called.
+    is_woken: bool,
+    /// True if the requests that the engine has are to be aborted.
+    aborts: bool,
+    weights: Weights,
     /// Times of the most recent ends.
     ends: VecDeque<Instant>,
 }
@@ -133,6 +144,9 @@ pub fn queue(limits: Limits) -> (Queue, Arrivals) {
         running: 0,
         open: 0,
         has_news: false,
+        is_woken: false,
+        aborts: false,
+        weights: Weights::default(),
         ends: VecDeque::with_capacity(ENDS),
     };
     let shared = Arc::new(Shared {
@@ -141,6 +155,7 @@ pub fn queue(limits: Limits) -> (Queue, Arrivals) {
         state: Mutex::new(state),
         changed: Condvar::new(),
         cut: watch::channel(None).0,
+        pause: watch::Sender::default(),
     });
     (Queue(shared.clone()), Arrivals(shared))
 }
@@ -173,7 +188,8 @@ impl Queue {
         state.has_news = true;
         self.0.changed.notify_all();
         let cut = self.0.cut.subscribe();
-        Ok(Stream { shared: self.0.clone(), events: received, cut, end: None })
+        let (shared, versions) = (self.0.clone(), Vec::new());
+        Ok(Stream { shared, events: received, cut, end: None, versions })
     }
 
     fn admit(&self, state: &State, tokens: usize) -> Result<(), Refused> {
@@ -196,9 +212,13 @@ impl Queue {
         self.0.state.lock().phase
     }
 
-    /// Takes no further requests.
+    /// Takes no further requests. Ends a pause.
     pub fn drain(&self) {
-        self.0.change(|state| state.phase = Phase::Draining);
+        self.0.change(|state| {
+            state.phase = Phase::Draining;
+            self.0.pause.send_replace(Pause::None);
+            state.weights.loaded(Err(Refused::Draining.to_string()));
+        });
     }
 
     /// Ends all open requests with [`Event::Failed`] for this reason, and those to come.
@@ -216,7 +236,7 @@ impl Queue {
         let state = self.0.state.lock();
         let (waiting, running) = (state.waiting.0, state.running);
         drop(state);
-        self.0.metrics.text(waiting, running)
+        self.0.metrics.text([waiting, running, self.is_paused().into()])
     }
 }
 
@@ -234,10 +254,18 @@ fn retry(state: &State) -> Duration {
 /// has left.
 pub struct Stream {
     shared: Arc<Shared>,
-    events: mpsc::UnboundedReceiver<Event>,
+    events: mpsc::UnboundedReceiver<Sent>,
     cut: watch::Receiver<Option<Arc<str>>>,
     /// The label of the metric, if the request has ended.
     end: Option<&'static str>,
+    versions: Vec<Arc<str>>,
+}
+
+/// A message from the engine to a client.
+enum Sent {
+    /// The label of the version of the weights that computes the tokens from now on.
+    Version(Arc<str>),
+    Event(Event),
 }
 
 impl Stream {
@@ -246,11 +274,18 @@ impl Stream {
         if self.end.is_some() {
             return None;
         }
-        let event = tokio::select! {
-            biased;
-            event = self.events.recv() => event,
-            Ok(why) = self.cut.wait_for(Option::is_some) => {
-                why.clone().map(Event::Failed)
+        let event = loop {
+            let sent = tokio::select! {
+                biased;
+                sent = self.events.recv() => sent,
+                Ok(why) = self.cut.wait_for(Option::is_some) => {
+                    why.clone().map(|why| Sent::Event(Event::Failed(why)))
+                }
+            };
+            match sent {
+                Some(Sent::Version(label)) => self.versions.push(label),
+                Some(Sent::Event(event)) => break Some(event),
+                None => break None,
             }
         };
         let event = event.unwrap_or_else(|| Event::Failed("the engine has ended".into()));
@@ -258,9 +293,16 @@ impl Stream {
             Event::Token(_) => None,
             Event::End(Finish::Stop) => Some("stop"),
             Event::End(Finish::Length) => Some("length"),
+            Event::End(Finish::Abort) => Some("abort"),
             Event::Failed(_) => Some("failed"),
         };
         Some(event)
+    }
+
+    /// Returns the labels of the versions of the weights that have computed the tokens so far: that
+    /// with which the request has begun, and those on which it was computed again.
+    pub fn versions(&self) -> &[Arc<str>] {
+        &self.versions
     }
 
     /// Ends the request, since its reply has a stop text.
@@ -329,7 +371,7 @@ impl Arrivals {
 /// request.
 pub struct Sender {
     shared: Arc<Shared>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<Sent>,
     /// Number of tokens of the prompt.
     tokens: usize,
     submitted: Instant,
@@ -344,7 +386,23 @@ impl Sender {
         if std::mem::take(&mut self.is_waiting) {
             self.shared.metrics.start(self.tokens, since(self.submitted));
             self.leave_line(&mut self.shared.state.lock());
+            self.tell_version();
         }
+    }
+
+    /// Tells the client that the newest version of the weights computes its request from now on.
+    pub(crate) fn tell_version(&self) {
+        let label = self.shared.state.lock().weights.label();
+        // An error says that the client has left.
+        _ = self.events.send(Sent::Version(label));
+    }
+
+    /// Ends the request with the tokens that the client has got.
+    pub(crate) fn abort(mut self) {
+        if self.is_waiting {
+            self.tell_version();
+        }
+        self.send(Event::End(Finish::Abort));
     }
 
     fn leave_line(&self, state: &mut State) {
@@ -363,7 +421,7 @@ impl Sender {
             self.shared.metrics.token(before.is_none(), since);
         }
         // An error says that the client has left.
-        _ = self.events.send(event);
+        _ = self.events.send(Sent::Event(event));
     }
 
     /// True if the client has left.
