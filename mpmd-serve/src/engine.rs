@@ -253,8 +253,9 @@ impl Engine {
         match self.weights.load.take() {
             Some(Load::Asked(path)) if self.scheduler.old().is_none() => {
                 self.set_room(versions, false);
-                self.weights.load = Some(Load::Reading(newest + 1));
-                return Some(Step::Load(path, newest + 1));
+                let version = newest.wrapping_add(1);
+                self.weights.load = Some(Load::Reading(version));
+                return Some(Step::Load(path, version));
             }
             Some(Load::Reading(version)) if self.scheduler.newest() == version => {
                 self.arrivals.loaded(Ok(version));

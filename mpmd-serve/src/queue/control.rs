@@ -76,7 +76,7 @@ pub(super) struct Weights {
 struct Load {
     /// `None` once the engine has taken it.
     path: Option<String>,
-    reply: oneshot::Sender<Result<u64, String>>,
+    reply: oneshot::Sender<Result<u64, Denied>>,
 }
 
 impl Weights {
@@ -94,7 +94,7 @@ impl Weights {
     }
 
     /// Ends the loading, if there is one.
-    pub(super) fn loaded(&mut self, result: Result<u64, String>) {
+    pub(super) fn loaded(&mut self, result: Result<u64, Denied>) {
         if let Some(load) = self.load.take() {
             // An error says that the client has left.
             _ = load.reply.send(result);
@@ -205,8 +205,7 @@ impl Queue {
             state.has_news = true;
         }
         self.0.changed.notify_all();
-        let answer = answer.await.unwrap_or_else(|_| Err("the engine has ended".to_owned()));
-        answer.map_err(Denied::Weights)
+        answer.await.unwrap_or(Err(Denied::Refused(Refused::Draining)))
     }
 }
 
@@ -260,7 +259,7 @@ impl Arrivals {
 
     /// Ends the loading of weights, with the version or the reason why there is none.
     pub(crate) fn loaded(&self, result: Result<u64, String>) {
-        self.0.state.lock().weights.loaded(result);
+        self.0.state.lock().weights.loaded(result.map_err(Denied::Weights));
     }
 
     /// Returns the way to wake the engine.
@@ -276,7 +275,7 @@ impl Arrivals {
 
 impl Drop for Arrivals {
     fn drop(&mut self) {
-        self.loaded(Err("the engine has ended".to_owned()));
+        self.0.state.lock().weights.loaded(Err(Refused::Draining.into()));
         self.0.pause.send_replace(Pause::None);
     }
 }

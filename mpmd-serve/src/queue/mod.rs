@@ -217,7 +217,7 @@ impl Queue {
         self.0.change(|state| {
             state.phase = Phase::Draining;
             self.0.pause.send_replace(Pause::None);
-            state.weights.loaded(Err(Refused::Draining.to_string()));
+            state.weights.loaded(Err(Refused::Draining.into()));
         });
     }
 
