@@ -146,3 +146,130 @@ fn figures_of_the_engine_are_shown_by_stage() {
         assert!(text.lines().any(|found| found == line), "{line} in {text}");
     }
 }
+
+/// Waits for the result of a future.
+fn result<T>(future: impl Future<Output = T>) -> T {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_time().build().unwrap();
+    let result = runtime.block_on(async { tokio::time::timeout(60 * SECOND, future).await });
+    result.expect("it ends")
+}
+
+#[test]
+fn pause_is_in_force_when_the_engine_says_so() {
+    let (queue, arrivals) = ready(9, 99);
+    let pause = |mode| {
+        let queue = queue.clone();
+        std::thread::spawn(move || result(queue.pause(mode)))
+    };
+    let asked = pause(PauseMode::Keep);
+    while arrivals.news().pause.is_none() {}
+    arrivals.paused(PauseMode::Wait);
+    assert!(!queue.is_paused() && !asked.is_finished(), "another pause");
+    assert!(queue.metrics().contains("mpmd_paused 0"));
+    arrivals.paused(PauseMode::Keep);
+    assert_eq!(asked.join().unwrap(), Ok(()));
+    assert!(queue.is_paused() && queue.metrics().contains("mpmd_paused 1"));
+    assert!(queue.submit(request(1)).is_ok(), "requests are taken");
+    // The next one is not in force yet.
+    let asked = pause(PauseMode::Wait);
+    while arrivals.news().pause != Some(PauseMode::Wait) {}
+    assert!(!queue.is_paused());
+    queue.resume();
+    assert_eq!(asked.join().unwrap(), Err(Denied::Resumed));
+    let asked = pause(PauseMode::Wait);
+    while arrivals.news().pause.is_none() {}
+    queue.drain();
+    assert_eq!(asked.join().unwrap(), Err(Denied::Resumed));
+    assert_eq!(arrivals.news().pause, None, "a drain ends it");
+    assert_eq!(result(queue.pause(PauseMode::Keep)), Err(Refused::Draining.into()));
+}
+
+#[test]
+fn pause_aborts_earlier_requests_alone() {
+    let (queue, arrivals) = ready(9, 99);
+    let mut earlier = queue.submit(request(1)).unwrap();
+    let asked = queue.clone();
+    let asked = std::thread::spawn(move || result(asked.pause(PauseMode::Abort)));
+    assert_eq!(next(&mut earlier), Some(Event::End(Finish::Abort)));
+    assert_eq!(earlier.versions(), ["default".into()]);
+    let _later = queue.submit(request(1)).unwrap();
+    arrivals.paused(PauseMode::Abort);
+    assert!(!queue.is_paused(), "the engine has not heard of it");
+    let news = arrivals.news();
+    assert_eq!((news.arrived.len(), news.aborts), (1, true));
+    assert!(!arrivals.news().aborts, "it is told once");
+    arrivals.paused(PauseMode::Abort);
+    assert_eq!(asked.join().unwrap(), Ok(()));
+    drop(earlier);
+    assert!(queue.metrics().contains("mpmd_requests_ended_total{end=\"abort\"} 1"));
+}
+
+#[test]
+fn requests_keep_the_label_with_which_they_start() {
+    let (queue, arrivals) = ready(9, 99);
+    let mut clients = Vec::new();
+    let mut start = || {
+        clients.push(queue.submit(request(1)).unwrap());
+        let mut sender = arrivals.take().remove(0).sender;
+        sender.start();
+        sender
+    };
+    let mut senders = vec![start()];
+    queue.set_label("base");
+    senders.push(start());
+    arrivals.set_weights(3, Some(0));
+    let info = queue.weights();
+    assert_eq!((info.version, &*info.label, info.old), (3, "3", Some((0, "base".into()))));
+    senders.push(start());
+    queue.set_label("step-3");
+    senders[0].tell_version();
+    arrivals.set_weights(3, None);
+    arrivals.set_weights(0, None);
+    assert_eq!(&*queue.weights().label, "default", "labels end with their versions");
+    senders.into_iter().for_each(|mut sender| sender.send(Event::End(Finish::Stop)));
+    let labels = clients.iter_mut().map(|client| {
+        next(client);
+        client.versions().iter().map(|label| label.to_string()).collect::<Vec<_>>().join(", ")
+    });
+    assert_eq!(labels.collect::<Vec<_>>(), ["default, step-3", "base", "3"]);
+}
+
+#[test]
+fn weights_are_loaded_one_after_the_other() {
+    let (queue, arrivals) = ready(9, 99);
+    let load = |path: &str| {
+        let (queue, path) = (queue.clone(), path.to_owned());
+        std::thread::spawn(move || result(queue.load(path)))
+    };
+    for (said, expected) in
+        [(Ok(5), Ok(5)), (Err("no".to_owned()), Err(Denied::Weights("no".to_owned())))]
+    {
+        let first = load("one");
+        let path = loop {
+            if let Some(path) = arrivals.news().load {
+                break path;
+            }
+        };
+        assert_eq!((&*path, arrivals.news().load), ("one", None));
+        assert_eq!(load("two").join().unwrap(), Err(Denied::Busy));
+        arrivals.loaded(said);
+        assert_eq!(first.join().unwrap(), expected);
+    }
+    let last = load("three");
+    while arrivals.news().load.is_none() {}
+    queue.drain();
+    assert_eq!(last.join().unwrap(), Err(Refused::Draining.into()));
+}
+
+#[test]
+fn waker_ends_the_wait() {
+    let (_queue, arrivals) = ready(9, 99);
+    let waker = arrivals.waker();
+    assert!(!arrivals.is_woken());
+    std::thread::scope(|scope| {
+        scope.spawn(|| waker.clone().wake());
+        assert!(arrivals.wait(60 * SECOND));
+    });
+    assert!(arrivals.is_woken() && !arrivals.is_woken());
+}
