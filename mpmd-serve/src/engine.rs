@@ -260,7 +260,7 @@ impl Engine {
             Some(Load::Reading(version)) if self.scheduler.newest() == version => {
                 self.arrivals.loaded(Ok(version));
             }
-            Some(Load::Reading(_)) if !is_loading => {
+            Some(Load::Reading(version)) if !is_loading && newest != version => {
                 let why = versions.failure();
                 let why = why.unwrap_or_else(|| "the weights could not be read".to_owned());
                 self.arrivals.loaded(Err(why));
@@ -291,10 +291,9 @@ impl Engine {
 
     /// Fails the requests of the oldest open pass. The others are computed again.
     fn fail(&mut self, why: &Error, inference: &Inference) {
-        if self.scheduler.old().is_some() {
-            // Their version must not retire before. Their requests are computed again in any case.
-            self.open.iter().for_each(|choices| _ = inference.read(choices));
-        }
+        // No version may retire before the passes that compute by it have ended. Their choices are
+        // forgotten.
+        self.open.iter().for_each(|choices| _ = inference.read(choices));
         tracing::error!("a pass has failed, and its requests with it: {why}");
         let why: Arc<str> = format!("the model has failed: {why}").into();
         for id in self.scheduler.fail() {

@@ -123,6 +123,10 @@ pub fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
+    ensure!(
+        !args.elastic || http.allow_weights.is_empty(),
+        "--allow-weights: a spare has the weights of the start alone, so leave out --elastic"
+    );
     http.check()?;
     // It stays from epoch to epoch of a job that recovers.
     let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);

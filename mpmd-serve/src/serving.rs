@@ -75,7 +75,8 @@ impl<'a> Serving<'a> {
     /// Issues the next step of the server. Every process must call it.
     ///
     /// Process 0 first asks `other` for other work of the program. If there is some, it comes back
-    /// on every process in place of a step. Process 0 blocks while there is neither a step nor other
+    /// on every process in place of a step: a program that always has work must leave turns to the
+    /// server. Process 0 blocks while there is neither a step nor other
     /// work, for a second at most: a [`Waker`](crate::Waker) ends that at once. The other
     /// processes block until process 0 has decided.
     ///
