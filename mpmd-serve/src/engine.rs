@@ -219,10 +219,10 @@ impl Engine {
     /// Waits for news, since there is nothing to compute. Returns false if there are none for the
     /// engine.
     fn wait(&mut self, versions: &Versions) -> bool {
+        self.report();
         if let Some(mode) = self.pause {
             self.arrivals.paused(mode);
         }
-        self.report();
         let has_news = self.arrivals.wait(if versions.is_loading() { POLL } else { IDLE });
         has_news && !self.arrivals.is_woken()
     }

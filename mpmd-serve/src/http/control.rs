@@ -109,7 +109,7 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())
 }
 
-/// Returns the path of a folder without links, if it is one of `folders` or within one. Says the
+/// Returns the path of a folder without symbolic links, if it is one of `folders` or within one. Says the
 /// same of folders that do not exist and of those elsewhere.
 fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
     let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));

@@ -68,7 +68,7 @@ pub struct HttpArgs {
     /// /update_weight_version and /load_weights; without it there are none
     #[arg(long, value_name = "FILE")]
     pub control_key_file: Option<PathBuf>,
-    /// Folder whose weights, and those of the folders in it, /load_weights may load; may be given
+    /// Folder from which /load_weights may load weights, also from folders in it; may be given
     /// several times
     #[arg(long, value_name = "DIR", requires = "control_key_file")]
     pub allow_weights: Vec<PathBuf>,
@@ -117,8 +117,8 @@ impl HttpArgs {
         self.access().map(drop)
     }
 
-    /// Returns who may control the server, and the folders whose weights may be loaded, without
-    /// links.
+    /// Returns the clients that may control the server, and the folders of weights that may be
+    /// loaded, without symbolic links.
     fn control(&self) -> anyhow::Result<(Option<Access>, Vec<PathBuf>)> {
         let file = self.control_key_file.as_deref();
         let control = file.map(|file| Access::keys("--control-key-file", file)).transpose()?;

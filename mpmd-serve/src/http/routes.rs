@@ -45,7 +45,7 @@ pub(super) struct Shared {
     pub(super) access: Access,
     /// The clients that may control the server, if any may.
     pub(super) control: Option<Access>,
-    /// The folders, without links, whose weights may be loaded.
+    /// The folders of weights that may be loaded, without symbolic links.
     pub(super) weights: Arc<[PathBuf]>,
     /// Largest body of a request, in bytes.
     pub(super) body: usize,

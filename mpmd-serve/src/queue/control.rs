@@ -102,7 +102,7 @@ impl Weights {
     }
 }
 
-/// What has happened since the engine asked last.
+/// The changes since the engine asked last.
 pub(crate) struct News {
     /// The new requests, in their order.
     pub(crate) arrived: Vec<Arrival>,

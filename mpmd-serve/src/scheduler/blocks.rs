@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mpmd::candle::nn::BLOCK;
 
+use super::Scheduler;
+
 /// Blocks of keys and values, each of [`BLOCK`] tokens. Sequences with equal beginnings share full
 /// blocks.
 #[derive(Clone, Debug)]
@@ -127,6 +129,38 @@ impl Blocks {
         match found.content {
             Some(_) => _ = self.unused.insert((self.time, block)),
             None => self.empty.push(block),
+        }
+    }
+}
+
+impl Scheduler {
+    /// Takes a block for a sequence. If there is none, the sequence that came last gives up its
+    /// place: `None` if it is this one.
+    pub(super) fn take_block(&mut self, id: u64) -> Option<u32> {
+        loop {
+            if let Some(block) = self.blocks.take() {
+                return Some(block);
+            }
+            let running = self.sequences.iter().filter(|(_, sequence)| sequence.place.is_some());
+            let last = running.map(|(id, _)| *id).next_back()?;
+            self.counts.preemptions += 1;
+            self.give_up_place(last);
+            self.waiting.push_front(last);
+            if last == id {
+                return None;
+            }
+        }
+    }
+
+    /// Makes the full blocks of a sequence known, as far as its tokens are.
+    pub(super) fn fill(&mut self, id: u64) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(place) = &mut sequence.place else { return };
+        let full = place.computed.min(sequence.tokens.len()) / BLOCK;
+        while place.filled.0 < full {
+            let (at, beginning) = place.filled;
+            let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
+            place.filled = (at + 1, self.blocks.fill(place.blocks[at], beginning, tokens));
         }
     }
 }

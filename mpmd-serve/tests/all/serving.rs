@@ -10,7 +10,7 @@ use mpmd::testing::Simulation;
 use mpmd_models::{Folder, Room, Sampling, Stages};
 use mpmd_serve::{Engine, Event, Limits, Phase, Request, Serving, Sizes, Turn, queue};
 
-use crate::engine::{Expected, expected, path};
+use crate::engine::{Drain, Expected, expected, path};
 
 #[test]
 fn other_work_reaches_all_processes_at_once() {
@@ -29,6 +29,7 @@ fn other_work_reaches_all_processes_at_once() {
             while queue.phase() == Phase::Starting {
                 std::thread::yield_now();
             }
+            let drain = Drain(&queue);
             let start = Instant::now();
             for number in 0..WORK {
                 work.lock().unwrap().push_back(number);
@@ -50,8 +51,7 @@ fn other_work_reaches_all_processes_at_once() {
                 tokens.push(token.id);
             }
             assert_eq!(tokens, greedy, "between other work");
-            drop(stream);
-            queue.drain();
+            drop((stream, drain));
         });
         let results = Simulation::new(2, 2).run(|p| {
             let meshes = model.meshes(|stage| stage)?;

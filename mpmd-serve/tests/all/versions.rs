@@ -193,6 +193,7 @@ fn pause_that_aborts_ends_open_requests_with_what_they_have() {
     live.until("four run", || live.running() == 4);
     let head = "POST /pause HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer control\r\n";
     assert_eq!(send(live.address, head, b"").status, 200, "the default");
+    assert_eq!(live.get("/weight_info")["requests"], 0);
     for reply in clients.into_iter().map(|client| client.join().unwrap()) {
         let tokens = tokens(&reply);
         assert_eq!((finish(&reply), &reply["weight_version"]), ("abort", &json!("default")));
@@ -281,6 +282,8 @@ fn idle_server_takes_and_retires_versions() {
     let live = Live::start(NEVER);
     for version in [4, 2, u64::MAX] {
         live.until("there is room", || live.versions.has_room());
+        // The source takes the room.
+        live.versions.set_room(false);
         live.versions.arrive(version);
         live.until("it is in use alone", || {
             let info = live.get("/weight_info");
