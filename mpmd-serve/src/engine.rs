@@ -1,4 +1,4 @@
-//! The engine: every process issues the passes that process 0 decides.
+//! The engine: process 0 decides on the steps that every process issues (`serving.rs`).
 //!
 //! A decision is broadcast before its pass is issued, so all processes issue the same operations.
 //! Process 0 decides on passes before earlier ones have ended; the others wait for decisions alone.
@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd::{Error, FailureKind, ProcessId, Program, Result};
+use mpmd::{Error, FailureKind, Result};
 use mpmd_base::block::{Instant, now, since};
-use mpmd_models::{Choices, Inference, Times};
+use mpmd_models::{Choices, Inference, Times, Versions};
 use serde::{Deserialize, Serialize};
 
 use crate::metrics::{Figures, StageFigures};
-use crate::queue::{Arrivals, Sender};
+use crate::queue::{Arrivals, News, PauseMode, Sender, Waker};
 use crate::request::Event;
 use crate::scheduler::{Decision, Scheduler, Sizes};
 
@@ -22,18 +22,26 @@ use crate::scheduler::{Decision, Scheduler, Sizes};
 const IDLE: Duration = Duration::from_secs(1);
 /// Time between two questions for the times of the stages.
 const TIMES: Duration = Duration::from_secs(1);
+/// Time between two questions whether all processes have read new weights.
+const POLL: Duration = Duration::from_millis(50);
 /// A larger pass is worth its time if a token costs at most this share of what it costs in the next
 /// smaller one.
 const WORTH: f64 = 0.9;
 
 /// The next step of all processes.
 #[derive(Debug, Deserialize, Serialize)]
-enum Step {
+pub(crate) enum Step {
     Pass(Decision),
     /// New caches, since a pass has failed.
     Renew,
     /// Send the times of the stages.
     Times,
+    /// Forget a version of the weights.
+    Retire(u64),
+    /// Read the weights of a folder as this version.
+    Load(String, u64),
+    /// Tell process 0 whether these have been read.
+    Poll,
     /// Nothing, since there are no requests.
     Idle,
     End,
@@ -47,7 +55,7 @@ pub struct Engine {
     /// The number of the next request.
     next: u64,
     /// The choices of passes that have not ended.
-    open: VecDeque<Choices>,
+    pub(crate) open: VecDeque<Choices>,
     sizes: Sizes,
     /// False if the size of a pass is yet to be measured.
     has_chunk: bool,
@@ -58,9 +66,34 @@ pub struct Engine {
     /// The times of the stages since they were made, as far as they are known, and before.
     stages: [Vec<StageFigures>; 2],
     /// The time of the last question for them, and the answer unless it was read.
-    asked: (Instant, Option<Times>),
-    /// Why the last call of [`run`] failed.
+    pub(crate) asked: (Instant, Option<Times>),
+    pause: Option<PauseMode>,
+    weights: Weights,
+    /// Why the last call of [`run`](crate::run) failed.
     pub(crate) failed: Option<Arc<str>>,
+}
+
+/// The changes of the weights.
+struct Weights {
+    /// Time for which requests go on with an older version.
+    grace: Duration,
+    /// The time when the newest version began.
+    begun: Instant,
+    /// The last value of [`Versions::has_room`] that was set.
+    has_room: bool,
+    load: Option<Load>,
+    polled: Instant,
+    /// Number of versions that have begun.
+    versions: u64,
+    /// Number of requests that were computed again on a newer version.
+    upgrades: u64,
+}
+
+/// The weights of a folder that a client wants.
+enum Load {
+    Asked(String),
+    /// They are being read as this version.
+    Reading(u64),
 }
 
 impl Engine {
@@ -82,6 +115,16 @@ impl Engine {
             recoveries: 0,
             stages: [Vec::new(), Vec::new()],
             asked: (now(), None),
+            pause: None,
+            weights: Weights {
+                grace: Duration::MAX,
+                begun: now(),
+                has_room: false,
+                load: None,
+                polled: now(),
+                versions: 0,
+                upgrades: 0,
+            },
             failed: None,
         }
     }
@@ -94,6 +137,20 @@ impl Engine {
         self
     }
 
+    /// Sets the time for which requests go on with an older version of the weights. Then they are
+    /// computed again on the newest, from their tokens so far. By default there is no end.
+    #[must_use]
+    pub fn grace(mut self, time: Duration) -> Self {
+        self.weights.grace = time;
+        self
+    }
+
+    /// Returns the way to wake the engine from any thread, for other work of its program: see
+    /// [`Serving::turn`](crate::Serving::turn).
+    pub fn waker(&self) -> Waker {
+        self.arrivals.waker()
+    }
+
     /// Fails the open requests, if there are any, with the reason for which the job has ended.
     pub(crate) fn end(mut self) {
         let why = self.failed.clone().unwrap_or_else(|| "the server has ended".into());
@@ -104,18 +161,13 @@ impl Engine {
 
     /// Returns the next step of all processes. Blocks while there is nothing to do, and while
     /// enough passes are open.
-    fn step(&mut self, inference: &Inference) -> Result<Step> {
+    pub(crate) fn step(&mut self, inference: &Inference) -> Result<Step> {
         loop {
-            self.take_arrivals();
-            // One more than there are stages: none waits for a decision.
-            if self.scheduler.open() <= self.sizes.lanes
-                && let Some(decision) = self.scheduler.decide()
-            {
-                let started = |id: &u64| self.scheduler.is_running(*id);
-                self.clients
-                    .iter_mut()
-                    .filter(|(id, _)| started(id))
-                    .for_each(|(_, sender)| sender.start());
+            self.take_news();
+            if let Some(step) = self.change_weights(inference.versions()) {
+                return Ok(step);
+            }
+            if let Some(decision) = self.decide() {
                 self.passes[0] += 1;
                 return Ok(Step::Pass(decision));
             }
@@ -123,7 +175,7 @@ impl Engine {
                 let choices = match inference.read(&choices) {
                     Ok(choices) => choices.unwrap_or_default(),
                     Err(why) if concerns_one_pass(&why) => {
-                        self.fail(&why);
+                        self.fail(&why, inference);
                         return Ok(Step::Renew);
                     }
                     Err(why) => return Err(why),
@@ -144,14 +196,104 @@ impl Engine {
                 }
             } else if self.clients.is_empty() && self.arrivals.is_over() {
                 return Ok(Step::End);
-            } else if !self.arrivals.wait(IDLE) {
+            } else if !self.wait(inference.versions()) {
                 return Ok(Step::Idle);
             }
         }
     }
 
+    /// Decides on the next pass, unless enough are open or the requests are paused.
+    fn decide(&mut self) -> Option<Decision> {
+        let is_frozen = matches!(self.pause, Some(PauseMode::Abort | PauseMode::Keep));
+        // One more than there are stages: none waits for a decision.
+        if is_frozen || self.scheduler.open() > self.sizes.lanes {
+            return None;
+        }
+        let decision = self.scheduler.decide();
+        let has_begun = |id: &u64| self.scheduler.version(*id).is_some();
+        let begun = self.clients.iter_mut().filter(|(id, _)| has_begun(id));
+        begun.for_each(|(_, sender)| sender.start());
+        decision
+    }
+
+    /// Waits for news, since there is nothing to compute. Returns false if there are none for the
+    /// engine.
+    fn wait(&mut self, versions: &Versions) -> bool {
+        self.report();
+        if let Some(mode) = self.pause {
+            self.arrivals.paused(mode);
+        }
+        let has_news = self.arrivals.wait(if versions.is_loading() { POLL } else { IDLE });
+        has_news && !self.arrivals.is_woken()
+    }
+
+    /// Begins a version of the weights that has come, and ends an older one. Returns the step that
+    /// it takes.
+    fn change_weights(&mut self, versions: &Versions) -> Option<Step> {
+        // Asked first: the version has come once this is false.
+        let (is_loading, newest) = (versions.is_loading(), versions.newest());
+        if self.scheduler.old().is_none() && newest != self.scheduler.newest() {
+            self.scheduler.begin(newest);
+            self.weights.begun = now();
+            self.weights.versions += 1;
+            self.set_room(versions, false);
+            self.tell_weights();
+        }
+        let is_late = since(self.weights.begun) >= self.weights.grace;
+        if is_late && self.scheduler.old().is_some() {
+            for id in self.scheduler.upgrade() {
+                self.weights.upgrades += 1;
+                self.clients.get(&id).into_iter().for_each(Sender::tell_version);
+            }
+        }
+        if let Some(version) = self.scheduler.retired() {
+            self.tell_weights();
+            return Some(Step::Retire(version));
+        }
+        match self.weights.load.take() {
+            Some(Load::Asked(path)) if self.scheduler.old().is_none() => {
+                self.set_room(versions, false);
+                let version = newest.wrapping_add(1);
+                self.weights.load = Some(Load::Reading(version));
+                return Some(Step::Load(path, version));
+            }
+            Some(Load::Reading(version)) if self.scheduler.newest() == version => {
+                self.arrivals.loaded(Ok(version));
+            }
+            Some(Load::Reading(version)) if !is_loading && newest != version => {
+                let why = versions.failure();
+                let why = why.unwrap_or_else(|| "the weights could not be read".to_owned());
+                self.arrivals.loaded(Err(why));
+            }
+            load => self.weights.load = load,
+        }
+        let is_reading = matches!(self.weights.load, Some(Load::Reading(_)));
+        self.set_room(versions, self.scheduler.old().is_none() && !is_reading);
+        if is_loading && since(self.weights.polled) >= POLL {
+            self.weights.polled = now();
+            return Some(Step::Poll);
+        }
+        None
+    }
+
+    fn set_room(&mut self, versions: &Versions, has_room: bool) {
+        // A version that is on its way takes the room: only a change is told.
+        if std::mem::replace(&mut self.weights.has_room, has_room) != has_room {
+            versions.set_room(has_room);
+        }
+    }
+
+    /// Tells the clients the versions in use.
+    fn tell_weights(&self) {
+        self.arrivals.set_weights(self.scheduler.newest(), self.scheduler.old());
+        self.report();
+    }
+
     /// Fails the requests of the oldest open pass. The others are computed again.
-    fn fail(&mut self, why: &Error) {
+    fn fail(&mut self, why: &Error, inference: &Inference) {
+        // No version may retire before the passes that compute by it have ended. Their choices are
+        // forgotten.
+        self.open.iter().for_each(|choices| _ = inference.read(choices));
         tracing::error!("a pass has failed, and its requests with it: {why}");
         let why: Arc<str> = format!("the model has failed: {why}").into();
         for id in self.scheduler.fail() {
@@ -178,7 +320,12 @@ impl Engine {
     }
 
     /// Begins an epoch, whose stages know nothing.
-    fn restart(&mut self, epoch: u64) {
+    pub(crate) fn restart(&mut self, epoch: u64, versions: &Versions) {
+        self.arrivals.set_versions(versions.clone());
+        self.weights.has_room = versions.has_room();
+        if self.weights.load.take().is_some() {
+            self.arrivals.loaded(Err("a process was lost".to_owned()));
+        }
         self.has_chunk = true;
         self.scheduler.set_chunk(self.sizes.chunk);
         self.scheduler.restart();
@@ -198,7 +345,12 @@ impl Engine {
 
     /// Takes the time of a pass of so many tokens, the smallest first. Returns true if larger ones
     /// are not worth their time.
-    fn is_enough(&mut self, tokens: usize, time: Duration, smaller: &mut Option<f64>) -> bool {
+    pub(crate) fn is_enough(
+        &mut self,
+        tokens: usize,
+        time: Duration,
+        smaller: &mut Option<f64>,
+    ) -> bool {
         if self.has_chunk {
             return tokens >= self.sizes.chunk;
         }
@@ -221,15 +373,28 @@ impl Engine {
         (0..now.len().max(before.len())).map(|at| of(now, at) + of(before, at)).collect()
     }
 
-    /// Takes new requests, and forgets those of clients that have left.
-    fn take_arrivals(&mut self) {
+    /// Takes new requests, forgets those of clients that have left, and ends those that a pause
+    /// aborts.
+    fn take_news(&mut self) {
         let gone = self.clients.iter().filter(|(_, sender)| sender.is_gone());
         let gone: Vec<u64> = gone.map(|(id, _)| *id).collect();
         for id in gone {
             self.scheduler.leave(id);
             self.clients.remove(&id);
         }
-        for arrival in self.arrivals.take() {
+        let News { arrived, aborts, pause, load } = self.arrivals.news();
+        if aborts {
+            for (id, sender) in std::mem::take(&mut self.clients) {
+                self.scheduler.leave(id);
+                sender.abort();
+            }
+        }
+        self.pause = pause;
+        self.scheduler.close(pause.is_some());
+        if let Some(path) = load {
+            self.weights.load = Some(Load::Asked(path));
+        }
+        for arrival in arrived {
             let (request, mut sender) = (arrival.request, arrival.sender);
             let (tokens, most) = (request.prompt.len(), self.sizes.positions);
             if tokens == 0 || tokens >= most || request.max_tokens == 0 {
@@ -245,6 +410,8 @@ impl Engine {
 
     fn report(&self) {
         let counts = self.scheduler.counts();
+        let (newest, old) = (self.scheduler.newest(), self.scheduler.old());
+        let of = |version| self.scheduler.count(version);
         self.arrivals.report(Figures {
             chunk: self.sizes.chunk,
             blocks: self.sizes.blocks,
@@ -256,6 +423,10 @@ impl Engine {
             surplus_rows: counts.surplus_tokens,
             in_flight: self.scheduler.open(),
             recoveries: self.recoveries,
+            version: newest,
+            versions: self.weights.versions,
+            upgrades: self.weights.upgrades,
+            version_requests: [of(newest), old.map_or(0, of)],
             stages: self.stages(),
         });
     }
@@ -265,59 +436,4 @@ impl Engine {
 fn concerns_one_pass(why: &Error) -> bool {
     let kind = why.failure().map(|failure| failure.kind);
     matches!(kind, Some(FailureKind::Kernel | FailureKind::Memory))
-}
-
-/// Answers requests until the server has ended. Every process must call it, process 0 with the
-/// engine. `lanes` is the number of stages.
-///
-/// # Errors
-///
-/// If the weights cannot be read, or another process is lost. If [`Inference::owner`] is not
-/// process 0. A pass that fails ends its own requests alone.
-pub fn run(
-    p: &mut Program,
-    inference: &mut Inference,
-    lanes: usize,
-    mut engine: Option<&mut Engine>,
-) -> Result<()> {
-    if inference.owner() != ProcessId(0) {
-        return Err(Error::kernel("choices are not read on process 0, which takes the requests"));
-    }
-    let mut cost = None;
-    inference.warm_up(p, |tokens, time| {
-        engine.as_deref_mut().is_none_or(|engine| engine.is_enough(tokens, time, &mut cost))
-    })?;
-    // The choices of each lane's last pass.
-    let mut last: Vec<Option<Choices>> = vec![None; lanes];
-    if let Some(engine) = &mut engine {
-        engine.restart(p.epoch());
-    }
-    loop {
-        let decide = || match &mut engine {
-            Some(engine) => engine.step(inference),
-            None => Ok(Step::End),
-        };
-        match p.broadcast_value(ProcessId(0), Step::End, decide)? {
-            Step::Pass(Decision { lane, pass }) => {
-                let last = &mut last[lane as usize];
-                let choices = inference.pass(p, &pass, last.as_ref())?;
-                if let Some(engine) = &mut engine {
-                    engine.open.push_back(choices.clone());
-                }
-                *last = Some(choices);
-            }
-            Step::Renew => {
-                last.fill(None);
-                inference.renew(p)?;
-            }
-            Step::Times => {
-                let times = inference.times(p)?;
-                if let Some(engine) = &mut engine {
-                    engine.asked = (now(), Some(times));
-                }
-            }
-            Step::Idle => {}
-            Step::End => return Ok(()),
-        }
-    }
 }

@@ -10,12 +10,17 @@ mod queue;
 mod request;
 mod scheduler;
 mod serve;
+mod serving;
 
-pub use engine::{Engine, run};
+pub use engine::Engine;
 pub use http::{Front, HttpArgs};
 pub use metrics::{Figures, StageFigures};
 pub use model::Model;
-pub use queue::{Arrival, Arrivals, Limits, Phase, Queue, Refused, Sender, Stream, queue};
+pub use queue::{
+    Arrival, Arrivals, Denied, Limits, PauseMode, Phase, Queue, Refused, Sender, Stream, Waker,
+    WeightInfo, queue,
+};
 pub use request::{Event, Finish, Logprobs, Request, Token};
 pub use scheduler::{Counts, Decision, Scheduler, Sizes};
 pub use serve::{ServeArgs, run as serve};
+pub use serving::{Serving, Turn, run};

@@ -40,6 +40,14 @@ pub struct Figures {
     pub recoveries: u64,
     /// Number of passes that were issued and have not ended.
     pub in_flight: usize,
+    /// The version of the weights of requests that begin.
+    pub version: u64,
+    /// Number of versions that have begun: a sum.
+    pub versions: u64,
+    /// Number of requests that were computed again on a newer version: a sum.
+    pub upgrades: u64,
+    /// Number of requests that have the version, and an older one.
+    pub version_requests: [usize; 2],
     /// The figures of each stage.
     pub stages: Vec<StageFigures>,
 }
@@ -90,8 +98,8 @@ struct Engine(Mutex<Known>);
 #[derive(Debug)]
 struct Known {
     figures: Figures,
-    waiting: usize,
-    running: usize,
+    /// Number of requests that wait and that are being answered, and of pauses in force.
+    line: [usize; 3],
     /// The time that each stage was busy, at two times: the idle shares are those since the first.
     marks: [(Instant, Vec<Duration>); 2],
 }
@@ -99,12 +107,8 @@ struct Known {
 impl Metrics {
     pub(crate) fn new() -> Self {
         let mark = (now(), Vec::new());
-        let known = Known {
-            figures: Figures::default(),
-            waiting: 0,
-            running: 0,
-            marks: [mark.clone(), mark],
-        };
+        let known =
+            Known { figures: Figures::default(), line: [0; 3], marks: [mark.clone(), mark] };
         let engine = Arc::new(Engine(Mutex::new(known)));
         let mut registry = Registry::with_prefix("mpmd");
         registry.register_collector(Box::new(engine.clone()));
@@ -163,10 +167,16 @@ impl Metrics {
         self.ended.get_or_create(&[("end", way)]).inc();
     }
 
-    /// Returns all figures in Prometheus' text format.
-    pub(crate) fn text(&self, waiting: usize, running: usize) -> String {
+    /// Returns the number of requests that have the version of the weights, and an older one.
+    pub(crate) fn requests_by_version(&self) -> [usize; 2] {
+        self.engine.0.lock().figures.version_requests
+    }
+
+    /// Returns all figures in Prometheus' text format. `line` are the numbers of requests that wait
+    /// and that are being answered, and of pauses in force.
+    pub(crate) fn text(&self, line: [usize; 3]) -> String {
         let mut known = self.engine.0.lock();
-        (known.waiting, known.running) = (waiting, running);
+        known.line = line;
         known.move_marks();
         drop(known);
         let mut text = String::new();
@@ -199,9 +209,12 @@ impl Collector for Engine {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let known = self.0.lock();
         let figures = &known.figures;
+        let [waiting, running, paused] = known.line;
         let gauges = [
-            ("requests_running", "Requests that are being answered", known.running),
-            ("requests_waiting", "Requests in the waiting line", known.waiting),
+            ("requests_running", "Requests that are being answered", running),
+            ("requests_waiting", "Requests in the waiting line", waiting),
+            ("paused", "1 while a pause is in force", paused),
+            ("weight_version", "Version of the weights", figures.version as usize),
             ("cache_blocks", "Blocks of the cache on each stage", figures.blocks),
             ("cache_blocks_used", "Blocks that requests use", figures.blocks_used),
             ("chunk_tokens", "Largest number of tokens of a pass", figures.chunk),
@@ -217,6 +230,8 @@ impl Collector for Engine {
             ("passes", "Passes of the pipeline", figures.passes),
             ("failed_passes", "Passes that failed with their requests", figures.failed_passes),
             ("surplus_rows", "Rows whose tokens were dropped", figures.surplus_rows),
+            ("weight_versions", "Versions of the weights that have begun", figures.versions),
+            ("upgraded_requests", "Requests computed again on a newer version", figures.upgrades),
             ("recoveries", "Lost processes that were replaced", figures.recoveries),
         ];
         for (name, help, value) in counters {

@@ -39,6 +39,8 @@ pub enum Finish {
     Stop,
     /// There are [`Request::max_tokens`], or as many as the model has positions.
     Length,
+    /// A pause of the server has ended it: see [`PauseMode::Abort`](crate::PauseMode::Abort).
+    Abort,
 }
 
 /// A token of the text.

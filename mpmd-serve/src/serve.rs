@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use anyhow::ensure;
 use mpmd::candle::nn::BLOCK;
@@ -13,11 +14,12 @@ use mpmd_job::{JobArgs, at_least, say};
 use mpmd_models::generate::WeightType;
 use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages};
 
-use crate::engine::{self, Engine};
+use crate::engine::Engine;
 use crate::http::{Front, HttpArgs};
 use crate::model::Model;
 use crate::queue::queue;
 use crate::scheduler::Sizes;
+use crate::serving;
 
 /// Most positions of a sequence, where nothing else is said.
 const POSITIONS: usize = 4096;
@@ -54,6 +56,10 @@ pub struct ServeArgs {
     /// --elastic every process but this one may be lost
     #[arg(long)]
     pub front: bool,
+    /// Seconds for which requests go on with older weights after new ones have come; then they are
+    /// computed again with these, from their tokens so far
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    pub version_grace: u32,
 }
 
 impl ServeArgs {
@@ -117,6 +123,10 @@ pub fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
+    ensure!(
+        !args.elastic || http.allow_weights.is_empty(),
+        "--allow-weights: a spare has the weights of the start alone, so leave out --elastic"
+    );
     http.check()?;
     // It stays from epoch to epoch of a job that recovers.
     let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);
@@ -135,6 +145,7 @@ pub fn run(
             let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
             if own.is_none() {
                 let (front, engine) = started(folder, http, sizes)?;
+                let engine = engine.grace(Duration::from_secs(args.version_grace.into()));
                 let engine = if args.chunk.is_none() { engine.measure_chunk() } else { engine };
                 *own = Some((front, engine));
             }
@@ -142,11 +153,11 @@ pub fn run(
         };
         p.broadcast_value(ProcessId(0), (), start)?;
         if !is_first || p.is_dry_run() {
-            return anyhow::Ok(engine::run(p, &mut inference, stages, None)?);
+            return anyhow::Ok(serving::run(p, &mut inference, stages, None)?);
         }
         let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
         let engine = own.as_mut().map(|(_, engine)| engine);
-        let result = engine::run(p, &mut inference, stages, engine);
+        let result = serving::run(p, &mut inference, stages, engine);
         if let (Err(why), Some((_, engine))) = (&result, &mut *own) {
             engine.failed = Some(why.to_string().into());
         }

@@ -23,8 +23,8 @@ pub(super) enum Access {
 }
 
 impl Access {
-    /// Reads the keys of a file, one on each line.
-    pub(super) fn keys(file: &Path) -> anyhow::Result<Self> {
+    /// Reads the keys of a file, one on each line. `option` has named the file.
+    pub(super) fn keys(option: &str, file: &Path) -> anyhow::Result<Self> {
         let read = || -> io::Result<String> {
             let found = file.metadata()?;
             match found.is_file() && found.len() <= LARGEST_FILE {
@@ -32,15 +32,15 @@ impl Access {
                 false => Err(io::Error::other("expected a small regular file")),
             }
         };
-        let text = read().with_context(|| format!("--api-key-file {}", file.display()))?;
+        let text = read().with_context(|| format!("{option} {}", file.display()))?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let keys: Vec<String> = lines.map(str::to_owned).collect();
         let file = file.display();
-        ensure!(!keys.is_empty(), "--api-key-file {file}: expected a key on a line, found none");
+        ensure!(!keys.is_empty(), "{option} {file}: expected a key on a line, found none");
         let is_sendable = |key: &String| key.bytes().all(|byte| byte.is_ascii_graphic());
         ensure!(
             keys.iter().all(is_sendable),
-            "--api-key-file {file}: expected keys of ASCII characters without blanks"
+            "{option} {file}: expected keys of ASCII characters without blanks"
         );
         Ok(Self::Keys(keys))
     }
@@ -64,7 +64,7 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
     match equal.fold(Choice::from(0), |any, is_equal| any | is_equal).into() {
         true => Ok(()),
         false => {
-            let why = "expected an API key of this server in the header `Authorization: Bearer`";
+            let why = "expected a key of this server for the endpoint in the header `Authorization: Bearer`";
             Err(Failure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
         }
     }

@@ -2,6 +2,7 @@
 
 mod access;
 mod ask;
+mod control;
 mod failure;
 mod fields;
 mod paced;
@@ -63,6 +64,14 @@ pub struct HttpArgs {
     /// Serve every client that can connect, without a key
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
+    /// File with a key on each line for the endpoints that control the server: /pause, /resume,
+    /// /update_weight_version and /load_weights; without it there are none
+    #[arg(long, value_name = "FILE")]
+    pub control_key_file: Option<PathBuf>,
+    /// Folder from which /load_weights may load weights, also from folders in it; may be given
+    /// several times
+    #[arg(long, value_name = "DIR", requires = "control_key_file")]
+    pub allow_weights: Vec<PathBuf>,
     /// Name of the model for clients; default: that of its folder
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
@@ -98,13 +107,26 @@ impl HttpArgs {
         Limits { requests: self.max_waiting, tokens: self.max_waiting_tokens }
     }
 
-    /// Checks the address and the keys, before processes are started.
+    /// Checks the address, the keys and the folders, before processes are started.
     ///
     /// # Errors
     ///
     /// As for [`Front::start`], except that the address may be in use.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
+        self.control()?;
         self.access().map(drop)
+    }
+
+    /// Returns the clients that may control the server, and the folders of weights that may be
+    /// loaded, without symbolic links.
+    fn control(&self) -> anyhow::Result<(Option<Access>, Vec<PathBuf>)> {
+        let file = self.control_key_file.as_deref();
+        let control = file.map(|file| Access::keys("--control-key-file", file)).transpose()?;
+        let folder = |folder: &PathBuf| {
+            let found = folder.canonicalize();
+            found.with_context(|| format!("--allow-weights {}", folder.display()))
+        };
+        Ok((control, self.allow_weights.iter().map(folder).collect::<anyhow::Result<_>>()?))
     }
 
     /// Returns the address to listen on, and who may come in.
@@ -114,7 +136,7 @@ impl HttpArgs {
         let address = found.with_context(|| format!("--host {host}"))?.next();
         let address = address.with_context(|| format!("--host {host}: no address"))?;
         let access = match &self.api_key_file {
-            Some(file) => Access::keys(file)?,
+            Some(file) => Access::keys("--api-key-file", file)?,
             None if address.ip().is_loopback() => Access::ThisHost,
             None => {
                 ensure!(
@@ -146,6 +168,7 @@ impl Front {
     /// they may, or the address cannot be listened on.
     pub fn start(args: &HttpArgs, model: Model, queue: Queue) -> anyhow::Result<Self> {
         let (address, access) = args.access()?;
+        let (control, weights) = args.control()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .max_blocking_threads(THREADS)
@@ -160,8 +183,17 @@ impl Front {
         let body = usize::try_from(args.max_body).unwrap_or(usize::MAX);
         let (most, model) = (args.max_tokens, Arc::new(model));
         let (bodies, description) = (bodies(), args.description);
-        let queued = queue.clone();
-        let shared = Shared { model, description, queue: queued, access, body, bodies, most };
+        let shared = Shared {
+            model,
+            description,
+            queue: queue.clone(),
+            access,
+            control,
+            weights: weights.into(),
+            body,
+            bodies,
+            most,
+        };
         let routes = routes(shared);
         let (connections, drain) = (args.max_connections, Duration::from_secs(args.drain.into()));
         let signals = watch::Sender::new(0);

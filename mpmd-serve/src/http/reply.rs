@@ -36,6 +36,8 @@ pub(super) struct Reply {
     offset: usize,
     id: String,
     created: u64,
+    /// The labels of the versions of the weights that have computed it, once it has ended.
+    versions: Vec<Arc<str>>,
 }
 
 /// A part of a reply.
@@ -51,7 +53,8 @@ impl Reply {
         let text = Text::new(model.tokenizer.clone(), ask.stops.clone());
         let prefix = if ask.form == Form::Chat { "chatcmpl" } else { "cmpl" };
         let (id, created) = (format!("{prefix}-{:016x}", random()), unix_seconds());
-        Self { model, ask, stream: Some(stream), text, count: 0, offset: 0, id, created }
+        let (stream, versions) = (Some(stream), Vec::new());
+        Self { model, ask, stream, text, count: 0, offset: 0, id, created, versions }
     }
 
     /// Waits for the next part that a client would see. `None` after the last.
@@ -68,9 +71,12 @@ impl Reply {
                     added
                 }
                 Event::End(finish) => {
-                    self.stream = None;
-                    let finish = if finish == Finish::Stop { "stop" } else { "length" };
-                    piece.finish = Some(finish);
+                    self.end();
+                    piece.finish = Some(match finish {
+                        Finish::Stop => "stop",
+                        Finish::Length => "length",
+                        Finish::Abort => "abort",
+                    });
                     self.text.end()
                 }
                 Event::Failed(why) => {
@@ -87,13 +93,20 @@ impl Reply {
             }
             if self.text.is_stopped() {
                 piece.finish = Some("stop");
-                self.stream.take().into_iter().for_each(Stream::stop);
+                self.end().into_iter().for_each(Stream::stop);
             }
             if piece.finish.is_some() || !piece.text.is_empty() || shows_tokens {
                 return Some(Ok(piece));
             }
         }
         None
+    }
+
+    /// Takes the stream of a reply that has ended.
+    fn end(&mut self) -> Option<Stream> {
+        let stream = self.stream.take()?;
+        self.versions = stream.versions().to_vec();
+        Some(stream)
     }
 
     /// Waits for the whole reply.
@@ -117,6 +130,7 @@ impl Reply {
         let object = if is_chat { "chat.completion" } else { "text_completion" };
         let mut reply = self.frame(object, vec![choice]);
         self.add_prompt(&mut reply);
+        self.add_versions(&mut reply);
         reply["usage"] = self.usage();
         Ok(Json(reply).into_response())
     }
@@ -147,6 +161,7 @@ impl Reply {
                 Part::Piece => match self.next().await {
                     Some(Ok(piece)) => {
                         let is_first = self.count == piece.tokens.len();
+                        let is_last = piece.finish.is_some();
                         let mut choice = self.choice(&piece);
                         match self.ask.form {
                             Form::Chat if piece.text.is_empty() => choice["delta"] = json!({}),
@@ -156,6 +171,9 @@ impl Reply {
                         let mut chunk = self.chunk(vec![choice]);
                         if is_first && self.ask.form == Form::Completion {
                             self.add_prompt(&mut chunk);
+                        }
+                        if is_last {
+                            self.add_versions(&mut chunk);
                         }
                         (chunk, Part::Piece)
                     }
@@ -203,6 +221,16 @@ impl Reply {
                 Form::Completion => &mut reply["choices"][0],
             };
             at["prompt_token_ids"] = self.ask.request.prompt.iter().copied().collect();
+        }
+    }
+
+    /// Adds the version of the weights with which the reply has begun, and all of them if there are
+    /// several.
+    fn add_versions(&self, reply: &mut Value) {
+        let labels = || self.versions.iter().map(|label| &**label);
+        reply["weight_version"] = labels().next().into();
+        if self.versions.len() > 1 {
+            reply["weight_versions"] = labels().collect();
         }
     }
 

@@ -1,5 +1,6 @@
 //! The endpoints.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use tokio::time::timeout;
 
 use super::access::Access;
 use super::ask::{Ask, Form, Source, chat_source, check_model, read_tokens, tokens};
+use super::control::{is_paused, load_weights, pause, resume, update_weight_version, weight_info};
 use super::failure::Failure;
 use super::fields::Fields;
 use super::reply::Reply;
@@ -41,6 +43,10 @@ pub(super) struct Shared {
     pub(super) description: Option<&'static str>,
     pub(super) queue: Queue,
     pub(super) access: Access,
+    /// The clients that may control the server, if any may.
+    pub(super) control: Option<Access>,
+    /// The folders of weights that may be loaded, without symbolic links.
+    pub(super) weights: Arc<[PathBuf]>,
     /// Largest body of a request, in bytes.
     pub(super) body: usize,
     /// The bytes that are free for bodies.
@@ -49,10 +55,11 @@ pub(super) struct Shared {
     pub(super) most: Option<usize>,
 }
 
-type Answer = Result<Response, Failure>;
-type Shares = State<Arc<Shared>>;
+pub(super) type Answer = Result<Response, Failure>;
+pub(super) type Shares = State<Arc<Shared>>;
 
-/// Returns the endpoints. The page and those that tell the state are for everyone.
+/// Returns the endpoints. The page and those that tell the state are for everyone. Those that
+/// control the server have a key of their own: without one they do not exist.
 pub(super) fn routes(shared: Shared) -> Router {
     let shared = Arc::new(shared);
     let guarded = Router::new()
@@ -62,7 +69,16 @@ pub(super) fn routes(shared: Shared) -> Router {
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
         .route("/metrics", get(metrics))
+        .route("/is_paused", get(is_paused))
+        .route("/weight_info", get(weight_info))
         .route_layer(from_fn_with_state(shared.clone(), guard));
+    let control = Router::new()
+        .route("/pause", post(pause))
+        .route("/resume", post(resume))
+        .route("/update_weight_version", post(update_weight_version))
+        .route("/load_weights", post(load_weights))
+        .route_layer(from_fn_with_state(shared.clone(), guard_control));
+    let guarded = if shared.control.is_some() { guarded.merge(control) } else { guarded };
     let page = [(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)];
     let version = json!({ "version": env!("CARGO_PKG_VERSION") });
     guarded
@@ -79,7 +95,18 @@ pub(super) fn routes(shared: Shared) -> Router {
 }
 
 async fn guard(State(shared): Shares, request: Request, next: Next) -> Response {
-    match shared.access.check(request.headers()) {
+    checked(&shared.access, request, next).await
+}
+
+async fn guard_control(State(shared): Shares, request: Request, next: Next) -> Response {
+    match &shared.control {
+        Some(access) => checked(access, request, next).await,
+        None => StatusCode::NOT_FOUND.into_response(),
+    }
+}
+
+async fn checked(access: &Access, request: Request, next: Next) -> Response {
+    match access.check(request.headers()) {
         Ok(()) => next.run(request).await,
         Err(failure) => failure.into_response(),
     }
@@ -159,7 +186,7 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
 }
 
 /// Reads a body and calls `read` with it on a thread for such work, since texts may be long.
-async fn parse<T: Send + 'static>(
+pub(super) async fn parse<T: Send + 'static>(
     shared: &Shared,
     body: Body,
     read: impl FnOnce(&[u8], &Model) -> Result<T, Failure> + Send + 'static,

@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mpmd::candle::nn::BLOCK;
 
+use super::Scheduler;
+
 /// Blocks of keys and values, each of [`BLOCK`] tokens. Sequences with equal beginnings share full
 /// blocks.
 #[derive(Clone, Debug)]
@@ -19,14 +21,13 @@ pub(super) struct Blocks {
     time: u64,
     /// Number of beginnings so far.
     beginnings: u64,
+    /// The beginning without tokens of each version of the weights.
+    starts: BTreeMap<u64, u64>,
 }
 
 /// The content of a full block: the beginning before it, and its tokens. A beginning is a number
 /// that no other one had.
 type Key = (u64, [u32; BLOCK]);
-
-/// The beginning without tokens.
-pub(super) const START: u64 = 0;
 
 #[derive(Clone, Debug, Default)]
 struct Block {
@@ -44,7 +45,8 @@ impl Blocks {
             unused: BTreeSet::new(),
             known: BTreeMap::new(),
             time: 0,
-            beginnings: START,
+            beginnings: 0,
+            starts: BTreeMap::new(),
         }
     }
 
@@ -72,6 +74,19 @@ impl Blocks {
         };
         self.blocks[taken as usize].users = 1;
         Some(taken)
+    }
+
+    /// Returns the beginning without tokens of a version of the weights: versions share no blocks.
+    pub(super) fn start(&mut self, version: u64) -> u64 {
+        *self.starts.entry(version).or_insert_with(|| {
+            self.beginnings += 1;
+            self.beginnings
+        })
+    }
+
+    /// Has no later sequence share the blocks that a version of the weights has filled.
+    pub(super) fn forget(&mut self, version: u64) {
+        self.starts.remove(&version);
     }
 
     /// Uses the block with these tokens after a beginning, if there is one. Returns it and the
@@ -118,6 +133,38 @@ impl Blocks {
     }
 }
 
+impl Scheduler {
+    /// Takes a block for a sequence. If there is none, the sequence that came last gives up its
+    /// place: `None` if it is this one.
+    pub(super) fn take_block(&mut self, id: u64) -> Option<u32> {
+        loop {
+            if let Some(block) = self.blocks.take() {
+                return Some(block);
+            }
+            let running = self.sequences.iter().filter(|(_, sequence)| sequence.place.is_some());
+            let last = running.map(|(id, _)| *id).next_back()?;
+            self.counts.preemptions += 1;
+            self.give_up_place(last);
+            self.waiting.push_front(last);
+            if last == id {
+                return None;
+            }
+        }
+    }
+
+    /// Makes the full blocks of a sequence known, as far as its tokens are.
+    pub(super) fn fill(&mut self, id: u64) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(place) = &mut sequence.place else { return };
+        let full = place.computed.min(sequence.tokens.len()) / BLOCK;
+        while place.filled.0 < full {
+            let (at, beginning) = place.filled;
+            let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
+            place.filled = (at + 1, self.blocks.fill(place.blocks[at], beginning, tokens));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,13 +172,14 @@ mod tests {
     #[test]
     fn equal_beginnings_share_blocks_until_these_are_taken() {
         let mut blocks = Blocks::new(3);
+        let start = blocks.start(0);
         let [a, b] = [[1; BLOCK], [2; BLOCK]];
         let first = blocks.take().unwrap();
-        let one = blocks.fill(first, START, &a);
+        let one = blocks.fill(first, start, &a);
         let second = blocks.take().unwrap();
         let two = blocks.fill(second, one, &b);
-        assert_eq!(blocks.share(START, &b), None, "the tokens after another beginning");
-        assert_eq!(blocks.share(START, &a), Some((first, one)));
+        assert_eq!(blocks.share(start, &b), None, "the tokens after another beginning");
+        assert_eq!(blocks.share(start, &a), Some((first, one)));
         assert_eq!((blocks.used(), blocks.available()), (2, 1));
         [first, second, first].into_iter().for_each(|block| blocks.release(block));
         assert_eq!(blocks.available(), 3);
@@ -141,18 +189,33 @@ mod tests {
         assert!(third != first && third != second);
         assert_eq!(blocks.take(), Some(first));
         assert_eq!(blocks.take(), None);
-        assert_eq!(blocks.share(START, &a), None, "forgotten");
+        assert_eq!(blocks.share(start, &a), None, "forgotten");
     }
 
     #[test]
     fn content_of_two_blocks_is_known_once() {
         let mut blocks = Blocks::new(2);
+        let start = blocks.start(0);
         let tokens = [7; BLOCK];
         let [one, other] = [(); 2].map(|()| blocks.take().unwrap());
-        let next = blocks.fill(one, START, &tokens);
-        assert_eq!(blocks.fill(other, START, &tokens), next);
+        let next = blocks.fill(one, start, &tokens);
+        assert_eq!(blocks.fill(other, start, &tokens), next);
         blocks.release(other);
         assert_eq!(blocks.take(), Some(other), "it is empty");
-        assert_eq!(blocks.share(START, &tokens), Some((one, next)));
+        assert_eq!(blocks.share(start, &tokens), Some((one, next)));
+    }
+    #[test]
+    fn versions_share_no_blocks() {
+        let mut blocks = Blocks::new(2);
+        let tokens = [7; BLOCK];
+        let (old, new) = (blocks.start(3), blocks.start(4));
+        let block = blocks.take().unwrap();
+        blocks.fill(block, old, &tokens);
+        assert_eq!(blocks.share(new, &tokens), None);
+        assert_eq!(blocks.start(3), old);
+        assert!(blocks.share(old, &tokens).is_some());
+        blocks.forget(3);
+        let again = blocks.start(3);
+        assert_eq!(blocks.share(again, &tokens), None, "forgotten");
     }
 }

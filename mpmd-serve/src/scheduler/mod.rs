@@ -7,10 +7,14 @@
 //!
 //! Every stage computes passes in the order of their decisions. So a block that is given back may
 //! be used by the next pass, while earlier ones are still to be computed.
+//!
+//! A sequence is computed by the version of the weights with which it began, and so is each pass.
+//! While two versions are in use, a lane alternates between them.
 
 mod blocks;
 #[cfg(test)]
 mod tests;
+mod versions;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -19,7 +23,8 @@ use mpmd_models::{Begin, Choice, Chunk, MOST_TOKENS, MOST_WORDS, Pass};
 use serde::{Deserialize, Serialize};
 
 use crate::request::{Event, Finish, Logprobs, Request, Token};
-use blocks::{Blocks, START};
+use blocks::Blocks;
+use versions::Versions;
 
 /// Largest number of passes of a lane that are not known to have ended. With two, the next one
 /// waits for no decision.
@@ -81,12 +86,21 @@ pub struct Scheduler {
     lanes: Vec<Lane>,
     /// The lane of the next decision.
     next: usize,
-    /// Number of passes so far, also empty ones.
-    turn: usize,
-    /// For each pass that has not ended: its lane and its sequences.
-    open: VecDeque<(usize, Vec<Member>)>,
+    /// The passes that have not ended.
+    open: VecDeque<Open>,
     blocks: Blocks,
     counts: Counts,
+    versions: Versions,
+    /// True if only sequences that have begun get places.
+    is_closed: bool,
+}
+
+/// A pass that has not ended.
+#[derive(Clone, Debug)]
+struct Open {
+    lane: usize,
+    version: u64,
+    members: Vec<Member>,
 }
 
 /// A sequence of a pass.
@@ -105,6 +119,10 @@ struct Lane {
     /// The sequence in each place. The places of lane `i` of `n` are `i`, `i + n`, ….
     places: Vec<Option<u64>>,
     open: usize,
+    /// The version of the last pass.
+    version: u64,
+    /// Number of passes of the newest version so far, and of the older one; also empty ones.
+    turns: [usize; 2],
 }
 
 #[derive(Clone, Debug)]
@@ -114,6 +132,8 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Number of times that it got a place.
     starts: u64,
+    /// The version of the weights that computes it, once it has begun.
+    version: Option<u64>,
     place: Option<Place>,
 }
 
@@ -162,12 +182,15 @@ impl Scheduler {
             sizes: Sizes { chunk: chunk.min(MOST_TOKENS), ..sizes },
             sequences: BTreeMap::new(),
             waiting: VecDeque::new(),
-            lanes: (0..lanes).map(|lane| Lane { places: places(lane), open: 0 }).collect(),
+            lanes: (0..lanes)
+                .map(|lane| Lane { places: places(lane), open: 0, version: 0, turns: [0; 2] })
+                .collect(),
             next: 0,
-            turn: 0,
             open: VecDeque::new(),
             blocks: Blocks::new(blocks),
             counts: Counts::default(),
+            versions: Versions::default(),
+            is_closed: false,
         }
     }
 
@@ -193,11 +216,6 @@ impl Scheduler {
         self.open.len()
     }
 
-    /// True if a request has a place.
-    pub fn is_running(&self, id: u64) -> bool {
-        self.sequences.get(&id).is_some_and(|sequence| sequence.place.is_some())
-    }
-
     /// True if there are no requests.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
@@ -207,7 +225,8 @@ impl Scheduler {
     /// and fewer than there are positions.
     pub fn arrive(&mut self, id: u64, request: Request) {
         let tokens = request.prompt.clone();
-        self.sequences.insert(id, Sequence { request, tokens, starts: 0, place: None });
+        let sequence = Sequence { request, tokens, starts: 0, version: None, place: None };
+        self.sequences.insert(id, sequence);
         self.waiting.push_back(id);
     }
 
@@ -242,11 +261,14 @@ impl Scheduler {
                 continue;
             }
             self.admit(lane);
-            let (pass, members) = self.pass_of(lane);
-            if !pass.chunks.is_empty() {
-                self.lanes[lane].open += 1;
-                self.open.push_back((lane, members));
-                return Some(Decision { lane: lane as u32, pass });
+            for version in self.versions.after(self.lanes[lane].version) {
+                let (pass, members) = self.pass_of(lane, version);
+                if !pass.chunks.is_empty() {
+                    self.lanes[lane].open += 1;
+                    self.lanes[lane].version = version;
+                    self.open.push_back(Open { lane, version, members });
+                    return Some(Decision { lane: lane as u32, pass });
+                }
             }
         }
         None
@@ -255,7 +277,7 @@ impl Scheduler {
     /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
     /// get.
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
-        let Some((lane, members)) = self.open.pop_front() else { return Vec::new() };
+        let Some(Open { lane, members, .. }) = self.open.pop_front() else { return Vec::new() };
         self.lanes[lane].open -= 1;
         let mut events = Vec::new();
         for member in members.into_iter().filter(|member| member.samples) {
@@ -271,7 +293,7 @@ impl Scheduler {
     /// Ends the sequences of the oldest open pass, since it failed, and returns them. The stages
     /// have lost what they had: as [`restart`](Self::restart).
     pub fn fail(&mut self) -> Vec<u64> {
-        let members = self.open.pop_front().map_or(Vec::new(), |(_, members)| members);
+        let members = self.open.pop_front().map_or(Vec::new(), |pass| pass.members);
         let failed = members.into_iter().filter(|member| self.is_current(*member));
         let failed: Vec<u64> = failed.map(|member| member.id).collect();
         failed.iter().for_each(|id| self.finish(*id));
@@ -341,6 +363,9 @@ impl Scheduler {
             let free = self.lanes[lane].places.iter().position(Option::is_none);
             let (Some(free), true) = (free, is_shortest) else { return };
             let Some(sequence) = self.sequences.get(&id) else { return };
+            if self.is_closed && sequence.version.is_none() {
+                return;
+            }
             // Room for the tokens so far and the next one.
             let needed = (sequence.tokens.len() + 1).div_ceil(BLOCK);
             if needed > self.blocks.available() {
@@ -356,7 +381,9 @@ impl Scheduler {
     /// Gives a place to a sequence, with the blocks of its beginning that are known.
     fn start(&mut self, id: u64, lane: usize, slot: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, START));
+        let version = *sequence.version.get_or_insert(self.versions.newest);
+        let start = self.blocks.start(version);
+        let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, start));
         // The last stage needs the tokens of the text, and those of the prompt for this penalty.
         if sequence.request.sampling.repetition_penalty == 1.0 {
             // One token is left to compute.
@@ -375,13 +402,15 @@ impl Scheduler {
             Some(Place { lane, slot, given, computed, open, blocks, has_begun, filled });
     }
 
-    /// Returns the next pass of a lane, and its sequences: one token of each text, then prompts as
-    /// far as there is room.
-    fn pass_of(&mut self, lane: usize) -> (Pass, Vec<Member>) {
-        let mut ids: Vec<u64> = self.lanes[lane].places.iter().flatten().copied().collect();
+    /// Returns the next pass of a lane with a version, and its sequences: one token of each text,
+    /// then prompts as far as there is room.
+    fn pass_of(&mut self, lane: usize, version: u64) -> (Pass, Vec<Member>) {
+        let ids = self.lanes[lane].places.iter().flatten().copied();
+        let mut ids: Vec<u64> = ids.filter(|id| self.version(*id) == Some(version)).collect();
         // Where there is no room for all, each comes first in turn.
-        self.turn = self.turn.wrapping_add(1);
-        let first = self.turn.checked_rem(ids.len()).unwrap_or(0);
+        let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
+        *turn = turn.wrapping_add(1);
+        let first = turn.checked_rem(ids.len()).unwrap_or(0);
         ids.rotate_left(first);
         let is_text = |id: &u64| {
             let sequence = &self.sequences[id];
@@ -389,7 +418,7 @@ impl Scheduler {
         };
         let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
         let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS);
-        let (mut pass, mut members) = (Pass::default(), Vec::new());
+        let (mut pass, mut members) = (Pass { version, chunks: Vec::new() }, Vec::new());
         for id in texts.into_iter().chain(prompts) {
             let Some(chunk) = self.chunk(id, tokens, words) else { continue };
             tokens -= chunk.tokens();
@@ -450,35 +479,5 @@ impl Scheduler {
         place.open += usize::from(samples);
         let blocks = place.blocks[..end.div_ceil(BLOCK)].to_vec();
         Some(Chunk { given, samples, blocks, ..head })
-    }
-
-    /// Takes a block for a sequence. If there is none, the sequence that came last gives up its
-    /// place: `None` if it is this one.
-    fn take_block(&mut self, id: u64) -> Option<u32> {
-        loop {
-            if let Some(block) = self.blocks.take() {
-                return Some(block);
-            }
-            let running = self.sequences.iter().filter(|(_, sequence)| sequence.place.is_some());
-            let last = running.map(|(id, _)| *id).next_back()?;
-            self.counts.preemptions += 1;
-            self.give_up_place(last);
-            self.waiting.push_front(last);
-            if last == id {
-                return None;
-            }
-        }
-    }
-
-    /// Makes the full blocks of a sequence known, as far as its tokens are.
-    fn fill(&mut self, id: u64) {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        let Some(place) = &mut sequence.place else { return };
-        let full = place.computed.min(sequence.tokens.len()) / BLOCK;
-        while place.filled.0 < full {
-            let (at, beginning) = place.filled;
-            let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
-            place.filled = (at + 1, self.blocks.fill(place.blocks[at], beginning, tokens));
-        }
     }
 }

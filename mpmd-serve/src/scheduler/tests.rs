@@ -1,6 +1,6 @@
 //! The scheduler with a toy model in simulated time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use mpmd_fuzz::Rng;
 use mpmd_models::Sampling;
@@ -16,14 +16,15 @@ fn mixed(hash: u64, token: u32) -> u64 {
     x ^ (x >> 29)
 }
 
-fn next_token(hash: u64) -> u32 {
-    (hash >> 7).checked_rem(VOCABULARY).unwrap_or(0) as u32
+/// Returns the token that a version of the weights chooses.
+fn next_token(hash: u64, version: u64) -> u32 {
+    (mixed(hash, version as u32) >> 7).checked_rem(VOCABULARY).unwrap_or(0) as u32
 }
 
 /// A model of which the next token depends on all before it. Its cache has the hash of the tokens
-/// up to each position; what a pass needs is checked.
+/// up to each position, and the version that has computed it; what a pass needs is checked.
 struct Toy {
-    cache: Vec<[Option<u64>; BLOCK]>,
+    cache: Vec<[Option<(u64, u64)>; BLOCK]>,
     /// The last chosen token of each place.
     last: Vec<u32>,
     /// The tokens of each place since its sequence began.
@@ -59,25 +60,27 @@ impl Toy {
                 false => chunk.given.clone(),
             };
             assert!(chunk.blocks.len() >= (start + given.len()).div_ceil(BLOCK), "blocks");
-            let mut hash = match start.checked_sub(1).map(place) {
-                Some((block, at)) => self.cache[block][at].expect("keys of the token before"),
-                None => 0,
+            let key = |at: usize| {
+                let (block, of_block) = place(at);
+                let key = self.cache[block][of_block].expect("keys of all tokens before");
+                let (hash, version) = key;
+                assert_eq!(version, pass.version, "position {at}: keys of another version");
+                hash
             };
+            let mut hash = start.checked_sub(1).map_or(0, key);
             // All tokens before are of this sequence.
             for at in 1..start {
-                let [before, after] = [at - 1, at]
-                    .map(place)
-                    .map(|(block, at)| self.cache[block][at].expect("keys of all tokens before"));
+                let [before, after] = [at - 1, at].map(key);
                 let follows = (0..VOCABULARY as u32).any(|token| mixed(before, token) == after);
                 assert!(follows, "position {at}: keys of another sequence");
             }
             for (at, token) in (start..).zip(given) {
                 hash = mixed(hash, token);
                 let (block, at) = place(at);
-                self.cache[block][at] = Some(hash);
+                self.cache[block][at] = Some((hash, pass.version));
             }
             if chunk.samples {
-                let token = next_token(hash);
+                let token = next_token(hash, pass.version);
                 self.last[slot] = token;
                 choices[slot] = Some(Choice { token: Some(token), logprob: None, top: Vec::new() });
             }
@@ -86,13 +89,16 @@ impl Toy {
     }
 }
 
-/// Returns the events that a request gets, computed alone.
-fn alone(request: &Request, positions: usize) -> Vec<Event> {
+/// Returns the events that a request gets, computed alone: by each version from this number of new
+/// tokens on.
+fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<Event> {
     let mut tokens = request.prompt.clone();
     let mut events = Vec::new();
     loop {
         let hash = tokens.iter().fold(0, |hash, token| mixed(hash, *token));
-        let id = next_token(hash);
+        let text = tokens.len() - request.prompt.len();
+        let version = versions.iter().rfind(|(from, _)| *from <= text).map_or(0, |of| of.1);
+        let id = next_token(hash, version);
         tokens.push(id);
         events.push(Event::Token(Token { id, logprobs: None }));
         let text = tokens.len() - request.prompt.len();
@@ -107,7 +113,7 @@ fn alone(request: &Request, positions: usize) -> Vec<Event> {
     }
 }
 
-/// A job of random requests, in which clients leave and stages are lost.
+/// A job of random requests, in which clients leave, stages are lost and versions begin.
 struct World {
     random: Rng,
     sizes: Sizes,
@@ -120,6 +126,13 @@ struct World {
     left: Vec<u64>,
     /// The requests of passes that failed.
     failed: Vec<u64>,
+    /// The versions of each request that has begun, each from this number of new tokens on.
+    versions: BTreeMap<u64, Vec<(usize, u64)>>,
+    /// The versions that the stages have, the newest last.
+    known: Vec<u64>,
+    upgraded: usize,
+    /// True if no further request may begin.
+    is_closed: bool,
 }
 
 impl World {
@@ -144,6 +157,10 @@ impl World {
             events: BTreeMap::new(),
             left: Vec::new(),
             failed: Vec::new(),
+            versions: BTreeMap::new(),
+            known: vec![0],
+            upgraded: 0,
+            is_closed: false,
         }
     }
 
@@ -174,6 +191,7 @@ impl World {
     /// Takes the result of the oldest pass.
     fn end_pass(&mut self) {
         let Some(pass) = self.passes.pop_front() else { return };
+        assert!(self.known.contains(&pass.version), "the stages have the version");
         let choices = self.toy.run(&pass);
         for (id, event) in self.scheduler.end(&choices) {
             assert!(!self.left.contains(&id), "an event for one that has left");
@@ -182,7 +200,16 @@ impl World {
     }
 
     fn decide(&mut self) -> bool {
-        let Some(Decision { pass, lane }) = self.scheduler.decide() else { return false };
+        let decision = self.scheduler.decide();
+        for id in self.requests.keys() {
+            let version = self.scheduler.version(*id);
+            if let (Some(version), false) = (version, self.versions.contains_key(id)) {
+                assert_eq!(Some(&version), self.known.last(), "the newest when it begins");
+                assert!(!self.is_closed, "one that has not begun waits");
+                self.versions.insert(*id, vec![(0, version)]);
+            }
+        }
+        let Some(Decision { pass, lane }) = decision else { return false };
         assert!(pass.tokens() <= self.sizes.chunk, "at most a chunk");
         let on_lane = |chunk: &Chunk| chunk.slot as usize % self.sizes.lanes == lane as usize;
         assert!(pass.chunks.iter().all(on_lane));
@@ -191,8 +218,49 @@ impl World {
         true
     }
 
+    /// Begins a version, upgrades or retires one, closes the scheduler or opens it.
+    fn change_version(&mut self) {
+        match self.draw(8) {
+            0..=1 if self.known.len() == 1 => {
+                // The number of a retired version may come again.
+                let version = (1 + self.known[0]) % 3;
+                self.known.push(version);
+                self.scheduler.begin(version);
+            }
+            2 => {
+                let newest = *self.known.last().unwrap();
+                let began: BTreeSet<u64> = self.versions.keys().copied().collect();
+                for id in self.scheduler.upgrade() {
+                    assert!(began.contains(&id) && !self.left.contains(&id));
+                    let events = self.events.get(&id).map_or(0, Vec::len);
+                    self.versions.get_mut(&id).unwrap().push((events, newest));
+                    self.upgraded += 1;
+                }
+                let old = self.scheduler.old().map(|old| self.scheduler.count(old));
+                assert!(old.is_none_or(|count| count == 0), "all are upgraded");
+            }
+            3 => {
+                self.is_closed = !self.is_closed;
+                self.scheduler.close(self.is_closed);
+            }
+            _ => self.retire(),
+        }
+    }
+
+    fn retire(&mut self) {
+        let Some(version) = self.scheduler.retired() else { return };
+        assert_eq!((self.known.len(), self.known[0]), (2, version), "the older one");
+        self.known.remove(0);
+        let is_open = |pass: &Pass| pass.version == version;
+        assert!(!self.passes.iter().any(is_open), "an open pass needs it");
+        assert_eq!(self.scheduler.retired(), None, "it is told once");
+        let keys = self.toy.cache.iter_mut().flatten();
+        keys.filter(|key| key.is_some_and(|(_, of)| of == version)).for_each(|key| *key = None);
+    }
+
     fn step(&mut self) {
-        match self.draw(20) {
+        match self.draw(24) {
+            20..=23 => self.change_version(),
             0..=3 if self.requests.len() < 30 => self.arrive(),
             4 => {
                 let id = self.draw(self.requests.len() as u64 + 1);
@@ -226,47 +294,56 @@ impl World {
         }
     }
 
-    fn run(random: Rng) -> (Counts, usize) {
+    /// Returns the counts, and the numbers of failed and of upgraded requests.
+    fn run(random: Rng) -> (Counts, [usize; 2]) {
         let mut world = Self::new(random);
         (0..400).for_each(|_| world.step());
+        world.is_closed = false;
+        world.scheduler.close(false);
         let mut rounds = 0;
         while !world.scheduler.is_idle() {
             rounds += 1;
             assert!(rounds < 100_000, "nothing ends");
             while world.decide() {}
+            world.retire();
             assert!(!world.passes.is_empty(), "nothing is decided");
             world.end_pass();
         }
         while !world.passes.is_empty() {
             world.end_pass();
         }
+        world.retire();
+        assert_eq!(world.known.len(), 1, "nothing uses an older version");
         let counts = world.scheduler.counts();
         assert_eq!((counts.running, counts.waiting, counts.blocks_used), (0, 0, 0));
         for (id, request) in &world.requests {
             let found = world.events.remove(id).unwrap_or_default();
-            let expected = alone(request, world.sizes.positions);
+            let versions = world.versions.remove(id).unwrap_or_default();
+            let expected = alone(request, world.sizes.positions, &versions);
             match world.left.contains(id) || world.failed.contains(id) {
                 true => assert!(expected.starts_with(&found), "request {id}"),
                 false => assert_eq!(found, expected, "request {id}"),
             }
         }
-        (counts, world.failed.len())
+        (counts, [world.failed.len(), world.upgraded])
     }
 }
 
 #[test]
 fn fuzz_scheduler() {
-    let (mut all, mut all_failed, mut runs) = (Counts::default(), 0, 0);
+    let (mut all, mut all_failed, mut all_upgraded, mut runs) = (Counts::default(), 0, 0, 0);
     mpmd_fuzz::cases("scheduler", |random| {
-        let (counts, failed) = World::run(random.fork());
+        let (counts, [failed, upgraded]) = World::run(random.fork());
         runs += 1;
         all_failed += failed;
+        all_upgraded += upgraded;
         all.preemptions += counts.preemptions;
         all.known_tokens += counts.known_tokens;
         all.surplus_tokens += counts.surplus_tokens;
     });
     let has_all = all.preemptions > 100 && all.known_tokens > 1000 && all.surplus_tokens > 100;
-    assert!(runs < 500 || has_all && all_failed > 100, "{all:?}, {all_failed} failed");
+    let has_all = has_all && all_failed > 100 && all_upgraded > 100;
+    assert!(runs < 500 || has_all, "{all:?}, {all_failed} failed, {all_upgraded} were upgraded");
 }
 
 fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
@@ -332,4 +409,63 @@ fn equal_prompts_are_computed_once() {
     // Six full blocks; the last token is computed in any case.
     let counts = scheduler.counts();
     assert_eq!((counts.prompt_tokens, counts.known_tokens), (100 + 4 + 4, 96 + 96));
+}
+
+#[test]
+fn versions_of_a_lane_alternate() {
+    let sizes = Sizes { chunk: 1, ..SIZES };
+    let (mut scheduler, mut toy) = (Scheduler::new(sizes), Toy::new(sizes));
+    let mut run = |scheduler: &mut Scheduler, passes: usize| {
+        let mut computed = Vec::new();
+        for _ in 0..passes {
+            let Decision { pass, .. } = scheduler.decide().expect("something to compute");
+            let events = scheduler.end(&toy.run(&pass));
+            computed.push((pass.version, events[0].0));
+        }
+        computed
+    };
+    (0..2).for_each(|id| scheduler.arrive(id, request(vec![1], 100)));
+    run(&mut scheduler, 1);
+    scheduler.begin(7);
+    (2..4).for_each(|id| scheduler.arrive(id, request(vec![1], 100)));
+    let computed = run(&mut scheduler, 8);
+    let [mut old, mut new] = [0, 7].map(|version| {
+        let of_version = computed.iter().filter(|(own, _)| *own == version);
+        of_version.map(|(_, id)| *id).collect::<Vec<u64>>()
+    });
+    assert!(computed.windows(2).all(|two| two[0].0 != two[1].0), "{computed:?}");
+    old.sort_unstable();
+    new.sort_unstable();
+    assert_eq!((old, new), (vec![0, 0, 1, 1], vec![2, 2, 3, 3]), "each comes first in turn");
+    assert_eq!(scheduler.retired(), None);
+    assert_eq!(scheduler.upgrade(), [0, 1]);
+    assert_eq!(scheduler.retired(), Some(0));
+    assert_eq!((scheduler.count(7), scheduler.old()), (4, None));
+    assert!(run(&mut scheduler, 20).iter().all(|(version, _)| *version == 7));
+}
+
+#[test]
+fn closed_scheduler_computes_only_what_has_begun() {
+    // Both sequences do not fit at once: the second gives its place up.
+    let sizes = Sizes { blocks: 3, positions: 48, ..SIZES };
+    let (mut scheduler, mut toy) = (Scheduler::new(sizes), Toy::new(sizes));
+    (0..2).for_each(|id| scheduler.arrive(id, request(vec![1; 10], 30)));
+    let mut run = |scheduler: &mut Scheduler| {
+        let mut ended = Vec::new();
+        while let Some(Decision { pass, .. }) = scheduler.decide() {
+            let events = scheduler.end(&toy.run(&pass));
+            let ends = events.iter().filter(|(_, event)| matches!(event, Event::End(_)));
+            ended.extend(ends.map(|(id, _)| *id));
+            if scheduler.count(0) == 2 && scheduler.counts().waiting == 0 {
+                scheduler.close(true);
+                scheduler.arrive(2, request(vec![2], 1));
+            }
+        }
+        ended
+    };
+    assert_eq!(run(&mut scheduler), [0, 1]);
+    assert!(scheduler.counts().preemptions > 0, "{:?}", scheduler.counts());
+    assert_eq!((scheduler.count(0), scheduler.counts().waiting), (0, 1));
+    scheduler.close(false);
+    assert_eq!(run(&mut scheduler), [2]);
 }

@@ -65,6 +65,7 @@ fn completion_has_the_form_of_openai() {
             "choices": [
                 { "index": 0, "text": "hello", "logprobs": null, "finish_reason": "stop" },
             ],
+            "weight_version": "default",
             "usage": {
                 "prompt_tokens": count,
                 "completion_tokens": count,
@@ -113,6 +114,7 @@ fn chat_has_the_form_of_openai() {
                 "logprobs": null,
                 "finish_reason": "stop",
             }],
+            "weight_version": "default",
             "usage": {
                 "prompt_tokens": count,
                 "completion_tokens": count,

@@ -102,7 +102,8 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
     });
 }
 
-struct Drain<'a>(&'a Queue);
+/// Ends a server when it is dropped, also by a failed assertion.
+pub(crate) struct Drain<'a>(pub(crate) &'a Queue);
 
 impl Drop for Drain<'_> {
     fn drop(&mut self) {

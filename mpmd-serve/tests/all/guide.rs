@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use mpmd_serve::{Figures, StageFigures};
 use serde_json::json;
 
-use crate::server::Server;
+use crate::client::send;
+use crate::server::{Act, Server};
 
 const GUIDE: &str = include_str!("../../../docs/guide/serve.md");
 
@@ -47,6 +48,24 @@ fn metrics_of_the_guide_are_those_of_the_server() {
     let text = server.queue.metrics();
     let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     assert_eq!(types.collect::<BTreeSet<&str>>(), first_column("Metrics"));
+}
+
+#[test]
+fn endpoints_of_the_guide_are_those_of_the_server() {
+    let key = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(key.path(), "key").unwrap();
+    let path = key.path().to_str().unwrap();
+    let server = Server::start(&["--control-key-file", path], |_| Act::Echo);
+    let text = GUIDE.split("\n## Endpoints\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let rows = text.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+    let mut count = 0;
+    for (method, endpoint) in rows.filter_map(|row| row.split_once(' ')) {
+        let head = format!("{method} {endpoint} HTTP/1.1\r\nHost: localhost\r\n");
+        let answer = send(server.address, &head, b"{}");
+        assert!(![404, 405].contains(&answer.status), "{method} {endpoint}: {answer:?}");
+        count += 1;
+    }
+    assert_eq!(count, 16);
 }
 
 #[test]

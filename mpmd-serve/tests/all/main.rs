@@ -2,6 +2,7 @@
 //! `transformers`.
 
 mod client;
+mod control;
 mod endpoints;
 mod engine;
 mod guide;
@@ -10,4 +11,6 @@ mod page;
 mod program;
 mod refusals;
 mod server;
+mod serving;
 mod streaming;
+mod versions;

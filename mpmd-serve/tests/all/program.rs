@@ -156,6 +156,15 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         ("--cache 1KiB", "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024"),
         ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE"),
         ("--stages 2 --front --processes 2", "--processes: with --front expected 3, one more than"),
+        (
+            "--elastic --control-key-file Cargo.toml --allow-weights /",
+            "--allow-weights: a spare has the weights of the start alone, so leave out --elastic",
+        ),
+        ("--control-key-file Cargo.toml", "--control-key-file Cargo.toml: expected keys of ASCII"),
+        (
+            "--control-key-file Cargo.lock --allow-weights none",
+            "--control-key-file Cargo.lock: No such file",
+        ),
         ("--stages 9", "num_hidden_layers: expected at least 9, the number of stages, found 4"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));

@@ -34,6 +34,10 @@ fn streamed_completion_has_the_form_of_openai() {
         chunks.iter().map(|chunk| &chunk["choices"][0]["finish_reason"]).collect();
     let (last, before) = reasons.split_last().unwrap();
     assert!(**last == "stop" && before.iter().all(|reason| reason.is_null()));
+    let (last, before) = chunks.split_last().unwrap();
+    assert_eq!(last["weight_version"], "default");
+    assert!(before.iter().all(|chunk| chunk.get("weight_version").is_none()));
+    assert!(usage.get("weight_version").is_none());
 }
 
 #[test]
@@ -74,6 +78,7 @@ fn stop_text_is_cut_and_no_part_of_it_is_sent() {
         let whole = server.post("/v1/completions", &body).json();
         assert_eq!(whole["choices"][0]["text"], expected, "{prompt}");
         assert_eq!(whole["choices"][0]["finish_reason"], reason);
+        assert_eq!(whole["weight_version"], "default");
         body["stream"] = true.into();
         let chunks = server.post("/v1/completions", &body).chunks();
         assert_eq!(texts(&chunks), expected, "{prompt}");

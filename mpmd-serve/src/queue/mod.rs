@@ -1,6 +1,10 @@
 //! The waiting line between the clients, which tokio's threads serve, and the engine, which has a
 //! thread of its own.
 
+mod control;
+#[cfg(test)]
+mod tests;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +15,9 @@ use tokio::sync::{mpsc, watch};
 
 use crate::metrics::{Figures, Metrics};
 use crate::request::{Event, Finish, Request};
+pub(crate) use control::News;
+pub use control::{Denied, PauseMode, Waker, WeightInfo};
+use control::{Pause, Weights};
 
 /// Number of recent ends from which the rate of ends is estimated.
 const ENDS: usize = 64;
@@ -93,6 +100,8 @@ struct Shared {
     changed: Condvar,
     /// The reason for which all open requests fail.
     cut: watch::Sender<Option<Arc<str>>>,
+    /// Changes with the state's lock held.
+    pause: watch::Sender<Pause>,
 }
 
 struct State {
@@ -106,6 +115,11 @@ struct State {
     /// Number of clients.
     open: usize,
     has_news: bool,
+    /// True if a [`Waker`] was called.
+    is_woken: bool,
+    /// True if the requests that the engine has are to be aborted.
+    aborts: bool,
+    weights: Weights,
     /// Times of the most recent ends.
     ends: VecDeque<Instant>,
 }
@@ -130,6 +144,9 @@ pub fn queue(limits: Limits) -> (Queue, Arrivals) {
         running: 0,
         open: 0,
         has_news: false,
+        is_woken: false,
+        aborts: false,
+        weights: Weights::default(),
         ends: VecDeque::with_capacity(ENDS),
     };
     let shared = Arc::new(Shared {
@@ -138,6 +155,7 @@ pub fn queue(limits: Limits) -> (Queue, Arrivals) {
         state: Mutex::new(state),
         changed: Condvar::new(),
         cut: watch::channel(None).0,
+        pause: watch::Sender::default(),
     });
     (Queue(shared.clone()), Arrivals(shared))
 }
@@ -170,7 +188,8 @@ impl Queue {
         state.has_news = true;
         self.0.changed.notify_all();
         let cut = self.0.cut.subscribe();
-        Ok(Stream { shared: self.0.clone(), events: received, cut, end: None })
+        let (shared, versions) = (self.0.clone(), Vec::new());
+        Ok(Stream { shared, events: received, cut, end: None, versions })
     }
 
     fn admit(&self, state: &State, tokens: usize) -> Result<(), Refused> {
@@ -193,9 +212,13 @@ impl Queue {
         self.0.state.lock().phase
     }
 
-    /// Takes no further requests.
+    /// Takes no further requests. Ends a pause.
     pub fn drain(&self) {
-        self.0.change(|state| state.phase = Phase::Draining);
+        self.0.change(|state| {
+            state.phase = Phase::Draining;
+            self.0.pause.send_replace(Pause::None);
+            state.weights.loaded(Err(Refused::Draining.into()));
+        });
     }
 
     /// Ends all open requests with [`Event::Failed`] for this reason, and those to come.
@@ -213,7 +236,7 @@ impl Queue {
         let state = self.0.state.lock();
         let (waiting, running) = (state.waiting.0, state.running);
         drop(state);
-        self.0.metrics.text(waiting, running)
+        self.0.metrics.text([waiting, running, self.is_paused().into()])
     }
 }
 
@@ -231,10 +254,18 @@ fn retry(state: &State) -> Duration {
 /// has left.
 pub struct Stream {
     shared: Arc<Shared>,
-    events: mpsc::UnboundedReceiver<Event>,
+    events: mpsc::UnboundedReceiver<Sent>,
     cut: watch::Receiver<Option<Arc<str>>>,
     /// The label of the metric, if the request has ended.
     end: Option<&'static str>,
+    versions: Vec<Arc<str>>,
+}
+
+/// A message from the engine to a client.
+enum Sent {
+    /// The label of the version of the weights that computes the tokens from now on.
+    Version(Arc<str>),
+    Event(Event),
 }
 
 impl Stream {
@@ -243,11 +274,18 @@ impl Stream {
         if self.end.is_some() {
             return None;
         }
-        let event = tokio::select! {
-            biased;
-            event = self.events.recv() => event,
-            Ok(why) = self.cut.wait_for(Option::is_some) => {
-                why.clone().map(Event::Failed)
+        let event = loop {
+            let sent = tokio::select! {
+                biased;
+                sent = self.events.recv() => sent,
+                Ok(why) = self.cut.wait_for(Option::is_some) => {
+                    why.clone().map(|why| Sent::Event(Event::Failed(why)))
+                }
+            };
+            match sent {
+                Some(Sent::Version(label)) => self.versions.push(label),
+                Some(Sent::Event(event)) => break Some(event),
+                None => break None,
             }
         };
         let event = event.unwrap_or_else(|| Event::Failed("the engine has ended".into()));
@@ -255,9 +293,16 @@ impl Stream {
             Event::Token(_) => None,
             Event::End(Finish::Stop) => Some("stop"),
             Event::End(Finish::Length) => Some("length"),
+            Event::End(Finish::Abort) => Some("abort"),
             Event::Failed(_) => Some("failed"),
         };
         Some(event)
+    }
+
+    /// Returns the labels of the versions of the weights that have computed the tokens so far: that
+    /// with which the request has begun, and those on which it was computed again.
+    pub fn versions(&self) -> &[Arc<str>] {
+        &self.versions
     }
 
     /// Ends the request, since its reply has a stop text.
@@ -326,7 +371,7 @@ impl Arrivals {
 /// request.
 pub struct Sender {
     shared: Arc<Shared>,
-    events: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedSender<Sent>,
     /// Number of tokens of the prompt.
     tokens: usize,
     submitted: Instant,
@@ -341,7 +386,23 @@ impl Sender {
         if std::mem::take(&mut self.is_waiting) {
             self.shared.metrics.start(self.tokens, since(self.submitted));
             self.leave_line(&mut self.shared.state.lock());
+            self.tell_version();
         }
+    }
+
+    /// Tells the client that the newest version of the weights computes its request from now on.
+    pub(crate) fn tell_version(&self) {
+        let label = self.shared.state.lock().weights.label();
+        // An error says that the client has left.
+        _ = self.events.send(Sent::Version(label));
+    }
+
+    /// Ends the request with the tokens that the client has got.
+    pub(crate) fn abort(mut self) {
+        if self.is_waiting {
+            self.tell_version();
+        }
+        self.send(Event::End(Finish::Abort));
     }
 
     fn leave_line(&self, state: &mut State) {
@@ -360,7 +421,7 @@ impl Sender {
             self.shared.metrics.token(before.is_none(), since);
         }
         // An error says that the client has left.
-        _ = self.events.send(event);
+        _ = self.events.send(Sent::Event(event));
     }
 
     /// True if the client has left.
@@ -380,155 +441,5 @@ impl Drop for Sender {
             state.ends.pop_front();
         }
         state.ends.push_back(now());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use mpmd_models::Sampling;
-
-    use super::*;
-    use crate::metrics::StageFigures;
-    use crate::request::Token;
-
-    const SECOND: Duration = Duration::from_secs(1);
-
-    fn request(tokens: usize) -> Request {
-        let (prompt, sampling) = (vec![1; tokens], Sampling::default());
-        Request { prompt, max_tokens: 9, sampling, ends: Vec::new(), logprobs: None }
-    }
-
-    /// Waits for the next event of a client.
-    fn next(client: &mut Stream) -> Option<Event> {
-        let mut runtime = tokio::runtime::Builder::new_current_thread();
-        let runtime = runtime.enable_time().build().unwrap();
-        let next = async { tokio::time::timeout(60 * SECOND, client.next()).await };
-        runtime.block_on(next).expect("an event comes")
-    }
-
-    fn ready(requests: usize, tokens: usize) -> (Queue, Arrivals) {
-        let (queue, arrivals) = queue(Limits { requests, tokens });
-        arrivals.open();
-        arrivals.wait(Duration::ZERO);
-        (queue, arrivals)
-    }
-
-    fn refused(queue: &Queue, tokens: usize) -> Refused {
-        queue.submit(request(tokens)).err().unwrap()
-    }
-
-    #[test]
-    fn both_limits_count_requests_until_they_start() {
-        let (queue, arrivals) = ready(2, 10);
-        let _clients = [queue.submit(request(4)).unwrap(), queue.submit(request(6)).unwrap()];
-        assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
-        let mut taken = arrivals.take();
-        assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
-        taken[0].sender.start();
-        taken[0].sender.start();
-        assert_eq!(refused(&queue, 5), Refused::Tokens { waiting: 6, retry: SECOND });
-        let third = queue.submit(request(4)).unwrap();
-        taken.remove(1);
-        // A prompt of any length is taken if it would not wait behind another.
-        drop((arrivals.take(), third));
-        assert!(queue.submit(request(1000)).is_ok());
-    }
-
-    #[test]
-    fn retry_follows_the_rate_of_ends() {
-        let (queue, _arrivals) = ready(100, 1000);
-        let _clients: Vec<_> = (0..40).map(|_| queue.submit(request(1)).unwrap()).collect();
-        let at = |count: u32, seconds| {
-            let mut state = queue.0.state.lock();
-            state.ends = (0..count).map(|_| now() - Duration::from_secs(seconds)).collect();
-            retry(&state)
-        };
-        assert_eq!(at(0, 0), 20 * SECOND);
-        assert_eq!(at(15, 1), 2 * SECOND);
-        assert_eq!(at(10, 9000), 60 * SECOND);
-        assert_eq!(at(64, 0), SECOND);
-    }
-
-    #[test]
-    fn no_request_is_taken_before_start_and_after_drain() {
-        let (queue, arrivals) = queue(Limits::default());
-        assert_eq!(refused(&queue, 1), Refused::Starting);
-        arrivals.open();
-        let client = queue.submit(request(1)).unwrap();
-        queue.drain();
-        arrivals.open();
-        assert_eq!((refused(&queue, 1), queue.phase()), (Refused::Draining, Phase::Draining));
-        assert!(!arrivals.is_over());
-        drop(client);
-        assert!(arrivals.is_over());
-        assert!(queue.metrics().contains("mpmd_requests_rejected_total{reason=\"draining\"} 1"));
-    }
-
-    #[test]
-    fn wait_returns_for_arrivals_leavers_and_drain() {
-        let (queue, arrivals) = ready(9, 99);
-        assert!(!arrivals.wait(Duration::from_millis(1)));
-        let client = queue.submit(request(1)).unwrap();
-        assert!(arrivals.wait(SECOND) && !arrivals.wait(Duration::ZERO));
-        let taken = arrivals.take();
-        assert!(!taken[0].sender.is_gone());
-        drop(client);
-        assert!(arrivals.wait(SECOND) && taken[0].sender.is_gone());
-        std::thread::scope(|scope| {
-            scope.spawn(|| queue.drain());
-            assert!(arrivals.wait(60 * SECOND));
-        });
-    }
-
-    #[test]
-    fn events_end_once_however_a_request_ends() {
-        let (queue, arrivals) = ready(9, 99);
-        let ends = |end: fn(Sender)| {
-            let mut client = queue.submit(request(1)).unwrap();
-            let mut sender = arrivals.take().remove(0).sender;
-            sender.start();
-            sender.send(Event::Token(Token { id: 7, logprobs: None }));
-            end(sender);
-            let events: Vec<Event> = std::iter::from_fn(|| next(&mut client)).collect();
-            assert!(next(&mut client).is_none());
-            events.last().cloned().unwrap()
-        };
-        assert_eq!(ends(|mut sender| sender.send(Event::End(Finish::Stop))), {
-            Event::End(Finish::Stop)
-        });
-        assert_eq!(ends(drop), Event::Failed("the engine has ended".into()));
-        let mut client = queue.submit(request(1)).unwrap();
-        queue.fail("a reason");
-        assert_eq!(next(&mut client), Some(Event::Failed("a reason".into())));
-        drop(client);
-        let text = queue.metrics();
-        for line in [
-            "mpmd_requests_ended_total{end=\"stop\"} 1",
-            "mpmd_requests_ended_total{end=\"failed\"} 2",
-            "mpmd_generated_tokens_total 2",
-            "mpmd_time_to_first_token_seconds_count 2",
-        ] {
-            assert!(text.contains(line), "{line} in {text}");
-        }
-    }
-
-    #[test]
-    fn figures_of_the_engine_are_shown_by_stage() {
-        let (queue, arrivals) = ready(9, 99);
-        let stage = StageFigures { busy: SECOND, handed_bytes: 5, handed: 2 * SECOND };
-        arrivals.report(Figures {
-            blocks: 8,
-            stages: vec![stage, StageFigures::default()],
-            ..Figures::default()
-        });
-        let text = queue.metrics();
-        for line in [
-            "mpmd_cache_blocks 8",
-            "mpmd_stage_idle_share{stage=\"1\"} 1.0",
-            "mpmd_stage_busy_seconds_total{stage=\"0\"} 1.0",
-            "mpmd_handover_bytes_total{stage=\"0\"} 5",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} in {text}");
-        }
     }
 }

@@ -1,0 +1,121 @@
+//! The endpoints that control the server: pauses, and the versions of the weights.
+
+use std::path::{Path, PathBuf};
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{StatusCode, Uri};
+use axum::response::IntoResponse as _;
+use serde_json::{Value, json};
+
+use super::failure::Failure;
+use super::fields::Fields;
+use super::routes::{Answer, Shares, parse};
+use crate::queue::{Denied, PauseMode, WeightInfo};
+
+/// Most characters of a label.
+const LABEL: usize = 256;
+
+impl From<Denied> for Failure {
+    fn from(denied: Denied) -> Self {
+        match denied {
+            Denied::Refused(refused) => refused.into(),
+            Denied::Weights(why) => Self::invalid(why),
+            denied => Self::new(StatusCode::CONFLICT, denied.to_string()).code("conflict"),
+        }
+    }
+}
+
+/// Pauses the server. Answers once the pause is in force.
+pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer {
+    let mut mode = None;
+    for pair in uri.query().unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        if name != "mode" {
+            let failure = Failure::field(name, "not supported by this server");
+            return Err(failure.code("unsupported_parameter"));
+        }
+        let wrong = || Failure::field("mode", format!("expected {MODES}, found {value:?}"));
+        mode = Some(mode_of(value).ok_or_else(wrong)?);
+    }
+    let in_body = |body: &[u8], _: &_| {
+        let mut fields = Fields::of(if body.is_empty() { b"{}" } else { body })?;
+        let mode = fields.take("mode", MODES, |value| mode_of(value.as_str()?))?;
+        fields.end().map(|()| mode)
+    };
+    let mode = mode.or(parse(&shared, body, in_body).await?);
+    shared.queue.pause(mode.unwrap_or(PauseMode::Abort)).await?;
+    Ok(Json(json!({ "status": "paused" })).into_response())
+}
+
+const MODES: &str = "\"abort\", \"wait\" or \"keep\"";
+
+fn mode_of(word: &str) -> Option<PauseMode> {
+    match word {
+        "abort" => Some(PauseMode::Abort),
+        "wait" => Some(PauseMode::Wait),
+        "keep" => Some(PauseMode::Keep),
+        _ => None,
+    }
+}
+
+pub(super) async fn resume(State(shared): Shares) -> Json<Value> {
+    shared.queue.resume();
+    Json(json!({ "status": "resumed" }))
+}
+
+pub(super) async fn is_paused(State(shared): Shares) -> Json<Value> {
+    Json(json!({ "is_paused": shared.queue.is_paused() }))
+}
+
+pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
+    let WeightInfo { version, label, old, requests, failure } = shared.queue.weights();
+    let one = |version: u64, label: &str, requests: usize| json!({ "version": version, "weight_version": label, "requests": requests });
+    let mut info = one(version, &label, requests[0]);
+    info["old"] = old.map_or(Value::Null, |(old, label)| one(old, &label, requests[1]));
+    info["failure"] = failure.into();
+    Json(info)
+}
+
+/// Sets the label of the present version.
+pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> Answer {
+    let label = |body: &[u8], _: &_| {
+        let mut fields = Fields::of(body)?;
+        let label = fields.text("weight_version")?.unwrap_or_default();
+        if !(1..=LABEL).contains(&label.chars().count()) {
+            let why = format!("expected a text of 1 to {LABEL} characters");
+            return Err(Failure::field("weight_version", why));
+        }
+        fields.end().map(|()| label)
+    };
+    let label = parse(&shared, body, label).await?;
+    shared.queue.set_label(&label);
+    Ok(Json(json!({ "weight_version": label })).into_response())
+}
+
+/// Loads the weights of a folder. Answers once they are in use.
+pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
+    let weights = shared.weights.clone();
+    let path = move |body: &[u8], _: &_| {
+        let mut fields = Fields::of(body)?;
+        let path = fields.text("path")?.unwrap_or_default();
+        fields.end()?;
+        allowed(&path, &weights)
+    };
+    let path = parse(&shared, body, path).await?;
+    let version = shared.queue.load(path).await?;
+    let label = shared.queue.weights().label;
+    Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())
+}
+
+/// Returns the path of a folder without symbolic links, if it is one of `folders` or within one. Says the
+/// same of folders that do not exist and of those elsewhere.
+fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
+    let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));
+    let found = Path::new(path).canonicalize().ok();
+    let found = found.filter(|path| is_in(path) && path.is_dir());
+    let found = found.and_then(|path| path.into_os_string().into_string().ok());
+    let wrong = || Failure::field("path", "expected a folder within those of --allow-weights");
+    found.ok_or_else(wrong)
+}
