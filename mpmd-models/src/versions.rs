@@ -36,6 +36,7 @@ struct Shared {
     has_room: AtomicBool,
     is_loading: AtomicBool,
     failure: Mutex<Option<String>>,
+    publisher: Mutex<Option<Result<(), String>>>,
 }
 
 impl Versions {
@@ -73,6 +74,12 @@ impl Versions {
         self.0.failure.lock().clone()
     }
 
+    /// Returns the state of the link to a publisher, if the weights are subscribed to: why there is
+    /// none now.
+    pub fn publisher(&self) -> Option<Result<(), String>> {
+        self.0.publisher.lock().clone()
+    }
+
     /// True if there is room for a further version.
     pub fn has_room(&self) -> bool {
         self.0.has_room.load(Ordering::Acquire)
@@ -93,6 +100,9 @@ impl Intake for Arrival {
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
         let (version, received) = (received.version, received.clone());
+        if self.versions.is_loading() {
+            return Err("weights of a folder are being read".to_owned());
+        }
         let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
             read(&received, name, region, values).map_err(Error::Kernel)
         });
@@ -109,6 +119,11 @@ impl Intake for Arrival {
                 self.versions.refuse(format!("version {version}: {why}"));
             }
         }
+    }
+
+    fn linked(&mut self, ended: Option<&str>) {
+        let state = ended.map_or(Ok(()), |why| Err(why.to_owned()));
+        *self.versions.0.publisher.lock() = Some(state);
     }
 }
 
@@ -136,7 +151,10 @@ fn read(
         }),
         other => return Err(format!("{name} is of {other}")),
     }
-    Ok(())
+    match values.iter().all(|value| value.is_finite()) {
+        true => Ok(()),
+        false => Err(format!("{name} {region} has values that are not finite")),
+    }
 }
 
 /// The weights of a folder that threads of all processes are reading.
@@ -165,6 +183,8 @@ impl Inference {
         let wanted: Result<Vec<Vec<Wanted>>> = self.loads.iter().map(Load::wanted).collect();
         let (loads, versions) = (self.loads.clone(), self.versions.clone());
         let devices = p.topology().devices_of(p.process()).to_vec();
+        let none = Err("the publisher has not been found yet".to_owned());
+        *versions.0.publisher.lock() = Some(none);
         let intake = Box::new(Arrival { loads, devices, versions });
         p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
     }
@@ -174,6 +194,16 @@ impl Inference {
         for load in &self.loads {
             load.retire(version);
         }
+    }
+
+    /// Reads the weights of another folder as a version, for passes of this process. Blocks. The
+    /// folder's model must be the same.
+    ///
+    /// # Errors
+    ///
+    /// If the folder is invalid, or its model has another config.
+    pub fn read_weights(&self, p: &Program, folder: &Path, version: u64) -> Result<()> {
+        take_folder(&self.loads, p.topology().devices_of(p.process()), folder, version)
     }
 
     /// Begins to read the weights of another folder as a version, on threads of their own. Every

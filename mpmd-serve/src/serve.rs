@@ -12,7 +12,7 @@ use mpmd::{DeviceId, Error, ProcessId, Program, Result};
 use mpmd_base::{bytes_text, parse_bytes};
 use mpmd_job::{JobArgs, at_least, say};
 use mpmd_models::generate::WeightType;
-use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages};
+use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages, SubscribeArgs};
 
 use crate::engine::Engine;
 use crate::http::{Front, HttpArgs};
@@ -60,6 +60,9 @@ pub struct ServeArgs {
     /// computed again with these, from their tokens so far
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub version_grace: u32,
+    /// The subscription to the weights of a training.
+    #[command(flatten)]
+    pub subscribe: SubscribeArgs,
 }
 
 impl ServeArgs {
@@ -108,7 +111,11 @@ pub fn run(
     let sizes = args.sizes(folder, stages, undivided.block_bytes())?;
     let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
     let model = Stages::new(folder, stages, sizes.positions)?;
-    let model = model.cut(cut, Held::inference(folder, room, in_half))?;
+    let changes = args.subscribe.subscribe.is_some() || !http.allow_weights.is_empty();
+    let mut held = Held::inference(folder, room, in_half);
+    // Two versions at a time.
+    held.element *= if changes { 2 } else { 1 };
+    let model = model.cut(cut, held)?;
     let model = model.after(usize::from(args.front));
     let (mut devices, meshes) = (model.devices(|stage| stage)?, model.meshes(|stage| stage)?);
     if args.front {
@@ -124,10 +131,12 @@ pub fn run(
         return Ok(ExitCode::SUCCESS);
     }
     ensure!(
-        !args.elastic || http.allow_weights.is_empty(),
-        "--allow-weights: a spare has the weights of the start alone, so leave out --elastic"
+        !args.elastic || !changes,
+        "--subscribe and --allow-weights: a spare has the weights of the start alone, so leave out \
+         --elastic"
     );
     http.check()?;
+    let subscribing = args.subscribe.subscribing()?;
     // It stays from epoch to epoch of a job that recovers.
     let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);
     let program = |p: &mut Program| {
@@ -141,6 +150,8 @@ pub fn run(
         if args.front {
             inference.read_on(p, &Mesh::new(&[("front", 1)], vec![DeviceId(0)])?)?;
         }
+        let subscribe = |subscribing| inference.subscribe(p, subscribing);
+        let _subscription = subscribing.clone().map(subscribe).transpose()?;
         let start = || {
             let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
             if own.is_none() {

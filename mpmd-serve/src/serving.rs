@@ -120,7 +120,7 @@ impl<'a> Serving<'a> {
                 }
             }
             Step::Retire(version) => inference.retire(version),
-            Step::Load(path, version) => inference.load_weights(path.as_ref(), version),
+            Step::Load(path, version) => inference.load_weights(p, path.as_ref(), version),
             Step::Poll => inference.poll(p)?,
             Step::Idle => {}
             Step::End => return Ok(Turn::Ended),

@@ -70,11 +70,14 @@ pub(super) async fn is_paused(State(shared): Shares) -> Json<Value> {
 }
 
 pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
-    let WeightInfo { version, label, old, requests, failure } = shared.queue.weights();
+    let WeightInfo { version, label, old, requests, failure, publisher } = shared.queue.weights();
     let one = |version: u64, label: &str, requests: usize| json!({ "version": version, "weight_version": label, "requests": requests });
     let mut info = one(version, &label, requests[0]);
     info["old"] = old.map_or(Value::Null, |(old, label)| one(old, &label, requests[1]));
     info["failure"] = failure.into();
+    if let Some(publisher) = publisher {
+        info["publisher"] = publisher.err().unwrap_or_else(|| "linked".to_owned()).into();
+    }
     Json(info)
 }
 

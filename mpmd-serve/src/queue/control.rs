@@ -58,6 +58,8 @@ pub struct WeightInfo {
     pub requests: [usize; 2],
     /// The reason why the last version was refused.
     pub failure: Option<String>,
+    /// The state of the link to a publisher, if the weights are subscribed to.
+    pub publisher: Option<Result<(), String>>,
 }
 
 /// The weights of a server.
@@ -178,6 +180,7 @@ impl Queue {
             old: weights.old.map(|old| (old, weights.label_of(old))),
             requests,
             failure: weights.versions.failure(),
+            publisher: weights.versions.publisher(),
         }
     }
 

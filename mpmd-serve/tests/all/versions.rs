@@ -50,6 +50,10 @@ impl Live {
                 let meshes = model.meshes(|stage| stage)?;
                 let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
                 let mut inference = model.inference(p, &meshes, room, false)?;
+                // Those that the tests announce have the same weights.
+                for version in [1, 3] {
+                    inference.read_weights(p, &path("plain"), version)?;
+                }
                 let own = || engine.lock().unwrap().take();
                 let mut own = (p.process() == ProcessId(0)).then(own).flatten();
                 if own.is_some() {
@@ -231,7 +235,6 @@ fn requests_keep_the_version_with_which_they_began() {
     live.until("there is room", || live.versions.has_room());
     let first = live.ask(5, 700);
     live.until_some_tokens();
-    // The job has the same weights for it.
     live.versions.arrive(1);
     live.until("it has begun", || live.get("/weight_info")["version"] == 1);
     assert!(!live.versions.has_room());
@@ -328,5 +331,33 @@ fn weights_that_cannot_be_loaded_are_refused() {
     }
     assert_eq!(live.get("/weight_info")["version"], 0);
     assert_eq!(tokens(&live.post("/v1/completions", &body(5, 9)).json()).len(), 9);
+    live.end();
+}
+
+#[test]
+fn weights_of_a_folder_become_a_version() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(path("plain")).unwrap().map(|file| file.unwrap().path()) {
+        std::fs::copy(&file, model.join(file.file_name().unwrap())).unwrap();
+    }
+    let live = Live::start_with(NEVER, &["--allow-weights", folder.path().to_str().unwrap()]);
+    let first = live.ask(5, 700);
+    live.until_some_tokens();
+    let answer = live.post("/load_weights", &json!({ "path": model.to_str().unwrap() }));
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert_eq!(live.get("/weight_info")["version"], 1);
+    let second = live.post("/v1/completions", &body(5, 700)).json();
+    let first = first.join().unwrap();
+    assert_eq!(tokens(&first), tokens(&second), "the files are the same");
+    assert_eq!(
+        (&first["weight_version"], &second["weight_version"]),
+        (&json!("default"), &json!("1"))
+    );
+    live.until("the older one has retired", || live.versions.has_room());
+    // One of another model.
+    let answer = live.post("/load_weights", &json!({ "path": folder.path().to_str().unwrap() }));
+    assert_eq!(answer.status, 400, "{answer:?}");
     live.end();
 }

@@ -181,6 +181,18 @@ struct Statuses {
 pub(super) type AllOfReport = (StepReport, Option<usize>, Vec<(u64, Phase)>);
 
 impl StepHandle {
+    /// Calls `f` once the figures of the step are on this process, on a thread for such closures.
+    /// Does nothing in a dry run.
+    pub fn then(&self, f: impl FnOnce() + Send + 'static) {
+        self.figures.values.then(move |_| f());
+    }
+
+    /// True if [`read`](Self::read) does not block.
+    pub fn is_complete(&self) -> bool {
+        let statuses = self.figures.statuses.as_ref();
+        self.figures.values.is_complete() && statuses.is_none_or(MpmdArray::is_complete)
+    }
+
     /// Blocks until the step has finished, and returns its figures. In a dry run, returns at once;
     /// the figures are then NaN.
     ///

@@ -8,6 +8,7 @@
 //! subscriber's processes compare the hashes, take the version, and tell each other. It is whole
 //! when all have.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::Location;
@@ -64,6 +65,8 @@ pub(super) trait Source {
         above: Option<u64>,
         timeout: Duration,
     ) -> std::result::Result<Vec<u64>, String>;
+    /// Has a version kept that is to come, in place of another one.
+    fn pin(&mut self, number: Option<u64>);
     /// Takes one of these versions for what follows.
     fn choose(&mut self, number: u64);
     /// Returns the bytes of the changes of each piece since `base`; `None` for unknown ones.
@@ -119,7 +122,7 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Re
         Side::Subscriber(target) => target.asked(),
     })?;
     let pieces = pieces(&offered, &asked).map_err(Error::Environment)?;
-    let link = Link { publishers, subscriber, pieces };
+    let link = Link { publishers, subscriber, pieces, pin: Cell::new(None) };
     while link.turn(p, side)? {
         p.step_end()?;
     }
@@ -131,6 +134,8 @@ struct Link {
     /// The first process of the subscriber.
     subscriber: ProcessId,
     pieces: Vec<Piece>,
+    /// The version that the publisher's processes keep.
+    pin: Cell<Option<u64>>,
 }
 
 /// The note from a device to another: the pieces that it is about, with their common regions.
@@ -190,7 +195,7 @@ impl Link {
         side: &mut Side<'_>,
         above: Option<u64>,
     ) -> Result<std::result::Result<Option<u64>, String>> {
-        let (mut common, mut ended): (Option<Vec<u64>>, _) = (None, None);
+        let mut all = Vec::new();
         for process in (0..self.publishers as u32).map(ProcessId) {
             let none = Ok(Vec::new());
             let have: std::result::Result<Vec<u64>, String> =
@@ -198,19 +203,29 @@ impl Link {
                     Side::Publisher(source) => Ok(source.wait(above, IDLE)),
                     Side::Subscriber(_) => Ok(none),
                 })?;
-            common = Some(match (have, common) {
-                (Ok(have), None) => have,
-                (Ok(have), Some(all)) => all.into_iter().filter(|one| have.contains(one)).collect(),
-                (Err(why), _) => {
-                    ended = Some(why);
-                    Vec::new()
-                }
-            });
+            all.push(have);
         }
-        match ended {
-            Some(why) => Ok(Err(why)),
-            None => Ok(Ok(common.and_then(|common| common.into_iter().max()))),
+        let all = match all.into_iter().collect::<std::result::Result<Vec<_>, _>>() {
+            Ok(all) => all,
+            Err(why) => return Ok(Err(why)),
+        };
+        let common = all[0].iter().filter(|number| all.iter().all(|have| have.contains(number)));
+        let chosen = common.max().copied();
+        let newest: Vec<u64> = all.iter().filter_map(|have| have.iter().max().copied()).collect();
+        if let (None, Side::Publisher(source), true) = (chosen, side, newest.len() == all.len()) {
+            // One process is ahead by more versions than are kept. All keep the next one; a process
+            // that has made it already, and no longer has it, tries again with a later one.
+            let [least, most] = [newest.iter().min(), newest.iter().max()];
+            if self.pin.get().is_none_or(|pin| least.is_some_and(|least| *least >= pin)) {
+                let next = most.map(|most| most + 1);
+                self.pin.set(next);
+                source.pin(next);
+            }
         }
+        if chosen.is_some() {
+            self.pin.set(None);
+        }
+        Ok(Ok(chosen))
     }
 
     /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.

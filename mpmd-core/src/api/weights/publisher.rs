@@ -365,7 +365,7 @@ impl Shared {
     fn serve(&self, invitation: &Invitation, me: usize, peer_timeout: Duration) {
         self.metrics.lock().subscribers += 1;
         let result = invitation.join(me, peer_timeout).and_then(|mut p| {
-            let mut held = Held { shared: self, versions: Vec::new(), changes: None };
+            let mut held = Held { shared: self, versions: Vec::new(), pin: None, changes: None };
             let result = link::run(&mut p, invitation.publishers, &mut Side::Publisher(&mut held));
             p.conclude(result)
         });
@@ -381,8 +381,16 @@ impl Shared {
 struct Held<'a> {
     shared: &'a Shared,
     versions: Vec<Arc<Version>>,
+    /// The version that is kept for this link once it comes.
+    pin: Option<u64>,
     /// The changes since the subscriber's version, by own shard.
     changes: Option<Vec<Places>>,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.pin(None);
+    }
 }
 
 impl Held<'_> {
@@ -407,12 +415,22 @@ impl Source for Held<'_> {
         timeout: Duration,
     ) -> std::result::Result<Vec<u64>, String> {
         let store = &self.shared.store;
-        let numbers = store.wait(above, timeout)?;
+        let numbers = store.wait(above, self.pin, timeout)?;
         self.versions = numbers.iter().filter_map(|number| store.get(*number)).collect();
         Ok(self.versions.iter().map(|version| version.number).collect())
     }
 
+    fn pin(&mut self, number: Option<u64>) {
+        if let Some(number) = number {
+            self.shared.store.pin(number);
+        }
+        if let Some(before) = std::mem::replace(&mut self.pin, number) {
+            self.shared.store.unpin(before);
+        }
+    }
+
     fn choose(&mut self, number: u64) {
+        self.pin(None);
         self.versions.retain(|version| version.number == number);
         self.changes = None;
     }

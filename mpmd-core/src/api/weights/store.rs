@@ -32,6 +32,8 @@ pub(super) struct OwnShard {
 /// The bits of a version on this process, by own shard.
 pub(super) struct Version {
     pub(super) number: u64,
+    /// The number of the version before.
+    before: Option<u64>,
     pub(super) bits: Vec<SharedBuffer>,
 }
 
@@ -55,9 +57,19 @@ pub(super) struct Store {
 #[derive(Default)]
 struct State {
     versions: VecDeque<Arc<Version>>,
+    /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
+    pins: Vec<u64>,
+    pinned: Vec<Arc<Version>>,
     steps: VecDeque<Step>,
     /// Why there will be no further version.
     ended: Option<String>,
+}
+
+impl Version {
+    /// True if this is the first version from one of these numbers on.
+    fn is_pinned(&self, pins: &[u64]) -> bool {
+        pins.iter().any(|pin| self.before < Some(*pin) && *pin <= self.number)
+    }
 }
 
 impl Store {
@@ -101,9 +113,13 @@ impl Store {
                 state.steps.pop_front();
             }
         }
-        state.versions.push_back(Arc::new(Version { number, bits }));
-        if state.versions.len() > VERSIONS {
-            state.versions.pop_front();
+        let before = state.versions.back().map(|version| version.number);
+        state.versions.push_back(Arc::new(Version { number, before, bits }));
+        if state.versions.len() > VERSIONS
+            && let Some(gone) = state.versions.pop_front()
+            && gone.is_pinned(&state.pins)
+        {
+            state.pinned.push(gone);
         }
         drop(state);
         self.changed.notify_all();
@@ -131,23 +147,29 @@ impl Store {
         Ok((new.freeze(), places))
     }
 
-    /// Waits for a version above `above`, at most for `timeout`. Returns the numbers of the versions
-    /// here above it.
+    /// Waits for a version above `above`, and if `pin` is set until that one or a later one has been
+    /// made, at most for `timeout`. Returns the numbers of the versions here above `above`.
     ///
     /// # Errors
     ///
     /// If there will be none: the publisher has ended, or could not make a version.
-    pub(super) fn wait(&self, above: Option<u64>, timeout: Duration) -> Result<Vec<u64>, String> {
+    pub(super) fn wait(
+        &self,
+        above: Option<u64>,
+        pin: Option<u64>,
+        timeout: Duration,
+    ) -> Result<Vec<u64>, String> {
         let until = now() + timeout;
         let mut state = self.state.lock();
         loop {
-            let numbers = state.versions.iter().map(|version| version.number);
+            let numbers = state.pinned.iter().chain(&state.versions).map(|version| version.number);
             let newer: Vec<u64> = numbers.filter(|number| Some(*number) > above).collect();
-            if !newer.is_empty() {
-                return Ok(newer);
-            }
-            if let Some(why) = &state.ended {
-                return Err(why.clone());
+            let has_all = newer.iter().any(|number| Some(*number) >= pin);
+            match &state.ended {
+                _ if has_all => return Ok(newer),
+                Some(why) if newer.is_empty() => return Err(why.clone()),
+                Some(_) => return Ok(newer),
+                None => {}
             }
             if self.changed.wait_until(&mut state, until).timed_out() {
                 return Ok(newer);
@@ -155,9 +177,25 @@ impl Store {
         }
     }
 
+    /// Has the first version from a number on kept, which is to come, until [`unpin`](Self::unpin).
+    pub(super) fn pin(&self, number: u64) {
+        self.state.lock().pins.push(number);
+    }
+
+    /// Takes a pin back.
+    pub(super) fn unpin(&self, number: u64) {
+        let state = &mut *self.state.lock();
+        if let Some(place) = state.pins.iter().position(|pin| *pin == number) {
+            state.pins.swap_remove(place);
+        }
+        state.pinned.retain(|version| version.is_pinned(&state.pins));
+    }
+
     /// Returns a version, if its bits are still here.
     pub(super) fn get(&self, number: u64) -> Option<Arc<Version>> {
-        self.state.lock().versions.iter().find(|version| version.number == number).cloned()
+        let state = self.state.lock();
+        let mut all = state.pinned.iter().chain(&state.versions);
+        all.find(|version| version.number == number).cloned()
     }
 
     /// Returns the places of each own shard that changed between two versions. `None` if this is
@@ -216,17 +254,32 @@ mod tests {
         };
         assert_eq!((of(1, 3), of(3, 4), of(1, 4)), (Some(vec![]), Some(vec![1]), Some(vec![1])));
         assert_eq!((of(2, 4), of(4, 5), of(1, 5)), (None, None, None));
-        assert_eq!(store.wait(None, SECOND), Ok(vec![3, 4]));
-        assert_eq!(store.wait(Some(3), SECOND), Ok(vec![4]));
-        assert_eq!(store.wait(Some(4), Duration::ZERO), Ok(vec![]));
+        assert_eq!(store.wait(None, None, SECOND), Ok(vec![3, 4]));
+        assert_eq!(store.wait(Some(3), None, SECOND), Ok(vec![4]));
+        assert_eq!(store.wait(Some(4), None, Duration::ZERO), Ok(vec![]));
         assert_eq!(&*store.get(4).unwrap().bits[0], [0x80, 0x3f, 0x10, 0x41, 0x40, 0x40]);
         assert!(store.get(1).is_none());
         // More changes than a quarter of the bits are not worth their memory.
         add(&store, 5, [7.0, 7.0, 7.0]);
         assert_eq!((of(3, 4), of(4, 5)), (None, None));
         store.end("a reason".to_owned());
-        assert_eq!(store.wait(Some(4), SECOND), Ok(vec![5]));
-        assert_eq!(store.wait(Some(5), SECOND), Err("a reason".to_owned()));
+        assert_eq!(store.wait(Some(4), None, SECOND), Ok(vec![5]));
+        assert_eq!(store.wait(Some(5), None, SECOND), Err("a reason".to_owned()));
+    }
+
+    #[test]
+    fn pinned_version_stays_until_its_last_pin_goes() {
+        let store = store();
+        (0..2).for_each(|_| store.pin(15));
+        assert_eq!(store.wait(None, Some(15), Duration::ZERO), Ok(vec![]));
+        for number in (10..=50).step_by(10) {
+            add(&store, number, [number as f32; 3]);
+        }
+        assert_eq!(store.wait(None, Some(15), SECOND), Ok(vec![20, 40, 50]));
+        store.unpin(15);
+        assert_eq!(store.get(20).unwrap().number, 20);
+        store.unpin(15);
+        assert!(store.get(20).is_none());
     }
 
     #[test]
@@ -234,6 +287,6 @@ mod tests {
         let store = store();
         add(&store, 1, [0.0; 3]);
         assert_eq!(store.add(2, |_| Err("a reason".to_owned())), Err("a reason".to_owned()));
-        assert_eq!(store.wait(Some(1), Duration::ZERO), Ok(vec![]));
+        assert_eq!(store.wait(Some(1), None, Duration::ZERO), Ok(vec![]));
     }
 }

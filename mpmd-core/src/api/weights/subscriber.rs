@@ -126,6 +126,12 @@ pub trait Intake: Send {
     /// Says that every process has taken the version; or why one has not, so that it is to be
     /// forgotten.
     fn end(&mut self, version: u64, refused: Option<&str>);
+
+    /// Says that a link to the publisher has begun; or ended, with the reason. By default it does
+    /// nothing.
+    fn linked(&mut self, ended: Option<&str>) {
+        let _ = ended;
+    }
 }
 
 /// The state of a subscription on this process.
@@ -453,6 +459,7 @@ impl Taking {
                 taker.taking.shared.note(|state| {
                     (state.is_linked, state.trouble) = (true, None);
                 });
+                taker.taking.intake.linked(None);
                 let side = &mut Side::Subscriber(&mut taker);
                 let result = link::run(&mut p, invitation.publishers, side);
                 p.conclude(result)
@@ -469,6 +476,8 @@ impl Taking {
                     state.trouble = Some(why);
                 }
             });
+            let trouble = self.shared.state.lock().0.trouble.clone();
+            self.intake.linked(Some(&trouble.unwrap_or_default()));
             _ = ended.send(());
         }
     }

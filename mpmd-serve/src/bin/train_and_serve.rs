@@ -1,0 +1,182 @@
+//! Trains a model and serves it, in one program: some processes train, the others serve.
+//!
+//! `cargo run --release --bin train_and_serve -- --model DIR TEXT`, then ask it at the address that
+//! it prints. Each answer names the step whose weights have computed it.
+//!
+//! The program's own loop is a server's ([`Serving`]): process 0 decides on each step of all
+//! processes. Whenever a training step has ended, it has all issue the next one. The processes that
+//! serve only count the training's operations, and wait for none of its values. The weights travel
+//! beside the program, on threads of the publisher and of the subscription.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::ensure;
+use clap::Parser;
+use mpmd::aval::DType;
+use mpmd::launch::Token;
+use mpmd::pipeline::Schedule;
+use mpmd::topology::Mesh;
+use mpmd::train::data::{At, Data as _, Text, Windows};
+use mpmd::train::stop::StopFlag;
+use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
+use mpmd::weights::{Publication, Subscribing};
+use mpmd::{Error, ProcessId, Program};
+use mpmd_job::{JobArgs, at_least, say};
+use mpmd_models::{CutArgs, Folder, MOST_TOKENS, Room, Stages, Tokens, Weights};
+use mpmd_serve::{Engine, Front, HttpArgs, Model, Serving, Sizes, Turn, queue};
+
+/// The name of the publication.
+const NAME: &str = "model";
+/// Tokens of a prompt and its reply.
+const POSITIONS: usize = 512;
+/// Requests that are answered at a time.
+const SEQUENCES: usize = 8;
+
+/// Train a model on texts and serve it at the same time
+#[derive(Parser)]
+struct Args {
+    /// Folder with config.json, tokenizer.json and the weights as safetensors
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Texts to train on: files and folders
+    #[arg(value_name = "TEXT", required = true)]
+    texts: Vec<PathBuf>,
+    /// Stages of the training, each on a process of its own
+    #[arg(long, default_value_t = 2, value_parser = at_least(1))]
+    training_stages: usize,
+    /// Number of updates; the server goes on after them
+    #[arg(long, default_value_t = 100, value_parser = at_least(1))]
+    steps: usize,
+    /// Updates from one version of the server's weights to the next
+    #[arg(long, value_name = "STEPS", default_value_t = 1, value_parser = at_least(1))]
+    publish_every: usize,
+    /// Learning rate
+    #[arg(long, default_value_t = 1e-4)]
+    lr: f64,
+    /// Tokens of a window of the text
+    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = at_least(1))]
+    time: usize,
+    #[command(flatten)]
+    cut: CutArgs,
+    #[command(flatten)]
+    http: HttpArgs,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+fn main() -> ExitCode {
+    run(&Args::parse()).unwrap_or_else(|error| {
+        say(&format!("error: {error:#}"));
+        ExitCode::FAILURE
+    })
+}
+
+/// The stages of a model, and the meshes of both uses.
+struct Parts {
+    serving: Stages,
+    training: Stages,
+    /// The devices of each process.
+    devices: Vec<usize>,
+    schedule: Schedule,
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let folder = Folder::open(&args.model)?;
+    let (stages, microbatches) = (args.cut.stages(), 2 * args.training_stages);
+    let most = folder.config().positions().min(POSITIONS);
+    ensure!(args.time <= most, "--time: expected at most {most}");
+    let serving = Stages::new(&folder, stages, most)?.cut(&args.cut, Default::default())?;
+    let mut devices = serving.devices(|stage| stage)?;
+    // The processes that train follow those that serve.
+    let training = Stages::new(&folder, args.training_stages, args.time)?.after(devices.len());
+    devices.extend(training.devices(|stage| stage)?);
+    let schedule = Schedule::one_f_one_b(args.training_stages, microbatches)?;
+    let parts = Parts { serving, training, devices: devices.clone(), schedule };
+    mpmd_job::run(&args.job, devices.len(), devices, |p| program(p, args, &folder, &parts))
+}
+
+fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyhow::Result<()> {
+    let is_first = p.process() == ProcessId(0);
+    if !is_first {
+        // A signal comes to all processes. Process 0 drains the server; the others wait for that.
+        StopFlag::install()?;
+    }
+    // The server, whose answers are requests of a queue.
+    let Parts { serving, training, devices, schedule } = parts;
+    let sizes = Sizes {
+        lanes: serving.meshes(|stage| stage)?.len(),
+        sequences: SEQUENCES.max(devices.len()),
+        blocks: 2 * SEQUENCES * POSITIONS.div_ceil(16),
+        chunk: MOST_TOKENS,
+        positions: folder.config().positions().min(POSITIONS),
+    };
+    let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
+    let meshes = serving.meshes(|stage| stage)?;
+    let mut inference = serving.inference(p, &meshes, room, true)?;
+
+    // The training, on the other devices.
+    let tokens = Tokens::spread(p, || Tokens::of(&Text::of(&args.texts)?, folder))?;
+    let data = Windows::new(&tokens, args.time, 1)?;
+    let meshes: Vec<Mesh> = training.meshes(|stage| stage)?;
+    let pipeline = training.training(p, &meshes)?;
+    let mut trainer = Trainer::new(p, pipeline, schedule.clone(), AdamW::default())?
+        .rate(Rate::Constant(args.lr));
+
+    // The way of the weights: published as bf16, taken in the server's own layout.
+    let token = p.broadcast_value(ProcessId(0), String::new(), || {
+        Token::random()
+            .map(|token| token.to_hex())
+            .map_err(|why| Error::Environment(why.to_string()))
+    })?;
+    let token: Token = token.parse()?;
+    let publication = Publication::new(NAME, token.clone()).dtype(DType::Bf16).changes(false);
+    let mut weights = Weights::new(p, publication, trainer.pipeline(), folder.config(), None)?;
+    let address = weights.publisher().address().map(|address| address.to_string());
+    let subscribing = Subscribing::new(NAME, address.unwrap_or_default(), token);
+    let subscription = inference.subscribe(p, subscribing)?;
+
+    let (mut front, mut engine) = (None, None);
+    if is_first && !p.is_dry_run() {
+        let (queue, arrivals) = queue(args.http.limits());
+        let model = Model::of(folder, args.http.model_name.clone(), sizes.positions)?;
+        let started = Front::start(&args.http, model, queue)?;
+        say(&format!("listening on http://{}", started.address()));
+        (front, engine) = (Some(started), Some(Engine::new(sizes, arrivals).measure_chunk()));
+    }
+    let waker = engine.as_ref().map(Engine::waker);
+    let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;
+    // The last step, until process 0 has issued one after it.
+    let mut last: Option<StepHandle> = None;
+    loop {
+        let is_ready = last.as_ref().is_none_or(StepHandle::is_complete);
+        let next = (is_ready && trainer.steps() < args.steps as u64).then_some(());
+        match serving.turn(p, || next)? {
+            Turn::Ended => break,
+            Turn::Served => continue,
+            Turn::Other(()) => {}
+        }
+        if let Some(last) = last.take().filter(|_| is_first && !p.is_dry_run()) {
+            let report = last.read()?;
+            say(&format!("step {}: loss {:.3}", report.step, report.loss));
+        }
+        let count = schedule.microbatches();
+        let at = |microbatch| At::new(0, trainer.steps() + 1, microbatch, count);
+        let microbatches = (0..count).map(|microbatch| data.training(p, &meshes, at(microbatch)));
+        let microbatches = microbatches.collect::<mpmd::Result<Vec<_>>>()?;
+        let step = trainer.step(p, microbatches)?;
+        if let Some(waker) = waker.clone() {
+            step.then(move || waker.wake());
+        }
+        last = Some(step);
+        if trainer.steps().is_multiple_of(args.publish_every as u64) {
+            weights.publish(p, trainer.steps(), trainer.pipeline())?;
+        }
+    }
+    drop((subscription, weights));
+    if let Some(front) = front {
+        front.drain();
+        front.join();
+    }
+    Ok(())
+}
