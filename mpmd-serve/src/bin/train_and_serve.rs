@@ -30,6 +30,8 @@ use mpmd_serve::{Engine, Front, HttpArgs, Model, Serving, Sizes, Turn, queue};
 const NAME: &str = "model";
 /// Tokens of a prompt and its reply.
 const POSITIONS: usize = 512;
+/// Steps of `mpmd check`, which has no server to decide on them.
+const STEPS_OF_DRY_RUN: u64 = 4;
 /// Requests that are answered at a time.
 const SEQUENCES: usize = 8;
 
@@ -89,7 +91,8 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let serving = Stages::new(&folder, stages, most)?.cut(&args.cut, Default::default())?;
     let mut devices = serving.devices(|stage| stage)?;
     // The processes that train follow those that serve.
-    let training = Stages::new(&folder, args.training_stages, args.time)?.after(devices.len());
+    let training =
+        Stages::new(&folder, args.training_stages, args.time)?.after(devices.iter().sum());
     devices.extend(training.devices(|stage| stage)?);
     let schedule = Schedule::one_f_one_b(args.training_stages, microbatches)?;
     let parts = Parts { serving, training, devices: devices.clone(), schedule };
@@ -151,7 +154,11 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
     loop {
         let is_ready = last.as_ref().is_none_or(StepHandle::is_complete);
         let next = (is_ready && trainer.steps() < args.steps as u64).then_some(());
-        match serving.turn(p, || next)? {
+        let turn = match p.is_dry_run() && trainer.steps() < STEPS_OF_DRY_RUN {
+            true => Turn::Other(()),
+            false => serving.turn(p, || next)?,
+        };
+        match turn {
             Turn::Ended => break,
             Turn::Served => continue,
             Turn::Other(()) => {}

@@ -7,6 +7,7 @@ mod endpoints;
 mod engine;
 mod guide;
 mod leaving;
+mod live;
 mod page;
 mod program;
 mod refusals;

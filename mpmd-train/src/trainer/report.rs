@@ -184,7 +184,11 @@ impl StepHandle {
     /// Calls `f` once the figures of the step are on this process, on a thread for such closures.
     /// Does nothing in a dry run.
     pub fn then(&self, f: impl FnOnce() + Send + 'static) {
-        self.figures.values.then(move |_| f());
+        let statuses = self.figures.statuses.clone();
+        self.figures.values.then(move |_| match statuses {
+            Some(statuses) => statuses.then(move |_| f()),
+            None => f(),
+        });
     }
 
     /// True if [`read`](Self::read) does not block.

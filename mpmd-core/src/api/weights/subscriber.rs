@@ -1,7 +1,7 @@
 //! The subscriber's end: a thread that looks for the publisher and joins links with it, and takes
 //! the versions that come.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -171,26 +171,28 @@ struct Shared {
 /// The intake of a program that takes versions as arrays.
 #[derive(Default)]
 struct Latest {
-    taken: Option<Received>,
-    /// True once every process has the version.
-    is_whole: bool,
+    /// Usually one. On other processes than the first, later ones may come before the program has
+    /// taken those that the first one has.
+    taken: VecDeque<Received>,
+    /// The newest that every process has.
+    whole: Option<u64>,
 }
 
 impl Intake for Arc<Mutex<Latest>> {
     fn has_room(&mut self) -> bool {
-        self.lock().taken.is_none()
+        self.lock().taken.is_empty()
     }
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
-        self.lock().taken = Some(received.clone());
+        self.lock().taken.push_back(received.clone());
         Ok(())
     }
 
-    fn end(&mut self, _: u64, refused: Option<&str>) {
+    fn end(&mut self, version: u64, refused: Option<&str>) {
         let mut latest = self.lock();
         match refused {
-            None => latest.is_whole = true,
-            Some(_) => *latest = Latest::default(),
+            None => latest.whole = Some(version),
+            Some(_) => latest.taken.retain(|taken| taken.version != version),
         }
     }
 }
@@ -312,12 +314,16 @@ impl Subscription {
         };
         let whole = || {
             let latest = latest.lock();
-            let whole = latest.taken.as_ref().filter(|_| latest.is_whole);
-            Ok(whole.map(|taken| taken.version))
+            let mut versions = latest.taken.iter().map(|taken| taken.version);
+            Ok(versions.find(|version| Some(*version) <= latest.whole))
         };
         let Some(version) = p.broadcast_value(ProcessId(0), None, whole)? else { return Ok(None) };
         // Taken on every process before process 0 could know that it is whole.
-        let received = Arc::new(std::mem::take(&mut *latest.lock()).taken.unwrap_or_default());
+        let received = {
+            let taken = &mut latest.lock().taken;
+            let place = taken.iter().position(|taken| taken.version == version);
+            Arc::new(place.and_then(|place| taken.drain(..=place).next_back()).unwrap_or_default())
+        };
         let mut arrays = Vec::new();
         for leaf in self.wanted.iter() {
             let (received, name) = (received.clone(), leaf.name.clone());
