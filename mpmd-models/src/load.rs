@@ -92,6 +92,13 @@ impl Weights {
     }
 }
 
+/// Returns the dtype in which an inference holds a parameter: with `in_half` that of matrices is
+/// `bf16`.
+pub(crate) fn held_as(name: &str, aval: &ShapedArray, in_half: bool) -> DType {
+    let is_matrix = aval.shape().len() > 1 && !name.ends_with("embed_positions.weight");
+    if in_half && is_matrix { DType::Bf16 } else { DType::F32 }
+}
+
 /// A part of a model that is to be loaded.
 #[derive(Clone)]
 pub(crate) struct Load {
@@ -267,10 +274,9 @@ impl Load {
     pub(crate) fn wanted(&self) -> Result<Vec<Wanted>> {
         let params = self.params(self.layers.clone())?;
         let shardings = divide::shardings(self.folder.config(), &self.mesh, params.clone())?;
-        let dtype = if self.in_half { DType::Bf16 } else { DType::F32 };
         let tied = self.folder.config().tie_word_embeddings;
         let wanted = params.into_iter().map(|(name, aval)| {
-            let aval = ShapedArray::try_new(aval.shape(), dtype)?;
+            let aval = ShapedArray::try_new(aval.shape(), held_as(&name, &aval, self.in_half))?;
             let at = vec![0; aval.shape().len()];
             let leaf = Wanted::new(&name, aval, shardings[&name].clone());
             Ok(match tied && name == OUTPUT {

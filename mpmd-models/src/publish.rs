@@ -4,7 +4,6 @@ use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use mpmd::aval::DType;
 use mpmd::launch::{Token, read_secret};
 use mpmd::pipeline::{Loss, Pipeline};
 use mpmd::tree::Tree;
@@ -15,6 +14,7 @@ use mpmd_job::at_least;
 use crate::config::Config;
 use crate::decoder::OUTPUT;
 use crate::generate::WeightType;
+use crate::load::held_as;
 use crate::lora::{Lora, merged};
 
 /// The name of the publication of a model's weights.
@@ -70,11 +70,7 @@ impl PublishArgs {
         let found = address.to_socket_addrs().with_context(|| format!("--publish {address}"))?;
         let listen: SocketAddr =
             found.into_iter().next().with_context(|| format!("--publish {address}: no address"))?;
-        let dtype = match self.publish_as {
-            WeightType::F32 => DType::F32,
-            WeightType::Bf16 => DType::Bf16,
-        };
-        Ok(Some(Publication::new(NAME, token(secret)?).listen(listen).dtype(dtype)))
+        Ok(Some(Publication::new(NAME, token(secret)?).listen(listen)))
     }
 }
 
@@ -106,7 +102,8 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Begins the publication of a pipeline's parameters. Every process must call it.
+    /// Begins the publication of a pipeline's parameters, in the dtypes of an inference with
+    /// weights of this type: with `bf16` vectors stay `f32`. Every process must call it.
     ///
     /// # Errors
     ///
@@ -115,10 +112,12 @@ impl Weights {
         p: &mut Program,
         publication: Publication,
         pipeline: &Pipeline<In, Loss<MpmdArray>>,
-        config: &Config,
-        lora: Option<Lora>,
+        (config, lora): (&Config, Option<Lora>),
+        held: WeightType,
     ) -> Result<Self> {
         let is_tied = config.tie_word_embeddings;
+        let in_half = held == WeightType::Bf16;
+        let publication = publication.dtype_of(move |name, aval| held_as(name, aval, in_half));
         let params = params(p, pipeline, lora, is_tied)?;
         Ok(Self { publisher: p.publish(publication, &params)?, lora, is_tied })
     }

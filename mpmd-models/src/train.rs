@@ -236,9 +236,10 @@ pub fn run(
             run = run.save_every(steps as u64);
         }
         if let Some(publication) = publication.clone() {
-            let (config, every) = (source.config(), args.publish.publish_every as u64);
-            let mut weights =
-                Weights::new(p, publication, trainer.pipeline(), config, args.lora())?;
+            let (model, every) =
+                ((source.config(), args.lora()), args.publish.publish_every as u64);
+            let held = args.publish.publish_as;
+            let mut weights = Weights::new(p, publication, trainer.pipeline(), model, held)?;
             trainer =
                 trainer.after_step(move |p, step, pipeline| match step.is_multiple_of(every) {
                     true => weights.publish(p, step, pipeline),

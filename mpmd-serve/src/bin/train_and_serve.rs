@@ -13,7 +13,6 @@ use std::process::ExitCode;
 
 use anyhow::ensure;
 use clap::Parser;
-use mpmd::aval::DType;
 use mpmd::launch::Token;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
@@ -23,6 +22,7 @@ use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
 use mpmd::weights::{Publication, Subscribing};
 use mpmd::{Error, ProcessId, Program};
 use mpmd_job::{JobArgs, at_least, say};
+use mpmd_models::generate::WeightType;
 use mpmd_models::{CutArgs, Folder, MOST_TOKENS, Room, Stages, Tokens, Weights};
 use mpmd_serve::{Engine, Front, HttpArgs, Model, Serving, Sizes, Turn, queue};
 
@@ -133,8 +133,9 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
             .map_err(|why| Error::Environment(why.to_string()))
     })?;
     let token: Token = token.parse()?;
-    let publication = Publication::new(NAME, token.clone()).dtype(DType::Bf16).changes(false);
-    let mut weights = Weights::new(p, publication, trainer.pipeline(), folder.config(), None)?;
+    let publication = Publication::new(NAME, token.clone()).changes(false);
+    let (model, held) = ((folder.config(), None), WeightType::Bf16);
+    let mut weights = Weights::new(p, publication, trainer.pipeline(), model, held)?;
     let address = weights.publisher().address().map(|address| address.to_string());
     let subscribing = Subscribing::new(NAME, address.unwrap_or_default(), token);
     let subscription = inference.subscribe(p, subscribing)?;

@@ -1,13 +1,14 @@
 //! The publisher's end: copies of the trained arrays, and a thread for each link.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
-use mpmd_layout::aval::DType;
+use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
 use mpmd_transport::SharedBuffer;
@@ -27,13 +28,22 @@ use mpmd_device::copy::{contiguous_bytes, copy_region};
 const LAST: Duration = Duration::from_secs(5);
 
 /// Settings of a publication.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Publication {
     name: String,
     token: Token,
     listen: Option<SocketAddr>,
-    dtype: Option<DType>,
+    dtype: Option<Arc<DTypeOf>>,
     changes: bool,
+}
+
+/// Returns the dtype in which a leaf is published.
+type DTypeOf = dyn Fn(&str, &ShapedArray) -> DType + Send + Sync;
+
+impl fmt::Debug for Publication {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Publication({}, listening at {:?})", self.name, self.listen)
+    }
 }
 
 impl Publication {
@@ -50,11 +60,24 @@ impl Publication {
         self
     }
 
-    /// Publishes arrays of dtype `f32` as `bf16` or `f16`, rounded to the nearest. The default is
-    /// the arrays' own dtype.
+    /// Publishes all arrays of dtype `f32` as `bf16` or `f16`, rounded to the nearest. The default
+    /// is the arrays' own dtype.
     #[must_use]
-    pub fn dtype(mut self, dtype: DType) -> Self {
-        self.dtype = Some(dtype);
+    pub fn dtype(self, dtype: DType) -> Self {
+        self.dtype_of(move |_, aval| match aval.dtype() {
+            DType::F32 => dtype,
+            other => other,
+        })
+    }
+
+    /// Publishes each array in the dtype that `dtype` returns for its path and shape: its own, or
+    /// for `f32` also `bf16` or `f16`. It must return the same on every process.
+    #[must_use]
+    pub fn dtype_of(
+        mut self,
+        dtype: impl Fn(&str, &ShapedArray) -> DType + Send + Sync + 'static,
+    ) -> Self {
+        self.dtype = Some(Arc::new(dtype));
         self
     }
 
@@ -158,7 +181,7 @@ impl Program {
                 return Err(wrong(&path, "has partial sums: add them up first".to_owned()));
             }
             let from = array.dtype();
-            let to = dtype.filter(|_| from == DType::F32).unwrap_or(from);
+            let to = dtype.as_ref().map_or(from, |dtype| dtype(&path, array.aval()));
             if !can_cast(from, to) {
                 return Err(wrong(&path, format!("is {from}, which cannot be published as {to}")));
             }
