@@ -421,6 +421,9 @@ pub mod guide {
     #[doc = include_str!("../../docs/guide/kernels.md")]
     pub mod kernels {}
 
+    #[doc = include_str!("../../docs/guide/live-weights.md")]
+    pub mod live_weights {}
+
     #[doc = include_str!("../../docs/guide/objects.md")]
     pub mod objects {}
 

@@ -2,7 +2,7 @@
 //! changed. Pure functions.
 
 use half::f16;
-use mpmd_device::cpu::bits::{each_changed, round_to_bf16, sum_of_words};
+use mpmd_device::cpu::bits::{round_to_bf16, sum_of_words};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
@@ -108,18 +108,6 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Returns the places of the elements in which two buffers differ.
-    ///
-    /// # Panics
-    ///
-    /// If their lengths differ.
-    pub(super) fn of_changes(old: &[u8], new: &[u8], item: usize) -> Self {
-        assert_eq!(old.len(), new.len(), "bytes");
-        let mut places = Self::default();
-        each_changed(old, new, item, |place| places.push(place));
-        places
-    }
-
     /// Adds a place behind all others.
     pub(super) fn push(&mut self, place: usize) {
         let mut gap = place - self.next;
@@ -220,6 +208,8 @@ fn take_number(from: &mut &[u8]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_device::cpu::bits::each_changed;
+
     use super::*;
 
     fn region(ranges: &[std::ops::Range<usize>]) -> Region {
@@ -295,7 +285,8 @@ mod tests {
             for i in (3..new.len() / item).step_by(every) {
                 new[i * item] ^= 0x55;
             }
-            let places = Places::of_changes(&old, &new, item);
+            let mut places = Places::default();
+            each_changed(&old, &new, item, |place| places.push(place));
             assert_eq!(places.len(), (3..new.len() / item).step_by(every).count());
             let mut bytes = vec![];
             write_changes(&places, &new, item, &mut bytes);

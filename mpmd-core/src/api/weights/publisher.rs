@@ -189,7 +189,8 @@ impl Program {
             for (device, region) in holders.iter().filter(|(_, region)| !region.is_empty()) {
                 let local = array.shards().iter().position(|shard| shard.device == device);
                 if let Some(local) = local {
-                    own.push(OwnShard { leaf: index, region: region.clone(), dtypes: [from, to] });
+                    let (shape, region) = (array.shape().to_vec(), region.clone());
+                    own.push(OwnShard { leaf: index, shape, region, dtypes: [from, to] });
                     places.push((index, local));
                 }
             }
@@ -486,7 +487,12 @@ impl Source for Held<'_> {
     fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>) {
         let Some((index, own, bits)) = self.own(piece, common) else { return };
         let (common, item) = (piece.in_source(common), own.dtypes[1].size());
-        let hash = hash(bits, &own.region, &common, &piece.from_shape, item);
+        let known = self.versions.last().and_then(|one| one.hashes[index].get(&common).copied());
+        let hash = known.unwrap_or_else(|| {
+            // Next time it is computed while the bits are in the cache.
+            self.shared.store.hash(index, common.clone());
+            hash(bits, &own.region, &common, &piece.from_shape, item)
+        });
         to.extend(hash.to_le_bytes());
         if !changes {
             return;

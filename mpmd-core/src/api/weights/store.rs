@@ -1,17 +1,19 @@
 //! The versions that a process of a publisher has: their bits, and the elements that have changed
 //! from each version to the next.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, now};
+use mpmd_device::cpu::bits::each_changed;
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 use mpmd_transport::memory::{Arena, OutOfMemory};
 use mpmd_transport::{Pool, SharedBuffer};
 
-use super::bits::{Places, cast};
+use super::bits::{Places, cast, hash};
 
 /// Number of versions whose bits are kept: processes may be a version apart.
 const VERSIONS: usize = 2;
@@ -24,6 +26,8 @@ const SLICE: usize = 256 << 10;
 #[derive(Clone, Debug)]
 pub(super) struct OwnShard {
     pub(super) leaf: usize,
+    /// The shape of the leaf.
+    pub(super) shape: Vec<usize>,
     pub(super) region: Region,
     /// The dtypes on the trainer's device and on the way.
     pub(super) dtypes: [DType; 2],
@@ -35,6 +39,8 @@ pub(super) struct Version {
     /// The number of the version before.
     before: Option<u64>,
     pub(super) bits: Vec<SharedBuffer>,
+    /// The hashes of the regions that links have asked for.
+    pub(super) hashes: Vec<HashMap<Region, u64>>,
 }
 
 /// The elements that changed from one version to the next, by own shard.
@@ -60,6 +66,8 @@ struct State {
     /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
     pins: Vec<u64>,
     pinned: Vec<Arc<Version>>,
+    /// The regions of own shards whose hashes links need.
+    hashed: BTreeMap<usize, HashSet<Region>>,
     steps: VecDeque<Step>,
     /// Why there will be no further version.
     ended: Option<String>,
@@ -93,14 +101,20 @@ impl Store {
         number: u64,
         mut next: impl FnMut(usize) -> Result<SharedBuffer, String>,
     ) -> Result<(), String> {
-        let last = self.state.lock().versions.back().cloned();
+        let (last, hashed) = {
+            let state = self.state.lock();
+            (state.versions.back().cloned(), state.hashed.clone())
+        };
         let last = last.filter(|_| self.tracks_changes);
-        let (mut bits, mut places) = (Vec::new(), Vec::new());
+        let (mut bits, mut places, mut hashes) = (Vec::new(), Vec::new(), Vec::new());
         for (index, shard) in self.shards.iter().enumerate() {
             let values = next(index)?;
             let old = last.as_ref().map(|last| &*last.bits[index]);
             let failed = |why: OutOfMemory| why.to_string();
-            let (new, changed) = self.copy(shard.dtypes, &values, old).map_err(failed)?;
+            let hashed = hashed.get(&index).into_iter().flatten();
+            let mut own = hashed.map(|region| (region.clone(), 0)).collect();
+            let (new, changed) = self.copy(shard, &values, old, &mut own).map_err(failed)?;
+            hashes.push(own);
             bits.push(new);
             places.push(changed);
         }
@@ -114,7 +128,7 @@ impl Store {
             }
         }
         let before = state.versions.back().map(|version| version.number);
-        state.versions.push_back(Arc::new(Version { number, before, bits }));
+        state.versions.push_back(Arc::new(Version { number, before, bits, hashes }));
         if state.versions.len() > VERSIONS
             && let Some(gone) = state.versions.pop_front()
             && gone.is_pinned(&state.pins)
@@ -126,25 +140,46 @@ impl Store {
         Ok(())
     }
 
-    /// Returns values in their dtype on the way, and the places that differ from `old`.
+    /// Returns values in their dtype on the way, and the places that differ from `old`. Adds to the
+    /// hashes of regions.
     fn copy(
         &self,
-        [from, to]: [DType; 2],
+        OwnShard { shape, region, dtypes: [from, to], .. }: &OwnShard,
         values: &[u8],
         old: Option<&[u8]>,
+        hashes: &mut HashMap<Region, u64>,
     ) -> Result<(SharedBuffer, Places), OutOfMemory> {
-        let mut new = self.memory.allocate(values.len() / from.size() * to.size())?;
-        let (elements, mut places) = (SLICE / from.size(), Places::default());
-        let slices = values.chunks(elements * from.size());
-        for (i, (values, new)) in slices.zip(new.chunks_mut(elements * to.size())).enumerate() {
-            cast(from, values, to, new);
+        let (from_item, item) = (from.size(), to.size());
+        let mut new = self.memory.allocate(values.len() / from_item * item)?;
+        // Some rows of the first dimension at once.
+        let rows = region.shape().first().copied().unwrap_or(1);
+        let row = region.elements() / rows.max(1);
+        let each = (SLICE / (from_item * row.max(1))).clamp(1, rows.max(1));
+        let (slices, mut places) =
+            (values.chunks((each * row * from_item).max(1)), Places::default());
+        let news = new.chunks_mut((each * row * item).max(1));
+        for (i, (values, new)) in slices.zip(news).enumerate() {
+            cast(*from, values, *to, new);
+            let first = i * each;
+            if !hashes.is_empty() {
+                let slice = rows_of(region, first..(first + each).min(rows));
+                for (hashed, sum) in hashes.iter_mut() {
+                    let common = hashed.intersect(&slice);
+                    let own = common.map(|common| hash(new, &slice, &common, shape, item));
+                    *sum = sum.wrapping_add(own.unwrap_or(0));
+                }
+            }
             if let Some(old) = old {
-                let old = &old[i * elements * to.size()..][..new.len()];
-                let changed = Places::of_changes(old, new, to.size());
-                changed.iter().for_each(|place| places.push(i * elements + place));
+                let old = &old[first * row * item..][..new.len()];
+                each_changed(old, new, item, |place| places.push(first * row + place));
             }
         }
         Ok((new.freeze(), places))
+    }
+
+    /// Has the hash of a region of an own shard computed with each version to come.
+    pub(super) fn hash(&self, shard: usize, region: Region) {
+        self.state.lock().hashed.entry(shard).or_default().insert(region);
     }
 
     /// Waits for a version above `above`, and if `pin` is set until that one or a later one has been
@@ -224,6 +259,15 @@ impl Store {
     }
 }
 
+/// Returns some rows of the first dimension of a region.
+fn rows_of(region: &Region, rows: Range<usize>) -> Region {
+    let first = |(dim, range): (usize, Range<usize>)| match dim {
+        0 => range.start + rows.start..range.start + rows.end,
+        _ => range,
+    };
+    Region::new(region.ranges().enumerate().map(first).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -232,7 +276,8 @@ mod tests {
 
     fn store() -> Store {
         let dtypes = [DType::F32, DType::Bf16];
-        let shard = OwnShard { leaf: 0, region: Region::full(&[3]), dtypes };
+        let (region, shape) = (Region::full(&[3]), vec![3]);
+        let shard = OwnShard { leaf: 0, shape, region, dtypes };
         Store::new(vec![shard], true)
     }
 
@@ -280,6 +325,21 @@ mod tests {
         assert_eq!(store.get(20).unwrap().number, 20);
         store.unpin(15);
         assert!(store.get(20).is_none());
+    }
+
+    #[test]
+    fn hashes_are_those_of_the_bits() {
+        let (region, shape) = (Region::new(vec![1..401, 0..700]), vec![402, 700]);
+        let part = Region::new(vec![130..399, 3..650]);
+        let dtypes = [DType::F32, DType::Bf16];
+        let shard = OwnShard { leaf: 0, shape: shape.clone(), region: region.clone(), dtypes };
+        let store = Store::new(vec![shard], true);
+        store.hash(0, part.clone());
+        let bytes: Vec<u8> = (0..400 * 700u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        store.add(1, |_| Ok(bytes.clone().into())).unwrap();
+        let version = store.get(1).unwrap();
+        let expected = hash(&version.bits[0], &region, &part, &shape, 2);
+        assert_eq!(version.hashes[0][&part], expected);
     }
 
     #[test]

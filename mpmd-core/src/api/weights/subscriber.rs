@@ -448,7 +448,7 @@ impl Taking {
         let avals = Arc::new(avals.collect::<Vec<_>>());
         // The bits of the last version outlive a link, and the job of its publisher.
         let memory = Pool::new("bits of a subscription", None);
-        let mut bits = HashMap::new();
+        let (mut bits, mut base) = (HashMap::new(), None);
         for invitation in invitations.iter() {
             let first: usize = invitation.devices[..invitation.publishers].iter().sum();
             let mut taker = Taker {
@@ -457,6 +457,7 @@ impl Taking {
                 first: first as u32,
                 memory: &memory,
                 bits: &mut bits,
+                base: &mut base,
                 fresh: HashMap::new(),
                 refused: (0, 0),
             };
@@ -501,6 +502,8 @@ struct Taker<'a> {
     /// The bits of the last whole version, if they are kept, and of the one that comes.
     bits: &'a mut Bits,
     fresh: Bits,
+    /// The version whose bits all processes keep.
+    base: &'a mut Option<u64>,
     /// The version that was refused last, and how often.
     refused: (u64, u32),
 }
@@ -556,8 +559,7 @@ impl Target for Taker<'_> {
                 // A version may be damaged on its way once; it is not asked for a third time.
                 let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
                 let above = version.max(given_up);
-                let base = version.filter(|_| !self.bits.is_empty());
-                return Ask { above, base, has_room, has_ended };
+                return Ask { above, base: *self.base, has_room, has_ended };
             }
             self.taking.shared.sleep(LOOK);
         }
@@ -641,7 +643,8 @@ impl Target for Taker<'_> {
             (None, _) => (0, 0),
         };
         // After a refusal all bits are asked for.
-        *self.bits = if self.taking.changes && refused.is_none() { fresh } else { Bits::new() };
+        let keeps = self.taking.changes && refused.is_none();
+        (*self.bits, *self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
         self.taking.intake.end(number, refused);
         self.taking.shared.note(|state| {
             state.bytes = bytes;
@@ -656,8 +659,9 @@ impl Target for Taker<'_> {
                 }
             }
         });
-        if let Some(why) = refused {
-            tracing::warn!("version {number} was refused: {why}");
+        match refused {
+            None => tracing::info!(version = number, bytes, "a version was taken"),
+            Some(why) => tracing::warn!("version {number} was refused: {why}"),
         }
     }
 }
