@@ -5,6 +5,7 @@
 //! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use mpmd::object::MpmdObject;
 use mpmd::pipeline::{Microbatch, Pipeline};
 use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
+use mpmd::weights::{Subscribing, Subscription, Wanted};
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::{now, since};
 
@@ -26,22 +28,22 @@ use crate::decoder::{Part, Rows};
 use crate::load::{Load, Loaded};
 use crate::over::Over;
 use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
-use crate::versions::{Loading, Versions};
+use crate::versions::{Arrival, Loading, Versions, take_folder};
 
 /// A model for inference: each stage has its weights, packed, and its caches.
 pub struct Inference {
     pipeline: Pipeline<MpmdArray, MpmdArray>,
-    pub(crate) loads: Vec<Load>,
-    pub(crate) meshes: Vec<Mesh>,
+    loads: Vec<Load>,
+    meshes: Vec<Mesh>,
     room: Room,
     positions: usize,
     /// The place of choices for [`Inference::read`].
-    pub(crate) reader: Mesh,
+    reader: Mesh,
     owner: ProcessId,
     /// The versions of the weights.
-    pub(crate) versions: Versions,
+    versions: Versions,
     /// The weights of a folder that are being read.
-    pub(crate) loading: Option<Loading>,
+    loading: Option<Loading>,
 }
 
 /// The choices of a pass, where they will be.
@@ -126,6 +128,61 @@ impl Inference {
             self.pipeline.state(stage, &load.issue(p, mesh)?)?;
         }
         Ok(())
+    }
+
+    /// Returns the versions of the weights.
+    pub fn versions(&self) -> &Versions {
+        &self.versions
+    }
+
+    /// Subscribes to the weights of a trainer, in the dtypes of this inference. A version is packed
+    /// on threads of the subscription. It is [`Versions::newest`] on process 0 once every process
+    /// has it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::subscribe_with`].
+    pub fn subscribe(&self, p: &mut Program, subscribing: Subscribing) -> Result<Subscription> {
+        let wanted: Result<Vec<Vec<Wanted>>> = self.loads.iter().map(Load::wanted).collect();
+        let intake = Box::new(Arrival::new(p, &self.loads, &self.versions));
+        p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
+    }
+
+    /// Forgets the weights of a version on this process. No later pass may have it.
+    pub fn retire(&mut self, version: u64) {
+        for load in &self.loads {
+            load.retire(version);
+        }
+    }
+
+    /// Reads the weights of another folder as a version, for passes of this process. Blocks. The
+    /// folder's model must be the same.
+    ///
+    /// # Errors
+    ///
+    /// If the folder is invalid, or its model has another config.
+    pub fn read_weights(&self, p: &Program, folder: &Path, version: u64) -> Result<()> {
+        take_folder(&self.loads, p.topology().devices_of(p.process()), folder, version)
+    }
+
+    /// Begins to read the weights of another folder as a version, on threads of their own. Every
+    /// process must call it, and [`poll`](Self::poll) while [`Versions::is_loading`] on process 0.
+    pub fn load_weights(&mut self, p: &Program, folder: &Path, version: u64) {
+        let what = (folder, version);
+        self.loading = Some(Loading::begin(p, &self.loads, &self.versions, what));
+    }
+
+    /// Issues that process 0 hears whether every process has read the weights. Then
+    /// [`Versions::newest`] is their version there, or [`Versions::failure`] says why not.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::device_put`].
+    pub fn poll(&mut self, p: &mut Program) -> Result<()> {
+        match &mut self.loading {
+            Some(loading) => loading.poll(p, &self.meshes, &self.reader, &self.versions),
+            None => Ok(()),
+        }
     }
 
     /// Returns the number of tokens of one sequence for which there are blocks.

@@ -47,8 +47,8 @@ pub struct SubscribeArgs {
     /// HOST:PORT
     #[arg(long, value_name = "ADDRESS", requires = "weights_secret")]
     pub subscribe: Option<String>,
-    /// Take only the elements that have changed, where these are fewer bytes; each process keeps the
-    /// last version once more
+    /// Take only the elements that have changed, where these are fewer bytes; each process keeps
+    /// the last version once more
     #[arg(long, requires = "subscribe")]
     pub subscribe_changes: bool,
     /// File with a secret of at least 32 bytes, the same as that of the training; no other user may

@@ -11,12 +11,12 @@ use half::{bf16, f16};
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
-use mpmd::weights::{Intake, Received, Subscribing, Subscription, Wanted};
+use mpmd::topology::Mesh;
+use mpmd::weights::{Intake, Received};
 use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 use mpmd_base::block::Mutex;
 
 use crate::folder::Folder;
-use crate::inference::Inference;
 use crate::load::{Load, Source};
 
 /// Words of the state of a device that reads a folder: the state, the number of bytes of a reason,
@@ -87,7 +87,7 @@ impl Versions {
 }
 
 /// Takes the versions of a subscription.
-struct Arrival {
+pub(crate) struct Arrival {
     loads: Vec<Load>,
     devices: Vec<DeviceId>,
     versions: Versions,
@@ -166,52 +166,27 @@ pub(crate) struct Loading {
     states: Option<Vec<MpmdArray>>,
 }
 
-impl Inference {
-    /// Returns the versions of the weights.
-    pub fn versions(&self) -> &Versions {
-        &self.versions
-    }
-
-    /// Subscribes to the weights of a trainer, in the dtype of this inference: `bf16` or `f32`. A
-    /// version is packed on threads of the subscription. It is [`Versions::newest`] on process 0
-    /// once every process has it.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Program::subscribe_with`].
-    pub fn subscribe(&self, p: &mut Program, subscribing: Subscribing) -> Result<Subscription> {
-        let wanted: Result<Vec<Vec<Wanted>>> = self.loads.iter().map(Load::wanted).collect();
-        let (loads, versions) = (self.loads.clone(), self.versions.clone());
-        let devices = p.topology().devices_of(p.process()).to_vec();
+impl Arrival {
+    /// Creates the intake of a subscription on this process.
+    pub(crate) fn new(p: &Program, loads: &[Load], versions: &Versions) -> Self {
         let none = Err("the publisher has not been found yet".to_owned());
         *versions.0.publisher.lock() = Some(none);
-        let intake = Box::new(Arrival { loads, devices, versions });
-        p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
+        let devices = p.topology().devices_of(p.process()).to_vec();
+        Self { loads: loads.to_vec(), devices, versions: versions.clone() }
     }
+}
 
-    /// Forgets the weights of a version on this process. No later pass may have it.
-    pub fn retire(&mut self, version: u64) {
-        for load in &self.loads {
-            load.retire(version);
-        }
-    }
-
-    /// Reads the weights of another folder as a version, for passes of this process. Blocks. The
-    /// folder's model must be the same.
-    ///
-    /// # Errors
-    ///
-    /// If the folder is invalid, or its model has another config.
-    pub fn read_weights(&self, p: &Program, folder: &Path, version: u64) -> Result<()> {
-        take_folder(&self.loads, p.topology().devices_of(p.process()), folder, version)
-    }
-
-    /// Begins to read the weights of another folder as a version, on threads of their own. Every
-    /// process must call it, and [`poll`](Self::poll) while [`Versions::is_loading`] on process 0.
-    pub fn load_weights(&mut self, p: &Program, folder: &Path, version: u64) {
-        self.versions.0.is_loading.store(true, Ordering::Release);
+impl Loading {
+    /// Begins to read the weights of a folder on this process, on a thread of its own.
+    pub(crate) fn begin(
+        p: &Program,
+        loads: &[Load],
+        versions: &Versions,
+        (folder, version): (&Path, u64),
+    ) -> Self {
+        versions.0.is_loading.store(true, Ordering::Release);
         let result = Arc::new(Mutex::new(None));
-        let (path, loads, to) = (folder.to_owned(), self.loads.clone(), result.clone());
+        let (path, loads, to) = (folder.to_owned(), loads.to_vec(), result.clone());
         let devices = p.topology().devices_of(p.process()).to_vec();
         let read = move || {
             let loaded = take_folder(&loads, &devices, &path, version);
@@ -221,46 +196,54 @@ impl Inference {
         if let Err(why) = builder.spawn(read) {
             *result.lock() = Some(Err(why.to_string()));
         }
-        self.loading = Some(Loading { version, result, states: None });
+        Self { version, result, states: None }
     }
 
-    /// Issues that process 0 hears whether every process has read the weights. Then
-    /// [`Versions::newest`] is their version there, or [`Versions::failure`] says why not.
+    /// Issues that the reader hears the states of these devices. Tells `versions` there if the last
+    /// states say that all have ended.
     ///
     /// # Errors
     ///
     /// As for [`Program::device_put`].
-    pub fn poll(&mut self, p: &mut Program) -> Result<()> {
-        let Some(loading) = &mut self.loading else { return Ok(()) };
-        if let Some(states) = loading.states.take_if(|all| all.iter().all(MpmdArray::is_complete))
+    pub(crate) fn poll(
+        &mut self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        reader: &Mesh,
+        versions: &Versions,
+    ) -> Result<()> {
+        if let Some(states) = self.states.take_if(|all| all.iter().all(MpmdArray::is_complete))
             && let Some(ended) = ended(&states)?
         {
             match ended {
-                Ok(()) => self.versions.arrive(loading.version),
-                Err(why) => self.versions.refuse(format!("version {}: {why}", loading.version)),
+                Ok(()) => versions.arrive(self.version),
+                Err(why) => versions.refuse(format!("version {}: {why}", self.version)),
             }
-            self.versions.0.is_loading.store(false, Ordering::Release);
+            versions.0.is_loading.store(false, Ordering::Release);
         }
         let mut states = Vec::new();
-        for device in self.meshes.iter().flat_map(|mesh| mesh.devices()) {
+        for device in meshes.iter().flat_map(|mesh| mesh.devices()) {
             let aval = ShapedArray::try_new(&[STATE], DType::U32)?;
-            let (on, result) = (Sharding::single_device(*device), loading.result.clone());
+            let (on, result) = (Sharding::single_device(*device), self.result.clone());
             let own = p.array_from_fn(aval, on, move |_, mut view| {
                 write_state(result.lock().as_ref(), view.as_mut_slice::<u32>()?);
                 Ok(())
             })?;
-            states.push(p.device_put(&own, self.reader.replicated())?);
+            states.push(p.device_put(&own, reader.replicated())?);
         }
         // An earlier question that has not been answered stays.
-        if loading.states.is_none() {
-            loading.states = Some(states);
-        }
+        self.states.get_or_insert(states);
         Ok(())
     }
 }
 
 /// Takes a version of the weights from a folder, whose model must be the same.
-fn take_folder(loads: &[Load], devices: &[DeviceId], path: &Path, version: u64) -> Result<()> {
+pub(crate) fn take_folder(
+    loads: &[Load],
+    devices: &[DeviceId],
+    path: &Path,
+    version: u64,
+) -> Result<()> {
     let folder = Folder::open(path)?;
     if loads.iter().any(|load| load.folder.config() != folder.config()) {
         let path = path.display();

@@ -127,10 +127,10 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
         .rate(Rate::Constant(args.lr));
 
     // The way of the weights: published as bf16, taken in the server's own layout.
-    let token = p.broadcast_value(ProcessId(0), String::new(), || {
-        Token::random()
-            .map(|token| token.to_hex())
-            .map_err(|why| Error::Environment(why.to_string()))
+    let none = Token::new([0; 32]).to_hex();
+    let token = p.broadcast_value(ProcessId(0), none, || {
+        let token = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
+        Ok(token.to_hex())
     })?;
     let token: Token = token.parse()?;
     let publication = Publication::new(NAME, token.clone()).changes(false);

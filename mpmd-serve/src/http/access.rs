@@ -64,7 +64,8 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
     match equal.fold(Choice::from(0), |any, is_equal| any | is_equal).into() {
         true => Ok(()),
         false => {
-            let why = "expected a key of this server for the endpoint in the header `Authorization: Bearer`";
+            let why = "expected a key of this server for the endpoint in the header \
+                       `Authorization: Bearer`";
             Err(Failure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
         }
     }

@@ -71,7 +71,11 @@ pub(super) async fn is_paused(State(shared): Shares) -> Json<Value> {
 
 pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
     let WeightInfo { version, label, old, requests, failure, publisher } = shared.queue.weights();
-    let one = |version: u64, label: &str, requests: usize| json!({ "version": version, "weight_version": label, "requests": requests });
+    let one = |version: u64, label: &str, requests: usize| {
+        let mut one = json!({ "version": version, "requests": requests });
+        one["weight_version"] = label.into();
+        one
+    };
     let mut info = one(version, &label, requests[0]);
     info["old"] = old.map_or(Value::Null, |(old, label)| one(old, &label, requests[1]));
     info["failure"] = failure.into();
@@ -112,8 +116,8 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
     Ok(Json(json!({ "version": version, "weight_version": &*label })).into_response())
 }
 
-/// Returns the path of a folder without symbolic links, if it is one of `folders` or within one. Says the
-/// same of folders that do not exist and of those elsewhere.
+/// Returns the path of a folder without symbolic links, if it is one of `folders` or within one.
+/// Says the same of folders that do not exist and of those elsewhere.
 fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
     let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));
     let found = Path::new(path).canonicalize().ok();

@@ -198,7 +198,10 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
             _ = trainer.step(p, batch.into_iter().collect::<Result<Vec<_>>>()?)?;
             weights.publish(p, step + 1, trainer.pipeline())?;
             let to = checkpoints.path().join((step + 1).to_string());
-            p.broadcast_value(ProcessId(0), (), || Ok(std::fs::create_dir_all(&to).unwrap()))?;
+            p.broadcast_value(ProcessId(0), (), || {
+                std::fs::create_dir_all(&to).unwrap();
+                Ok(())
+            })?;
             let params = merged(p, trainer.pipeline(), None)?;
             save(p, &folder, &params, &to)?;
         }

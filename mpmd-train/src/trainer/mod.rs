@@ -141,10 +141,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// of updates and the pipeline: for instance to [publish](mpmd_core::weights::Publisher) its
     /// parameters. Its error ends the training.
     #[must_use]
-    pub fn after_step(
-        mut self,
-        f: impl FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send + 'static,
-    ) -> Self {
+    pub fn after_step<F>(mut self, f: F) -> Self
+    where
+        F: FnMut(&mut Program, u64, &Pipeline<In, Loss<MpmdArray>>) -> Result<()> + Send + 'static,
+    {
         self.after_step = Some(Box::new(f));
         self
     }

@@ -20,7 +20,7 @@ fn token() -> Token {
 
 /// Returns an element of a version: one in 50 changes with it.
 fn element(version: u64, leaf: usize, index: u64) -> f32 {
-    let own = if (index + version) % 50 == 0 { version } else { version / 8 };
+    let own = if (index + version).is_multiple_of(50) { version } else { version / 8 };
     ((index * 31 + own * 7 + leaf as u64) % 251) as f32
 }
 

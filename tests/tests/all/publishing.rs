@@ -36,8 +36,8 @@ impl Ends {
 /// Returns the last number that a process has said after this word.
 fn last(job: &mut Job, process: usize, word: &str) -> u64 {
     let output = job.output(process).unwrap();
-    let numbers = output.lines().filter_map(|line| line.strip_prefix(word)?.trim().parse().ok());
-    numbers.last().unwrap_or(0)
+    let said = output.lines().rev().find_map(|line| line.strip_prefix(word)?.trim().parse().ok());
+    said.unwrap_or(0)
 }
 
 /// Waits until both processes of a job have said a number from `least` on after this word.
@@ -89,7 +89,7 @@ fn wait_for_link(job: &mut Job, is_linked: bool) {
     let said = format!("linked {is_linked}");
     let lacks = |job: &mut Job, process: usize| {
         let output = job.output(process).unwrap();
-        output.lines().filter(|line| line.starts_with("linked")).next_back() != Some(&*said)
+        output.lines().rfind(|line| line.starts_with("linked")) != Some(&*said)
     };
     while (0..2).any(|process| lacks(job, process)) {
         assert!(start.elapsed() < SOON, "{said}:\n{}", job.report());

@@ -33,8 +33,8 @@ pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
 /// Returns the hash of the elements of `piece` in an array of this shape. `values` are the elements
 /// of `region`, row-major.
 ///
-/// It is the [`sum_of_words`] of four bytes, or of one or two of smaller elements, whose keys depend
-/// on the word's place in the array. So hashes of disjoint pieces add
+/// It is the [`sum_of_words`] of four bytes, or of one or two of smaller elements, whose keys
+/// depend on the word's place in the array. So hashes of disjoint pieces add
 /// up to that of their union, and the same values have the same hash in any layout. A change of one
 /// word always changes the hash. It guards against mistakes, not against malice.
 ///
@@ -240,13 +240,13 @@ mod tests {
             assert_eq!(sum, whole, "{item}");
         }
         assert_eq!(hash(&[7, 0], &region(&[]), &region(&[]), &[], 2), sum_of_words(&[7, 0], 2, 0));
-        assert_eq!(hash(&[], &region(&[0..0]), &region(&[0..0]), &[9], 2), 0);
+        assert_eq!(hash(&[], &Region::full(&[0]), &Region::full(&[0]), &[9], 2), 0);
     }
 
     #[test]
     fn every_bit_and_every_swap_changes_the_hash() {
         let values: Vec<u8> = (0..9000).map(|i| (i * 31 / 5) as u8).collect();
-        let full = region(&[0..4500]);
+        let full = Region::full(&[4500]);
         let of = |values: &[u8]| hash(values, &full, &full, &[4500], 2);
         let whole = of(&values);
         for byte in (0..9000).step_by(7) {

@@ -125,7 +125,9 @@ pub(super) fn pieces(offered: &[Offered], asked: &[Asked]) -> Result<Vec<Piece>,
                 return Err(format!("{}: its parts at {other} and {own} overlap", leaf.name));
             }
             filled.push(own);
-            pieces.push(piece);
+            if piece.aval.elements() > 0 {
+                pieces.push(piece);
+            }
         }
         let elements: usize = filled.iter().map(Region::elements).sum();
         if elements != leaf.shape.iter().product::<usize>() {
@@ -192,6 +194,9 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
         }
     }
     // A process without a device of the leaf has no part in it.
+    if targets.is_empty() && aval.elements() > 0 {
+        return Err(format!("{name}: it is wanted on no device"));
+    }
     if targets.iter().skip(1).any(|layer| layer.len() != targets[0].len()) {
         return Err(format!("{name}: its regions have unequal numbers of replicas"));
     }

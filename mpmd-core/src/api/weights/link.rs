@@ -49,17 +49,17 @@ pub(super) struct Ask {
 }
 
 /// The bytes that a target device gets of a piece: all, or some places with new values.
-pub(super) enum Arrived<'a> {
+pub(super) enum Arrived {
     Whole(SharedBuffer),
     /// As [`write_changes`](super::bits::write_changes) has written them, for each source.
-    Changes(Vec<(Region, &'a [u8])>),
+    Changes(Vec<(Region, SharedBuffer)>),
 }
 
 /// The part of a publisher's process in a link.
 pub(super) trait Source {
     fn offered(&self) -> Vec<Offered>;
-    /// Returns the versions above `above`, and holds them until the next call. Waits for one at most
-    /// for `timeout`. An error ends the link in order.
+    /// Returns the versions above `above`, and holds them until the next call. Waits for one at
+    /// most for `timeout`. An error ends the link in order.
     fn wait(
         &mut self,
         above: Option<u64>,
@@ -88,7 +88,7 @@ pub(super) trait Target {
         &mut self,
         piece: (usize, &Piece),
         device: DeviceId,
-        arrived: Arrived<'_>,
+        arrived: Arrived,
         hash: u64,
     ) -> std::result::Result<(), String>;
     /// Takes the version whose pieces have arrived.
@@ -136,6 +136,23 @@ struct Link {
     pieces: Vec<Piece>,
     /// The version that the publisher's processes keep.
     pin: Cell<Option<u64>>,
+}
+
+/// What is on its way to a subscriber's process.
+struct Arrivals<'a> {
+    /// For each piece, if its changes come, and not all of it.
+    changed: &'a [bool],
+    notes: &'a Notes,
+    notes_here: BTreeMap<(DeviceId, DeviceId), AsyncBuffer>,
+    /// The pieces on devices of this process.
+    here: HashMap<(usize, DeviceId), AsyncBuffer>,
+}
+
+/// What the notes say about a piece on a device.
+#[derive(Default)]
+struct About {
+    hash: u64,
+    changes: Vec<(Region, SharedBuffer)>,
 }
 
 /// The note from a device to another: the pieces that it is about, with their common regions.
@@ -290,7 +307,6 @@ impl Link {
             to.push(Sharding::enumerated(piece.targets[0].clone())?);
             moving.push(index);
         }
-        let mut bytes = 0;
         let first = p.reshard(&arrays, to, Default::default())?;
         let mut here: HashMap<(usize, DeviceId), AsyncBuffer> = HashMap::new();
         let mut note = |index: usize, array: &MpmdArray| {
@@ -305,54 +321,65 @@ impl Link {
             }
         }
         let notes_here = self.move_notes(p, side, changed, notes)?;
-        let local = |(_, to): &&(DeviceId, DeviceId)| p.runtime.local_index(*to).is_some();
-        let mut refused = None;
-        if let Side::Subscriber(target) = side {
-            let mut about: BTreeMap<(DeviceId, usize), (u64, Vec<(Region, SharedBuffer)>)> =
-                BTreeMap::new();
-            for key in notes.keys().filter(local) {
-                let note = arrived(p, &notes_here[key], at)?;
-                bytes += note.len() as u64;
-                let damaged = || Error::Environment("a note of a version is damaged".to_owned());
-                let mut rest = &note[..];
-                for (index, common) in &notes[key] {
-                    let (hash, more) = rest.split_first_chunk::<8>().ok_or_else(damaged)?;
-                    rest = more;
-                    let (sum, changes) = about.entry((key.1, *index)).or_default();
-                    *sum = sum.wrapping_add(u64::from_le_bytes(*hash));
-                    if changed[*index] {
-                        let (len, more) = rest.split_first_chunk::<8>().ok_or_else(damaged)?;
-                        let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
-                        let start = note.len() - more.len();
-                        rest = more.split_at_checked(len).ok_or_else(damaged)?.1;
-                        changes.push((common.clone(), note.slice(start..start + len)));
-                    }
-                }
-            }
-            for ((device, index), (hash, changes)) in about {
-                let arrived = match changed[index] {
-                    true => {
-                        let changes =
-                            changes.iter().map(|(common, bytes)| (common.clone(), &**bytes));
-                        Arrived::Changes(changes.collect())
-                    }
-                    false => {
-                        let whole = arrived(p, &here[&(index, device)], at)?;
-                        bytes += whole.len() as u64;
-                        Arrived::Whole(whole)
-                    }
-                };
-                if refused.is_none() {
-                    let piece = (index, &self.pieces[index]);
-                    refused = target.piece(piece, device, arrived, hash).err();
-                }
-            }
-            drop((here, first));
-            if refused.is_none() {
-                refused = target.take(number, &self.pieces).err();
+        // The arrays are given up first: loans go back before the publisher makes another version.
+        drop(first);
+        match side {
+            Side::Publisher(_) => Ok((0, None)),
+            Side::Subscriber(target) => {
+                let arrivals = Arrivals { changed, notes, notes_here, here };
+                self.take(p, *target, number, arrivals)
             }
         }
-        // Loans go back before the publisher makes the next version.
+    }
+
+    /// Waits for a version, and has the subscriber take it. Returns the bytes that this process has
+    /// got, and the reason why it does not take the version.
+    fn take(
+        &self,
+        p: &Program,
+        target: &mut dyn Target,
+        number: u64,
+        Arrivals { changed, notes, notes_here, mut here }: Arrivals<'_>,
+    ) -> Result<(u64, Option<String>)> {
+        let damaged = || Error::Environment("a note of a version is damaged".to_owned());
+        let (mut bytes, mut about) = (0, BTreeMap::<(DeviceId, usize), About>::new());
+        for (key, slot) in &notes_here {
+            let note = arrived(p, slot)?;
+            bytes += note.len() as u64;
+            let mut rest = &note[..];
+            for (index, common) in &notes[key] {
+                let hash = take_word(&mut rest).ok_or_else(damaged)?;
+                let about = about.entry((key.1, *index)).or_default();
+                about.hash = about.hash.wrapping_add(hash);
+                if changed[*index] {
+                    let len = take_word(&mut rest).ok_or_else(damaged)?;
+                    let start = note.len() - rest.len();
+                    let (own, more) = usize::try_from(len)
+                        .ok()
+                        .and_then(|len| rest.split_at_checked(len))
+                        .ok_or_else(damaged)?;
+                    rest = more;
+                    about.changes.push((common.clone(), note.slice(start..start + own.len())));
+                }
+            }
+        }
+        let mut refused = None;
+        for ((device, index), About { hash, changes }) in about {
+            let arrived = match changed[index] {
+                true => Arrived::Changes(changes),
+                false => {
+                    let slot = here.remove(&(index, device)).ok_or_else(damaged)?;
+                    let whole = arrived(p, &slot)?;
+                    bytes += whole.len() as u64;
+                    Arrived::Whole(whole)
+                }
+            };
+            if refused.is_none() {
+                let piece = (index, &self.pieces[index]);
+                refused = target.piece(piece, device, arrived, hash).err();
+            }
+        }
+        let refused = refused.or_else(|| target.take(number, &self.pieces).err());
         Ok((bytes, refused))
     }
 
@@ -406,12 +433,8 @@ fn publishers_to(processes: usize, publishers: usize) -> impl Iterator<Item = Pr
 }
 
 /// Waits for a buffer.
-fn arrived(
-    p: &Program,
-    slot: &AsyncBuffer,
-    at: &'static Location<'static>,
-) -> Result<SharedBuffer> {
-    let runtime = &p.runtime;
+fn arrived(p: &Program, slot: &AsyncBuffer) -> Result<SharedBuffer> {
+    let (runtime, at) = (&p.runtime, Location::caller());
     let _doing = runtime.status.enter(Doing::Waiting("a version of published arrays", at));
     loop {
         // The router reports a silent sender. This timeout only wakes this process's wait.
@@ -420,6 +443,13 @@ fn arrived(
             return outcome.map_err(Error::failed);
         }
     }
+}
+
+/// Takes a word off the front of a note.
+fn take_word(rest: &mut &[u8]) -> Option<u64> {
+    let (word, more) = rest.split_first_chunk::<8>()?;
+    *rest = more;
+    Some(u64::from_le_bytes(*word))
 }
 
 impl Program {

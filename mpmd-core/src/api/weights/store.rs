@@ -182,8 +182,8 @@ impl Store {
         self.state.lock().hashed.entry(shard).or_default().insert(region);
     }
 
-    /// Waits for a version above `above`, and if `pin` is set until that one or a later one has been
-    /// made, at most for `timeout`. Returns the numbers of the versions here above `above`.
+    /// Waits for a version above `above`, and if `pin` is set until that one or a later one has
+    /// been made, at most for `timeout`. Returns the numbers of the versions here above `above`.
     ///
     /// # Errors
     ///

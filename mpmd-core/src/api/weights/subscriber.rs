@@ -514,13 +514,13 @@ impl Taker<'_> {
         &self,
         (index, piece): (usize, &Piece),
         device: DeviceId,
-        changes: Vec<(Region, &[u8])>,
+        changes: &[(Region, SharedBuffer)],
     ) -> Option<SharedBuffer> {
         let (old, item) = (self.bits.get(&(index, device))?, piece.aval.dtype().size());
         let target = piece.target_of(device)?;
         let mut new = self.memory.allocate(old.len()).ok()?;
         new.copy_from_slice(old);
-        for (common, mut bytes) in changes {
+        for (common, bytes) in changes {
             let row = common.shape();
             let change = |place: usize, value: &[u8]| {
                 let (mut left, mut at, mut step) = (place, 0, 1);
@@ -534,7 +534,7 @@ impl Taker<'_> {
                 new.get_mut(at * item..)?.get_mut(..item)?.copy_from_slice(value);
                 is_in.then_some(())
             };
-            read_changes(&mut bytes, item, change)?;
+            read_changes(&mut &bytes[..], item, change)?;
         }
         Some(new.freeze())
     }
@@ -569,14 +569,14 @@ impl Target for Taker<'_> {
         &mut self,
         (index, piece): (usize, &Piece),
         device: DeviceId,
-        arrived: Arrived<'_>,
+        arrived: Arrived,
         sum: u64,
     ) -> std::result::Result<(), String> {
         let name = &self.avals[piece.to].0;
         let bytes = match arrived {
             Arrived::Whole(bytes) => bytes,
             Arrived::Changes(changes) => self
-                .changed((index, piece), device, changes)
+                .changed((index, piece), device, &changes)
                 .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
         };
         let Some(target) = piece.target_of(device) else { return Ok(()) };
