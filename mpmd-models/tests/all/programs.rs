@@ -3,12 +3,18 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::launch::Token;
 use mpmd::testing::{ProcessEnd, Processes};
 use mpmd::train::tensors::TensorFile;
+use mpmd::weights::{Subscribing, Wanted};
+use mpmd::{MpmdArray, Program};
 
 use crate::folders::{change, change_config, copy, expected, path, read_all, text};
 
@@ -486,4 +492,67 @@ fn text_and_tokenizer_need_only_be_on_the_first_host() {
         let ends = job.wait().unwrap();
         assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
     }
+}
+
+#[test]
+fn finetune_publishes_what_it_saves() {
+    let names = ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"];
+    let folder = tempfile::tempdir().unwrap();
+    let (secret, saved) = (folder.path().join("secret"), folder.path().join("saved"));
+    fs::write(&secret, "a secret of more than thirty-two bytes").unwrap();
+    fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = format!("127.0.0.1:{port}");
+    let (model, text) = (path("plain"), text());
+    let at = |path: &Path| path.to_str().unwrap().to_owned();
+    let args = [
+        "--model",
+        &at(&model),
+        &at(&text),
+        "--stages=2",
+        "--steps=6",
+        "--publish-every=3",
+        "--time=32",
+        "--save",
+        &at(&saved),
+        "--publish",
+        &address,
+        "--weights-secret",
+        &at(&secret),
+    ];
+    let avals = names.map(|name| read_all(&model)[name].0.clone());
+    let (arrays, ends) = std::thread::scope(|scope| {
+        let program = scope.spawn(|| run(2, &args));
+        let mut p = Program::builder().alone().unwrap();
+        let all = p.mesh(&[("all", 1)]).unwrap().replicated();
+        let wanted = |at: usize, dtype| {
+            let aval = ShapedArray::new(avals[at].shape(), dtype);
+            Wanted::new(names[at], aval, all.clone())
+        };
+        let token = Token::of_secret(&fs::read(&secret).unwrap(), "model");
+        let subscribing = Subscribing::new("model", address.as_str(), token);
+        let wanted = vec![wanted(0, DType::Bf16), wanted(1, DType::F32)];
+        let mut subscription = p.subscribe(subscribing, wanted).unwrap();
+        let mut last = (0, Vec::new());
+        while last.0 < 6 {
+            assert!(subscription.wait(last.0 + 1, Duration::from_secs(100)).is_some());
+            last = subscription.next(&mut p).unwrap().unwrap_or(last);
+        }
+        assert_eq!(last.0, 6);
+        let host = |array: &MpmdArray| array.to_host().unwrap().unwrap();
+        let arrays: Vec<_> = last.1.iter().map(host).collect();
+        drop((subscription, last));
+        p.finish().unwrap();
+        (arrays, program.join().unwrap())
+    });
+    assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
+    let saved = read_all(&saved);
+    let floats = |name: &str| {
+        let (_, bytes) = &saved[name];
+        bytes.chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
+    };
+    let [matrix, vector]: [Vec<f32>; 2] = names.map(floats);
+    let rounded: Vec<half::bf16> = matrix.into_iter().map(half::bf16::from_f32).collect();
+    assert_eq!(arrays[0].to_vec::<half::bf16>().unwrap(), rounded);
+    assert_eq!(arrays[1].to_vec::<f32>().unwrap(), vector);
 }

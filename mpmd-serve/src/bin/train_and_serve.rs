@@ -150,11 +150,15 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
     }
     let waker = engine.as_ref().map(Engine::waker);
     let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;
-    // The last step, until process 0 has issued one after it.
+    // The last step, on process 0 until it has ended.
     let mut last: Option<StepHandle> = None;
     loop {
-        let is_ready = last.as_ref().is_none_or(StepHandle::is_complete);
-        let next = (is_ready && trainer.steps() < args.steps as u64).then_some(());
+        if let Some(ended) = last.take_if(|last| is_first && last.is_complete()) {
+            let report = ended.read()?;
+            say(&format!("step {}: loss {:.3}", report.step, report.loss));
+        }
+        let is_next = last.is_none() && trainer.steps() < args.steps as u64;
+        let next = is_next.then_some(());
         let turn = match p.is_dry_run() && trainer.steps() < STEPS_OF_DRY_RUN {
             true => Turn::Other(()),
             false => serving.turn(p, || next)?,
@@ -163,10 +167,6 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
             Turn::Ended => break,
             Turn::Served => continue,
             Turn::Other(()) => {}
-        }
-        if let Some(last) = last.take().filter(|_| is_first && !p.is_dry_run()) {
-            let report = last.read()?;
-            say(&format!("step {}: loss {:.3}", report.step, report.loss));
         }
         let count = schedule.microbatches();
         let at = |microbatch| At::new(0, trainer.steps() + 1, microbatch, count);

@@ -33,7 +33,11 @@ impl Serving {
     }
 
     fn start_with(args: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
+        Self::start_of(env!("CARGO_BIN_EXE_serve"), args)
+    }
+
+    fn start_of(program: &str, args: &[&str]) -> Self {
+        let mut command = Command::new(program);
         command.args(["--port", "0"]).args(args);
         let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
         let (to, lines) = mpsc::channel();
@@ -331,4 +335,30 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
         assert_eq!(answer.status, 500, "{answer:?}");
         assert!(answer.body.contains("process 1"), "{answer:?}");
     });
+}
+
+#[test]
+fn one_program_trains_and_serves() {
+    let (model, text) = (path("plain"), path("text.txt"));
+    let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
+    let args = ["--model", model, text, "--steps", "6", "--time", "24", "--tensor-parallel", "2"];
+    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args);
+    let Expected { prompt, .. } = expected("plain");
+    let ask = json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true });
+    let start = Instant::now();
+    loop {
+        let answer = serving.send("POST", "/v1/completions", &ask).json();
+        assert_eq!(answer["usage"]["completion_tokens"], 8, "{answer}");
+        if answer["weight_version"] == "6" {
+            break;
+        }
+        assert!(start.elapsed() < LONG, "{answer}");
+    }
+    let info = serving.send("GET", "/weight_info", &Value::Null).json();
+    assert_eq!((&info["failure"], &info["publisher"]), (&Value::Null, &json!("linked")), "{info}");
+    let (status, said) = serving.end();
+    assert!(
+        status.success() && said.iter().any(|line| line.starts_with("step 6: loss")),
+        "{said:?}"
+    );
 }

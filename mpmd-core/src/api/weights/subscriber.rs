@@ -471,7 +471,10 @@ impl Taking {
                 let result = link::run(&mut p, invitation.publishers, side);
                 p.conclude(result)
             });
-            let why = result.err().map(|error| error.to_string());
+            // Without the operation of the link that waited.
+            let first =
+                |error: Error| error.to_string().split("; operation").next().map(str::to_owned);
+            let why = result.err().and_then(first);
             if let Some(why) = &why
                 && !self.shared.has_ended()
             {
