@@ -17,6 +17,9 @@ use crate::api::program::{Program, join_beside};
 use crate::error::{Error, Result};
 use mpmd_base::ProcessId;
 
+/// Longest peer timeout of a link: one that is lost is soon replaced by another.
+pub(super) const LONGEST: Duration = Duration::from_secs(15);
+
 /// A call to all processes of an end.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) enum Call {
@@ -48,7 +51,7 @@ impl Invitation {
         let token: Token = token.map_err(|_| Error::Environment("an invitation".to_owned()))?;
         let process = ProcessId(process as u32);
         let how = (&self.devices[..], &*self.transport);
-        join_beside(&self.server, token, process, how, peer_timeout)
+        join_beside(&self.server, token, process, how, peer_timeout.min(LONGEST))
     }
 }
 

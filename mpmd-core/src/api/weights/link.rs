@@ -82,6 +82,9 @@ pub(super) trait Source {
 /// The part of a subscriber's process in a link.
 pub(super) trait Target {
     fn asked(&self) -> Vec<Asked>;
+    /// True if this process has given up its subscription, and not only just now: the first process
+    /// usually does so at the same time, and ends the link in order.
+    fn has_left(&self) -> bool;
     fn ask(&mut self, timeout: Duration) -> Ask;
     /// Takes what has arrived of a piece on a device, if its hash is the sum of `hashes`.
     fn piece(
@@ -167,6 +170,11 @@ impl Link {
         })?;
         if ask.has_ended {
             return Ok(false);
+        }
+        if let Side::Subscriber(target) = side
+            && target.has_left()
+        {
+            return Err(Error::Environment("a process of the subscriber has left".to_owned()));
         }
         if !ask.has_room {
             return Ok(true);

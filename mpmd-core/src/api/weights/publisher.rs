@@ -21,10 +21,11 @@ use super::link::{self, Side, Source};
 use super::store::{OwnShard, Store, Version};
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
+use crate::exec::Doing;
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_device::copy::{contiguous_bytes, copy_region};
 
-/// Time for subscribers to take the last version.
+/// Time for the last copy, and for subscribers to take it.
 const LAST: Duration = Duration::from_secs(5);
 
 /// Settings of a publication.
@@ -308,12 +309,8 @@ impl Publisher {
         if self.group.is_none() {
             return Ok(());
         }
-        let mut copying = self.shared.copying.lock();
-        while *copying > 0 {
-            self.shared.copied.wait(&mut copying);
-        }
-        *copying += 1;
-        drop(copying);
+        self.wait_for_copy(&leaves, at);
+        *self.shared.copying.lock() += 1;
         let (sender, values) = mpsc::channel();
         let mut slots = (usize::MAX, Vec::new());
         for (own, (leaf, shard)) in self.places.iter().enumerate() {
@@ -332,11 +329,19 @@ impl Publisher {
         Ok(())
     }
 
-    /// Blocks until the copy of the last version is made.
-    pub fn wait(&self) {
+    /// Blocks until the copy of the version before is made. Reports a hang after the peer timeout,
+    /// then at growing intervals.
+    fn wait_for_copy(&self, leaves: &[(String, &MpmdArray)], at: &'static Location<'static>) {
+        let Some(made) = leaves.iter().find_map(|(_, array)| array.made()) else { return };
+        let (runtime, what) = (&made.runtime, "the copy of the version before");
+        let _doing = runtime.status.enter(Doing::Waiting(what, at));
         let mut copying = self.shared.copying.lock();
         while *copying > 0 {
-            self.shared.copied.wait(&mut copying);
+            let until = now() + runtime.config.peer_timeout;
+            if self.shared.copied.wait_until(&mut copying, until).timed_out() && *copying > 0 {
+                let (me, why) = (runtime.me, runtime.doing_and_why());
+                runtime.report_hang(&format!("process {me}: {at} waits for {what}; {why}"));
+            }
         }
     }
 
@@ -348,18 +353,22 @@ impl Publisher {
 
 impl Drop for Publisher {
     fn drop(&mut self) {
-        self.wait();
+        let until = now() + LAST;
+        let mut copying = self.shared.copying.lock();
+        while *copying > 0 && !self.shared.copied.wait_until(&mut copying, until).timed_out() {}
+        // Its values may never come. Then nobody waits for the thread.
+        let is_stuck = *copying > 0;
+        drop(copying);
         self.shared.store.end("the publisher has ended".to_owned());
         // Subscribers that have room take the last version.
-        let until = now() + LAST;
         while self.shared.metrics.lock().subscribers > 0 && now() < until {
             thread::sleep(Duration::from_millis(5));
         }
         // Ends the thread of the copies, and with the group that of the links.
         (self.copies, _) = mpsc::channel();
         self.group = None;
-        for thread in std::mem::take(&mut self.threads) {
-            _ = thread.join();
+        if !is_stuck {
+            self.threads.drain(..).for_each(|thread| _ = thread.join());
         }
     }
 }

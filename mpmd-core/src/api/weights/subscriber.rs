@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
+use mpmd_base::block::{Condvar, Instant, Mutex, mpsc, now, since, thread};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
@@ -14,7 +14,7 @@ use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use mpmd_transport::{Pool, SharedBuffer};
 
 use super::bits::{hash, read_changes};
-use super::group::{Answer, Call, Group, Invitation, Members, call, wrong};
+use super::group::{Answer, Call, Group, Invitation, LONGEST, Members, call, wrong};
 use super::layouts::{Asked, Piece, Wanted};
 use super::link::{self, Arrived, Ask, Side, Target};
 use crate::api::program::Program;
@@ -27,6 +27,8 @@ use mpmd_device::copy::copy_region;
 const RETRY: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
 /// Time between two questions for room.
 const LOOK: Duration = Duration::from_millis(20);
+/// Time for which a process that has ended waits for the first process to end the link.
+const ALONE: Duration = Duration::from_secs(2);
 /// Time limit of a call of the publisher's processes.
 const CALL: Duration = Duration::from_secs(5);
 
@@ -153,6 +155,8 @@ pub struct SubscriptionState {
 
 /// A subscription to the versions of a publisher. Dropping it leaves the publisher, which goes on.
 ///
+/// All processes should drop it: without one of them there are no further versions.
+///
 /// A publisher that ends or dies leaves the last whole version in use. The subscription looks for
 /// it, or for its successor, until it is dropped.
 pub struct Subscription {
@@ -164,7 +168,8 @@ pub struct Subscription {
 }
 
 struct Shared {
-    state: Mutex<(SubscriptionState, bool)>,
+    /// The state, and the time of the end.
+    state: Mutex<(SubscriptionState, Option<Instant>)>,
     changed: Condvar,
 }
 
@@ -339,7 +344,7 @@ impl Subscription {
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        self.shared.state.lock().1 = true;
+        self.shared.state.lock().1 = Some(now());
         self.shared.changed.notify_all();
         self.group = None;
         for thread in std::mem::take(&mut self.threads) {
@@ -350,7 +355,7 @@ impl Drop for Subscription {
 
 impl Shared {
     fn has_ended(&self) -> bool {
-        self.state.lock().1
+        self.state.lock().1.is_some()
     }
 
     fn note(&self, change: impl FnOnce(&mut SubscriptionState)) {
@@ -362,7 +367,7 @@ impl Shared {
     fn sleep(&self, time: Duration) {
         let until = now() + time;
         let mut state = self.state.lock();
-        while !state.1 && !self.changed.wait_until(&mut state, until).timed_out() {}
+        while state.1.is_none() && !self.changed.wait_until(&mut state, until).timed_out() {}
     }
 }
 
@@ -406,7 +411,7 @@ impl Seeker {
         let publishers = devices.len();
         devices.extend(&self.devices);
         let secret = Token::random().map_err(|why| why.to_string())?;
-        let (token, peer_timeout) = (secret.clone(), self.peer_timeout);
+        let (token, peer_timeout) = (secret.clone(), self.peer_timeout.min(LONGEST));
         let config = ServerConfig { processes: devices.len(), token, peer_timeout };
         let server = Server::bind((ip, 0).into(), config).map_err(|why| wrong(why).to_string())?;
         let invitation = Invitation {
@@ -550,12 +555,16 @@ impl Target for Taker<'_> {
         self.taking.wanted.iter().filter_map(|leaf| leaf.told(number).ok()).collect()
     }
 
+    fn has_left(&self) -> bool {
+        self.taking.shared.state.lock().1.is_some_and(|at| since(at) > ALONE)
+    }
+
     fn ask(&mut self, timeout: Duration) -> Ask {
         let until = now() + timeout;
         loop {
             let (version, has_ended) = {
                 let state = self.taking.shared.state.lock();
-                (state.0.version, state.1)
+                (state.0.version, state.1.is_some())
             };
             let has_room = has_ended || self.taking.intake.has_room();
             if has_room || now() >= until {

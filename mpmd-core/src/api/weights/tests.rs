@@ -350,3 +350,23 @@ fn publish_refuses_other_leaves_and_lower_versions() {
     drop(publisher);
     p.finish().unwrap();
 }
+
+#[test]
+fn publisher_whose_values_never_come_ends_in_time() {
+    let mut p = Program::builder().devices(1).alone().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    let wait = std::sync::Mutex::new(wait);
+    let on = Sharding::single_device(p.topology().device_ids()[0]);
+    let slow = p.array_from_fn(ShapedArray::new(&[2], DType::F32), on, move |_, mut view| {
+        _ = wait.lock().unwrap().recv();
+        Ok(view.fill(1.0f32)?)
+    });
+    let slow = vec![slow.unwrap()];
+    let mut publisher = p.publish(Publication::new("policy", token()), &slow).unwrap();
+    publisher.publish(1, &slow).unwrap();
+    let start = std::time::Instant::now();
+    drop(publisher);
+    assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
+    drop(go);
+    p.finish().unwrap();
+}
