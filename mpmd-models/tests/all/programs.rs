@@ -510,8 +510,8 @@ fn finetune_publishes_what_it_saves() {
         &at(&model),
         &at(&text),
         "--stages=2",
-        "--steps=6",
-        "--publish-every=3",
+        "--steps=300",
+        "--publish-every=100",
         "--time=32",
         "--save",
         &at(&saved),
@@ -534,11 +534,11 @@ fn finetune_publishes_what_it_saves() {
         let wanted = vec![wanted(0, DType::Bf16), wanted(1, DType::F32)];
         let mut subscription = p.subscribe(subscribing, wanted).unwrap();
         let mut last = (0, Vec::new());
-        while last.0 < 6 {
+        while last.0 < 300 {
             assert!(subscription.wait(last.0 + 1, Duration::from_secs(100)).is_some());
             last = subscription.next(&mut p).unwrap().unwrap_or(last);
         }
-        assert_eq!(last.0, 6);
+        assert_eq!(last.0, 300);
         let host = |array: &MpmdArray| array.to_host().unwrap().unwrap();
         let arrays: Vec<_> = last.1.iter().map(host).collect();
         drop((subscription, last));

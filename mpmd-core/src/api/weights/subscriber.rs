@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_device::copy::copy_region;
 
-/// Time between two attempts to reach a publisher: at first, and after many without a version.
+/// Time between two attempts to reach a publisher, and after many links without a version.
 const RETRY: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
 /// Time between two questions for room.
 const LOOK: Duration = Duration::from_millis(20);
@@ -387,13 +387,16 @@ impl Seeker {
         let mut retry = RETRY[0];
         while !self.shared.has_ended() {
             let before = self.shared.state.lock().0.versions;
-            if let Err(why) = self.link(ends) {
+            let found = self.link(ends);
+            let has_more = self.shared.state.lock().0.versions > before;
+            retry = match found {
+                // One that does not fit is not called all the time.
+                Ok(()) if !has_more => (retry * 2).min(RETRY[1]),
+                _ => RETRY[0],
+            };
+            if let Err(why) = found {
                 self.shared.note(|state| state.trouble = Some(why));
             }
-            retry = match self.shared.state.lock().0.versions == before {
-                true => (retry * 2).min(RETRY[1]),
-                false => RETRY[0],
-            };
             self.shared.sleep(retry);
         }
     }
