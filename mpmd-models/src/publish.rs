@@ -36,7 +36,7 @@ pub struct PublishArgs {
     pub publish_as: WeightType,
     /// File with a secret of at least 32 bytes, the same as that of the servers; no other user may
     /// read it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "publish")]
     pub weights_secret: Option<PathBuf>,
 }
 
@@ -53,7 +53,7 @@ pub struct SubscribeArgs {
     pub subscribe_changes: bool,
     /// File with a secret of at least 32 bytes, the same as that of the training; no other user may
     /// read it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "subscribe")]
     pub weights_secret: Option<PathBuf>,
 }
 

@@ -1,5 +1,5 @@
-//! The endpoints that control the server, on an engine that computes nothing: who may use them, and
-//! what they refuse.
+//! The endpoints that control the server, on an engine that computes nothing: their keys and their
+//! refusals.
 
 use std::path::Path;
 use std::time::Instant;

@@ -51,7 +51,7 @@ fn ask(queue: &Queue, prompt: &[u32], max_tokens: usize) -> Reply {
     Reply { tokens, probabilities, versions }
 }
 
-/// A model whose first processes serve and whose others train.
+/// A model that the first processes serve and the others train.
 struct Both {
     serving: Stages,
     training: Stages,

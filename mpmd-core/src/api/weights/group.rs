@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::api::program::{Program, join_beside};
 use crate::error::{Error, Result};
 use mpmd_base::ProcessId;
+use mpmd_base::block::thread;
 
 /// Longest peer timeout of a link: one that is lost is soon replaced by another.
 pub(super) const LONGEST: Duration = Duration::from_secs(15);
@@ -48,7 +49,9 @@ impl Invitation {
     /// Joins the link as this process of it. Blocks until all have.
     pub(super) fn join(&self, process: usize, peer_timeout: Duration) -> Result<Program> {
         let token = self.token.parse();
-        let token: Token = token.map_err(|_| Error::Environment("an invitation".to_owned()))?;
+        let token: Token = token.map_err(|_| {
+            Error::Environment("the subscriber's invitation has no valid token".to_owned())
+        })?;
         let process = ProcessId(process as u32);
         let how = (&self.devices[..], &*self.transport);
         join_beside(&self.server, token, process, how, peer_timeout.min(LONGEST))
@@ -131,7 +134,9 @@ impl Group {
             Ok(SocketAddr::new(ip, bound.port()).to_string())
         };
         let text: String = p.broadcast_value(first, String::new(), bind)?;
-        let address = text.parse().map_err(|_| Error::Environment(format!("address {text}")))?;
+        let address = text
+            .parse()
+            .map_err(|_| Error::Environment(format!("{text} is no address of a publication")))?;
         let Some(place) = members.place_of(p.process()) else { return Ok((address, None)) };
         let process = ProcessId(place as u32);
         let config = JoinConfig { server: text, process, processes, token, peer_timeout };
@@ -185,6 +190,17 @@ impl Program {
     fn local_ip(&self) -> IpAddr {
         self.rendezvous_address().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip())
     }
+}
+
+/// Starts a thread of an end.
+pub(super) fn spawn(
+    name: &str,
+    run: impl FnOnce() + Send + 'static,
+) -> Result<thread::JoinHandle<()>> {
+    let builder = thread::Builder::new().name(name.to_owned());
+    builder.spawn(run).map_err(|error| {
+        Error::Environment(format!("the thread {name} could not be started: {error}"))
+    })
 }
 
 pub(super) fn wrong(error: RendezvousError) -> Error {

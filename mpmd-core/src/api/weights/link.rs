@@ -1,12 +1,12 @@
-//! A link: the program that the processes of a publisher and of one subscriber run beside their
-//! own. It is an ordinary program of one job, whose first processes are the publisher's.
+//! The program of a link: the processes of a publisher and of one subscriber form a job beside
+//! their own programs. The first processes of that job are the publisher's.
 //!
-//! A turn moves a version: the subscriber says what it has ([`Ask`]), the publisher's processes say
-//! which versions they have, and all take the newest that is on all of them. The pieces go by
-//! [`Program::reshard`], or as changed elements in the *notes*. There is a note from each device of
-//! the publisher to each of the subscriber, with the hashes of what this one gets from it. The
-//! subscriber's processes compare the hashes, take the version, and tell each other. It is whole
-//! when all have.
+//! A turn moves a version. The subscriber tells its state ([`Ask`]), and the publisher's processes
+//! tell the numbers of their versions. The newest version that all of them have is moved. Its
+//! pieces go by [`Program::reshard`], or as changed elements in the *notes*: there is a note from
+//! each device of the publisher to each device of the subscriber, with the hashes of the regions
+//! that the one gets from the other. The subscriber's processes compare the hashes, take the
+//! version, and tell each other. The version is whole once all of them have it.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -86,7 +86,7 @@ pub(super) trait Target {
     /// usually does so at the same time, and ends the link in order.
     fn has_left(&self) -> bool;
     fn ask(&mut self, timeout: Duration) -> Ask;
-    /// Takes what has arrived of a piece on a device, if its hash is the sum of `hashes`.
+    /// Takes the bytes of a piece on a device, if they have this hash.
     fn piece(
         &mut self,
         piece: (usize, &Piece),
@@ -141,7 +141,7 @@ struct Link {
     pin: Cell<Option<u64>>,
 }
 
-/// What is on its way to a subscriber's process.
+/// The pieces and notes on their way to a subscriber's process.
 struct Arrivals<'a> {
     /// For each piece, if its changes come, and not all of it.
     changed: &'a [bool],
@@ -151,7 +151,7 @@ struct Arrivals<'a> {
     here: HashMap<(usize, DeviceId), AsyncBuffer>,
 }
 
-/// What the notes say about a piece on a device.
+/// The sum of the hashes and the changes of a piece on a device, from all notes.
 #[derive(Default)]
 struct About {
     hash: u64,
@@ -242,7 +242,7 @@ impl Link {
             // that has made it already, and no longer has it, tries again with a later one.
             let [least, most] = [newest.iter().min(), newest.iter().max()];
             if self.pin.get().is_none_or(|pin| least.is_some_and(|least| *least >= pin)) {
-                let next = most.map(|most| most + 1);
+                let next = most.map(|most| most.saturating_add(1));
                 self.pin.set(next);
                 source.pin(next);
             }

@@ -15,7 +15,7 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::rendezvous::Token;
 
 use super::bits::{Places, can_cast, changes_bytes, hash, write_changes};
-use super::group::{Answer, Call, Group, Invitation, Members};
+use super::group::{Answer, Call, Group, Invitation, Members, spawn};
 use super::layouts::{Offered, Piece};
 use super::link::{self, Side, Source};
 use super::store::{OwnShard, Store, Version};
@@ -91,7 +91,7 @@ impl Publication {
     }
 }
 
-/// What a [`Publisher`] has done on this process.
+/// The figures of a [`Publisher`] on this process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct PublisherMetrics {
     /// Number of subscribers at present.
@@ -183,7 +183,7 @@ impl Program {
             }
             let from = array.dtype();
             let to = dtype.as_ref().map_or(from, |dtype| dtype(&path, array.aval()));
-            if !can_cast(from, to) {
+            if !can_cast(from, to) || from == DType::Object {
                 return Err(wrong(&path, format!("is {from}, which cannot be published as {to}")));
             }
             let holders = sharding.first_holders(array.shape())?.layout(array.shape())?;
@@ -238,25 +238,20 @@ impl Program {
         publisher.address = Some(address);
         let Some(me) = members.place_of(self.process()) else { return Ok(publisher) };
         publisher.group = group;
-        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-            let builder = thread::Builder::new().name(name.to_owned());
-            builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
-        };
         let copier = shared.clone();
         let copy = move || taken.iter().for_each(|copying| copier.copy(&copying));
-        publisher.threads.push(spawn("mpmd-publish", Box::new(copy))?);
+        publisher.threads.push(spawn("mpmd-publish", copy)?);
         let peer_timeout = self.runtime.config.peer_timeout;
         let listen = move || {
             for invitation in invitations.iter() {
                 let shared = shared.clone();
                 let serve = move || shared.serve(&invitation, me, peer_timeout);
-                let builder = thread::Builder::new().name("mpmd-link".to_owned());
-                if let Err(error) = builder.spawn(serve) {
-                    tracing::error!(%error, "no thread for a subscriber");
+                if let Err(error) = spawn("mpmd-link", serve) {
+                    tracing::error!(%error, "a subscriber cannot be served");
                 }
             }
         };
-        publisher.threads.push(spawn("mpmd-links", Box::new(listen))?);
+        publisher.threads.push(spawn("mpmd-links", listen)?);
         Ok(publisher)
     }
 }
@@ -345,7 +340,7 @@ impl Publisher {
         }
     }
 
-    /// Returns what the publisher has done on this process.
+    /// Returns the figures of the publisher on this process.
     pub fn metrics(&self) -> PublisherMetrics {
         PublisherMetrics { bytes: self.shared.store.bytes(), ..*self.shared.metrics.lock() }
     }

@@ -14,7 +14,7 @@ use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use mpmd_transport::{Pool, SharedBuffer};
 
 use super::bits::{hash, read_changes};
-use super::group::{Answer, Call, Group, Invitation, LONGEST, Members, call, wrong};
+use super::group::{Answer, Call, Group, Invitation, LONGEST, Members, call, spawn, wrong};
 use super::layouts::{Asked, Piece, Wanted};
 use super::link::{self, Arrived, Ask, Side, Target};
 use crate::api::program::Program;
@@ -97,7 +97,7 @@ impl Received {
     ///
     /// # Panics
     ///
-    /// If `to` has another length than the region.
+    /// If `to` has another length than the region, or this another number of dimensions.
     pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), String> {
         let index = self.avals.iter().position(|(name, _)| name == leaf);
         let aval = index.map(|index| &self.avals[index].1);
@@ -209,7 +209,8 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// If a sharding does not fit its leaf, or the system gives no threads.
+    /// If a sharding does not fit its leaf, two leaves have one name, or the system gives no
+    /// threads.
     pub fn subscribe(
         &mut self,
         subscribing: Subscribing,
@@ -233,7 +234,10 @@ impl Program {
         wanted: Vec<Wanted>,
         intake: Box<dyn Intake>,
     ) -> Result<Subscription> {
-        for leaf in &wanted {
+        for (index, leaf) in wanted.iter().enumerate() {
+            if wanted[..index].iter().any(|other| other.name == leaf.name) {
+                return Err(Error::Environment(format!("{} is wanted twice", leaf.name)));
+            }
             leaf.sharding.check_devices(self.topology())?;
             leaf.told(|device| device.0).map_err(Error::Environment)?;
         }
@@ -259,26 +263,24 @@ impl Program {
         let token = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
         // The token of process 0 counts.
         let token = self.broadcast_value(ProcessId(0), String::new(), || Ok(token.to_hex()))?;
-        let token: Token = token.parse().map_err(|_| Error::Environment("a token".to_owned()))?;
+        let token: Token = token
+            .parse()
+            .map_err(|_| Error::Environment("process 0 has told no valid token".to_owned()))?;
         let (own, group) = Group::open(self, &members, None, token.clone(), answer)?;
         let Some(me) = members.place_of(self.process()) else { return Ok(subscription) };
         subscription.group = group;
         let peer_timeout = self.runtime.config.peer_timeout;
-        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-            let builder = thread::Builder::new().name(name.to_owned());
-            builder.spawn(run).map_err(|error| Error::Environment(error.to_string()))
-        };
         let (ended, ends) = mpsc::channel();
         let name = subscribing.name.clone();
         let (all_devices, changes) = (members.devices.clone(), subscribing.changes);
         let taking = Taking { shared: shared.clone(), wanted, members, changes, intake };
         let run = move || taking.run(&invitations, me, peer_timeout, &ended);
-        subscription.threads.push(spawn("mpmd-subscribe", Box::new(run))?);
+        subscription.threads.push(spawn("mpmd-subscribe", run)?);
         if me == 0 {
             let own = own.to_string();
             let seeker =
                 Seeker { subscribing, own, token, devices: all_devices, peer_timeout, shared };
-            subscription.threads.push(spawn("mpmd-seek", Box::new(move || seeker.run(&ends)))?);
+            subscription.threads.push(spawn("mpmd-seek", move || seeker.run(&ends))?);
         }
         tracing::debug!(name, "subscribed");
         Ok(subscription)
@@ -454,9 +456,8 @@ impl Taking {
     ) {
         let avals = self.wanted.iter().map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
         let avals = Arc::new(avals.collect::<Vec<_>>());
-        // The bits of the last version outlive a link, and the job of its publisher.
+        // It outlives links: their bits may still be read.
         let memory = Pool::new("bits of a subscription", None);
-        let (mut bits, mut base) = (HashMap::new(), None);
         for invitation in invitations.iter() {
             let first: usize = invitation.devices[..invitation.publishers].iter().sum();
             let mut taker = Taker {
@@ -464,8 +465,8 @@ impl Taking {
                 avals: avals.clone(),
                 first: first as u32,
                 memory: &memory,
-                bits: &mut bits,
-                base: &mut base,
+                bits: HashMap::new(),
+                base: None,
                 fresh: HashMap::new(),
                 refused: (0, 0),
             };
@@ -511,10 +512,10 @@ struct Taker<'a> {
     first: u32,
     memory: &'a Pool,
     /// The bits of the last whole version, if they are kept, and of the one that comes.
-    bits: &'a mut Bits,
+    bits: Bits,
     fresh: Bits,
     /// The version whose bits all processes keep.
-    base: &'a mut Option<u64>,
+    base: Option<u64>,
     /// The version that was refused last, and how often.
     refused: (u64, u32),
 }
@@ -574,7 +575,7 @@ impl Target for Taker<'_> {
                 // A version may be damaged on its way once; it is not asked for a third time.
                 let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
                 let above = version.max(given_up);
-                return Ask { above, base: *self.base, has_room, has_ended };
+                return Ask { above, base: self.base, has_room, has_ended };
             }
             self.taking.shared.sleep(LOOK);
         }
@@ -659,7 +660,7 @@ impl Target for Taker<'_> {
         };
         // After a refusal all bits are asked for.
         let keeps = self.taking.changes && refused.is_none();
-        (*self.bits, *self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
+        (self.bits, self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
         self.taking.intake.end(number, refused);
         self.taking.shared.note(|state| {
             state.bytes = bytes;

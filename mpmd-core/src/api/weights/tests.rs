@@ -347,8 +347,17 @@ fn publish_refuses_other_leaves_and_lower_versions() {
     let host = MpmdArray::from_slice(&[1], &[1.0f32]).unwrap();
     let said = p.publish(Publication::new("policy", token()), &vec![host]).err().unwrap();
     assert!(said.to_string().contains("0: is uncommitted"), "{said}");
+    let address = publisher.address().unwrap().to_string();
+    let twice = vec![wanted_here(&p), wanted_here(&p)];
+    let said = p.subscribe(Subscribing::new("policy", address, token()), twice).err().unwrap();
+    assert!(said.to_string().contains("1 is wanted twice"), "{said}");
     drop(publisher);
     p.finish().unwrap();
+}
+
+fn wanted_here(p: &Program) -> Wanted {
+    let all = p.mesh(&[("y", -1)]).unwrap().replicated();
+    Wanted::new("1", ShapedArray::new(&[7], DType::F32), all)
 }
 
 #[test]
