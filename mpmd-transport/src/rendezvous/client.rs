@@ -110,6 +110,10 @@ impl Rendezvous {
     /// Then it gets the place of a process that is gone. Returns `None` if the job ends without
     /// it.
     ///
+    /// A later epoch may have another number of processes, if [`Member::sizes`] allows it. Fewer
+    /// if no process is left for a free place; then the processes have new numbers, in the same
+    /// order. More if spares wait: they get the numbers after those of the others.
+    ///
     /// # Errors
     ///
     /// The errors of [`join`](Self::join), except `NoSuchProcess` and `Complete`.
@@ -152,13 +156,20 @@ impl Rendezvous {
         let answer = self.link.ask(answer_within, join)?.1;
         let joined = match &answer {
             &Answer::Members { process, epoch, run, ref members, .. }
-                if members.len() as u64 == processes && process.index() < members.len() =>
+                if (epoch > 1 || members.len() as u64 == processes)
+                    && process.index() < members.len() =>
             {
                 Some(Joined { process, epoch, run, members: members.to_vec() })
             }
             _ => None,
         };
         Ok((answer, joined))
+    }
+
+    /// Returns the number of processes that the next epoch of the job could have: more than this one
+    /// if others wait for a place that [`Member::sizes`] allows. Only process 0 hears of them.
+    pub fn could_have(&self) -> usize {
+        self.link.state.lock().sizes.1
     }
 
     /// Sets a value that all processes can [`get`](Self::get), replacing the earlier one of `key`.

@@ -40,7 +40,6 @@ pub(super) fn open(config: &JoinConfig) -> Result<(Arc<Connection>, SocketAddr),
     let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
     let link = Arc::new(Connection {
         server: config.server.clone(),
-        processes: config.processes,
         wire: Wire::Tcp { stream, writing: Mutex::new(()) },
         state: Mutex::new(State::default()),
     });
@@ -55,8 +54,6 @@ pub(super) fn open(config: &JoinConfig) -> Result<(Arc<Connection>, SocketAddr),
 /// A connection to the server. Any thread may send requests; one thread reads the answers.
 pub(super) struct Connection {
     pub(super) server: String,
-    /// Number of processes in the job, as far as this process knows.
-    pub(super) processes: usize,
     pub(super) wire: Wire,
     pub(super) state: Mutex<State>,
 }
@@ -88,6 +85,9 @@ pub(super) struct State {
     /// True once the loss of the server has been reported, which is done once.
     pub(super) loss_told: bool,
     pub(super) leaving: bool,
+    /// Number of processes of the epoch that this process has joined, and of the next one if others
+    /// wait for a place.
+    pub(super) sizes: (usize, usize),
     pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     pub(super) untold: Vec<Down>,
     pub(super) tell_busy: Option<Arc<TellBusy>>,
@@ -110,7 +110,8 @@ type Answered = (i64, Result<Answer, RendezvousError>);
 /// processes, should come first.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// The largest number of statuses that are kept: that of the processes of the largest job.
+/// The largest number of statuses and members that are kept: that of the processes of the largest
+/// job.
 const MOST_STATUSES: usize = 1 << 20;
 
 impl Connection {
@@ -300,15 +301,13 @@ impl Connection {
                 let mut state = self.state.lock();
                 if let Ok(Answer::Members { members, more, .. }) = &mut result {
                     state.members.extend_from_slice(members);
-                    if state.members.len() > self.processes {
-                        return Err(format!(
-                            "it names more members than the job has, {}",
-                            self.processes
-                        ));
+                    if state.members.len() > MOST_STATUSES {
+                        return Err("it names more members than any job has".to_owned());
                     }
                     if *more {
                         return Ok(());
                     }
+                    state.sizes = (state.members.len(), state.members.len());
                     *members = std::mem::take(&mut state.members).into();
                     state.joined = true;
                 }
@@ -319,13 +318,14 @@ impl Connection {
                     let _ = asker.send((clock(), result));
                 }
             }
-            Reply::Down { process, .. } if process.index() >= self.processes => {
-                return Err(format!(
-                    "it says that process {process} is down, of {}",
-                    self.processes
-                ));
+            Reply::Down { process, why } => {
+                let processes = self.state.lock().sizes.0;
+                if process.index() >= processes {
+                    return Err(format!("it says that process {process} is down, of {processes}"));
+                }
+                self.tell(Down::Process(process, why));
             }
-            Reply::Down { process, why } => self.tell(Down::Process(process, why)),
+            Reply::CouldHave { processes } => self.state.lock().sizes.1 = processes as usize,
             Reply::Dropped { why } => {
                 let given_up = RendezvousError::GivenUp { server: self.server.clone(), why };
                 self.end(given_up.clone());
@@ -343,7 +343,7 @@ impl Connection {
                 tell(down);
             }
             // Each process goes down once. A server that reports more than that is faulty.
-            None if state.untold.len() > self.processes => {}
+            None if state.untold.len() > state.sizes.0 => {}
             None => state.untold.push(down),
         }
     }

@@ -75,6 +75,12 @@ impl Job {
         &self.epochs
     }
 
+    /// Notes that the server's owner may still start processes for free places, or that it will
+    /// start none any more.
+    pub(super) fn owner_starts(&mut self, yes: bool) {
+        self.epochs.owner_starts(yes, &mut self.actions);
+    }
+
     /// Takes the actions that the server must carry out, added since the last call.
     pub(super) fn actions(&mut self) -> Vec<Action> {
         self.actions.take()
@@ -265,7 +271,7 @@ impl Job {
         self.barriers.forget(link);
         self.looks.forget(link);
         self.clients.remove(&link);
-        self.epochs.forget(link)
+        self.epochs.forget(link, &mut self.actions)
     }
 
     /// Handles the end of a process. If its epoch runs, fails all that waits for it, and tells the

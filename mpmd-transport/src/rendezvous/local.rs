@@ -56,7 +56,6 @@ impl LocalServer {
         let (server, token) = ("simulation".to_owned(), Token::new([0; 32]));
         let connection = Arc::new(Connection {
             server: server.clone(),
-            processes,
             wire: Wire::Local(Line::new(self.hub.clone(), link)),
             state: Mutex::new(State::default()),
         });

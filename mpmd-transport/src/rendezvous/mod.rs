@@ -73,6 +73,11 @@ pub struct Member {
     /// The reason why the process cannot take part, if there is one: the others then hear it
     /// instead of missing the process.
     pub trouble: Option<String>,
+    /// The numbers of processes with which the program goes on after the first epoch, ascending.
+    /// Empty if it only does with all. Equal in all processes.
+    pub sizes: Vec<u32>,
+    /// True if the process was added to the job: it may make it larger than it was at first.
+    pub is_added: bool,
 }
 
 /// The part of a process in its job, as the server's owner sees it.
@@ -84,6 +89,8 @@ pub enum Part {
     Holds(ProcessId),
     /// It had this place in the last epoch, and has left in order.
     Left(ProcessId),
+    /// It has died with this place, and the others have begun another epoch.
+    Died(ProcessId),
     /// It has no place any more: it was given up, or had left before others began a new epoch.
     Out,
 }

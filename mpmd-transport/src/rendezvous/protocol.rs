@@ -14,7 +14,7 @@ use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -112,6 +112,11 @@ pub(super) enum Reply {
     Down {
         process: ProcessId,
         why: String,
+    },
+    /// The next epoch of the job can have so many processes: more than this one if others wait for
+    /// a place. Said to process 0.
+    CouldHave {
+        processes: u32,
     },
     /// The server drops this client and closes the connection.
     Dropped {
@@ -328,6 +333,8 @@ mod tests {
             addresses: vec![("tcp".into(), "10.0.0.1:77".into()), ("shm".into(), "shm/1".into())],
             program: "p".into(),
             trouble: Some("none".into()),
+            sizes: vec![1, 2],
+            is_added: true,
         };
         let (epoch, waits, processes) = (1, true, 2);
         let joining = member.clone();
@@ -371,6 +378,7 @@ mod tests {
             answer(Err(missing)),
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
+            Reply::CouldHave { processes: 3 },
             Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
             Reply::Look { look: 8, words: vec![5; 9] },
             Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },

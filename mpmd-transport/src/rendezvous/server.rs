@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::runtime;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
@@ -143,6 +144,19 @@ impl Server {
         self.stage.state.lock().wanted
     }
 
+    /// Returns the number of places of the job: those of its newest epoch.
+    pub fn places(&self) -> usize {
+        self.stage.state.lock().places
+    }
+
+    /// Says if the owner may still start processes for places of processes that are gone. While it
+    /// may, such a place is kept free for the peer timeout. False at first.
+    pub fn may_start(&self, yes: bool) {
+        if self.stage.owner_starts.swap(yes, Ordering::Relaxed) != yes {
+            self.stage.wakes.notify_one();
+        }
+    }
+
     /// True if all processes of an epoch have ended or left, and none of them returns.
     pub fn is_over(&self) -> bool {
         self.stage.state.lock().is_over
@@ -218,6 +232,9 @@ impl Drop for Server {
 struct Stage {
     state: Mutex<StageState>,
     changed: Condvar,
+    owner_starts: AtomicBool,
+    /// Wakes the service's thread after a change of `owner_starts`.
+    wakes: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -226,6 +243,7 @@ struct StageState {
     failed: Option<RendezvousError>,
     present: usize,
     wanted: usize,
+    places: usize,
     is_over: bool,
     parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
@@ -269,10 +287,12 @@ impl Hub {
         let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
         let mut next_link: Link = 0;
         loop {
+            self.job.owner_starts(self.stage.owner_starts.load(Ordering::Relaxed));
             let due = self.job.tick(Instant::now());
             self.act();
             tokio::select! {
                 _ = &mut stopped => break,
+                () = self.stage.wakes.notified() => {}
                 Some(event) = happened.recv() => self.handle(event),
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
@@ -351,18 +371,20 @@ impl Hub {
             Phase::Failed(error) => Some(error),
         };
         let (present, wanted) = (epochs.present(), epochs.wanted());
-        let (is_over, parts) = (epochs.is_over(), epochs.parts());
+        let (places, is_over, parts) = (epochs.places(), epochs.is_over(), epochs.parts());
         let mut state = self.stage.state.lock();
         let reports = epochs.reports();
         let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
         if known != (complete, failed, reports.len(), &parts)
             || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
+            || state.places != places
         {
             *state = StageState {
                 complete,
                 failed: failed.cloned(),
                 present,
                 wanted,
+                places,
                 is_over,
                 parts,
                 reports: reports.to_vec(),

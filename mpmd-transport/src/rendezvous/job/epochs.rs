@@ -5,7 +5,8 @@
 //! can. A process is known by the secret key of its [`Identity`], and gets the place that it had.
 //! The places of processes that do not return go to spares, which wait for one. A process that was
 //! given up has no place in a later epoch, unless its old one is still free. A process that still
-//! runs code of its own is awaited as long as its old connection stands.
+//! runs code of its own is awaited as long as its old connection stands. Where the program allows
+//! it, a later epoch has more or fewer places: see `sizes`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use self::places::{End, Former, Known, Seat};
+use self::sizes::check_sizes;
 use super::super::protocol::{Answer, Reply};
 use super::super::{Identity, Member, Part, RendezvousError, Report};
 use super::actions::{Actions, Wait, check_name, processes};
@@ -36,6 +38,10 @@ pub(in crate::rendezvous) struct Epochs {
     /// The identity of this run of the job.
     run: u128,
     peer_timeout: Duration,
+    /// Number of processes with which the job was started.
+    launched: usize,
+    /// True while the server's owner may still start processes for free places.
+    owner_starts: bool,
     phase: Phase,
     /// When the epoch that gathers began to do so.
     gathers_since: Instant,
@@ -64,6 +70,8 @@ impl Epochs {
         Self {
             run,
             peer_timeout,
+            launched: processes,
+            owner_starts: false,
             phase: Phase::Gathering,
             gathers_since: now,
             gather_until: after(now, peer_timeout),
@@ -99,8 +107,9 @@ impl Epochs {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
     }
 
-    /// Returns the number of places that need a new process: places of processes that are gone,
-    /// less the number of waiting spares. 0 if the job is over.
+    /// Returns the number of places that need a new process: places of processes that are gone, and
+    /// those that the job had at first and has no longer, less the number of waiting spares. 0 if
+    /// the job is over.
     pub(in crate::rendezvous) fn wanted(&self) -> usize {
         if self.is_over() {
             return 0;
@@ -111,7 +120,8 @@ impl Epochs {
             _ => false,
         };
         let free = (0..self.seats.len()).filter(|process| is_free(*process)).count();
-        free.saturating_sub(self.spares.len())
+        let gone = self.launched.saturating_sub(self.seats.len());
+        (free + gone).saturating_sub(self.spares.len())
     }
 
     /// True if all processes of an epoch are gone and none returns.
@@ -124,8 +134,8 @@ impl Epochs {
         self.known.values().map(|known| (known.number, known.part)).collect()
     }
 
-    /// Number of the job's places.
-    pub(super) fn places(&self) -> usize {
+    /// Returns the number of places of the epoch that runs, or of the one before while one gathers.
+    pub(in crate::rendezvous) fn places(&self) -> usize {
         self.seats.len()
     }
 
@@ -139,10 +149,11 @@ impl Epochs {
     }
 
     /// Removes a client. Returns its process, if it had joined.
-    pub(super) fn forget(&mut self, link: Link) -> Option<ProcessId> {
+    pub(super) fn forget(&mut self, link: Link, actions: &mut Actions) -> Option<ProcessId> {
         if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
             let spare = self.spares.remove(at);
             self.is_away(spare.key);
+            self.tell_size(actions);
         }
         self.joined.remove(&link)
     }
@@ -150,7 +161,8 @@ impl Epochs {
     /// Returns the place of a client in the current epoch.
     pub(super) fn place_of(&self, link: Link) -> Option<ProcessId> {
         let process = *self.joined.get(&link)?;
-        let seat = self.seats[process.index()].as_ref()?;
+        // A connection of an earlier epoch may have a number beyond those of this one.
+        let seat = self.seats.get(process.index())?.as_ref()?;
         (seat.link == link).then_some(process)
     }
 
@@ -217,9 +229,9 @@ impl Epochs {
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
-        let processes = self.seats.len();
-        if believes != processes {
-            return Err(RendezvousError::Count { process, believes, job: processes });
+        check_sizes(&member.sizes)?;
+        if believes != self.launched {
+            return Err(RendezvousError::Count { process, believes, job: self.launched });
         }
         if run.is_some_and(|run| run != self.run) {
             return Err(RendezvousError::OtherRun { process });
@@ -297,6 +309,10 @@ impl Epochs {
         let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
         let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
         if late.is_empty() && (busy.is_empty() || has_free) {
+            // No process has come that the server's owner may have started.
+            if self.shrinks() {
+                return self.begin(actions);
+            }
             let error = self.missing(self.peer_timeout);
             return self.fail(error, actions);
         }
@@ -373,7 +389,8 @@ impl Epochs {
         now: Instant,
         actions: &mut Actions,
     ) -> bool {
-        let seat = &mut self.seats[process.index()];
+        // A connection of an earlier epoch may have a number beyond those of this one.
+        let Some(seat) = self.seats.get_mut(process.index()) else { return false };
         let holder = match seat {
             Some(seat) => Some((seat.key, seat.link)),
             None => self.before[process.index()].as_ref().map(|former| (former.key, former.link)),
@@ -388,6 +405,9 @@ impl Epochs {
                 self.gather_until = self.gather_until.max(until);
             }
             if how != HowEnded::Returns {
+                if how == HowEnded::Left {
+                    self.has_part(key, Part::Out);
+                }
                 self.is_away(key);
                 self.vacant[process.index()] = true;
                 self.place_spares(actions);
@@ -494,6 +514,7 @@ fn is_gone(seat: &Option<Seat>) -> bool {
 }
 
 mod places;
+mod sizes;
 
 #[cfg(test)]
 mod tests;

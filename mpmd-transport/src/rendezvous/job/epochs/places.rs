@@ -178,46 +178,77 @@ impl Epochs {
         self.knows(wish, Part::Waits);
         self.spares.push(Seat { link, key: wish.identity.key, member, waits, ended: None });
         self.place_spares(actions);
+        self.tell_size(actions);
         self.dismiss_spares(actions);
         Ok(Entry::Waits)
     }
 
     /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
-    /// complete.
+    /// complete, or can do with fewer places.
     pub(super) fn place_spares(&mut self, actions: &mut Actions) {
         if self.phase != Phase::Gathering {
             return;
         }
         for process in processes(self.seats.len()) {
-            while self.seats[process.index()].is_none()
-                && self.vacant[process.index()]
-                && !self.spares.is_empty()
-            {
-                // One that was stopped and woke in time has copies that a new process lacks.
-                let has_been = self.spares.iter().position(|spare| self.has_been(spare.key));
-                let spare = self.spares.remove(has_been.unwrap_or(0));
-                if let Some(error) = self.differs(process, &spare.member) {
-                    actions.answer(spare.link, spare.waits.ask, Err(error));
-                    self.is_away(spare.key);
-                    continue;
+            if self.seats[process.index()].is_none() && self.vacant[process.index()] {
+                let spare = self.next_spare(process, actions);
+                if let Some(spare) = &spare {
+                    self.joined.insert(spare.link, process);
+                    self.has_part(spare.key, Part::Holds(process));
                 }
-                self.joined.insert(spare.link, process);
-                self.has_part(spare.key, Part::Holds(process));
-                self.seats[process.index()] = Some(spare);
+                self.seats[process.index()] = spare;
             }
         }
-        if self.seats.iter().any(Option::is_none) {
-            return;
+        if self.seats.iter().all(Option::is_some) || (!self.owner_starts && self.shrinks()) {
+            self.begin(actions);
         }
+    }
+
+    /// Takes a spare that can have this place. Refuses those whose program differs.
+    fn next_spare(&mut self, process: ProcessId, actions: &mut Actions) -> Option<Seat> {
+        while let Some(spare) = self.take_spare(|_| true) {
+            let Some(error) = self.differs(process, &spare.member) else { return Some(spare) };
+            self.refuse(&spare, error, actions);
+        }
+        None
+    }
+
+    /// Takes a spare out of the list: one that was stopped and woke in time, if there is one, since
+    /// it has copies that a new process lacks.
+    pub(super) fn take_spare(&mut self, is_fit: impl Fn(&Seat) -> bool) -> Option<Seat> {
+        let fit = || self.spares.iter().enumerate().filter(|(_, spare)| is_fit(spare));
+        let has_been = fit().find(|(_, spare)| self.has_been(spare.key));
+        let at = has_been.or_else(|| fit().next())?.0;
+        Some(self.spares.remove(at))
+    }
+
+    pub(super) fn refuse(&mut self, spare: &Seat, why: RendezvousError, actions: &mut Actions) {
+        actions.answer(spare.link, spare.waits.ask, Err(why));
+        self.is_away(spare.key);
+    }
+
+    /// Begins an epoch with the processes that have a place, and with spares for whom there is room
+    /// beyond them.
+    pub(super) fn begin(&mut self, actions: &mut Actions) {
+        self.seats.retain(Option::is_some);
+        self.grow(actions);
         self.phase = Phase::Running;
+        self.vacant = vec![false; self.seats.len()];
         let members: Arc<[Member]> =
             self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
         let told: Vec<_> =
             seats.map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask)).collect();
+        for known in self.known.values_mut() {
+            if let Part::Holds(place) = known.part {
+                known.part = Part::Died(place);
+            }
+        }
         for (process, link, key, ask) in told {
+            self.joined.insert(link, process);
             if let Some(known) = self.known.get_mut(&key) {
                 known.has_been = true;
+                known.part = Part::Holds(process);
             }
             let (members, epoch, run) = (members.clone(), self.epoch, self.run);
             let answer = Answer::Members { process, epoch, run, members, more: false };
@@ -226,7 +257,7 @@ impl Epochs {
     }
 
     /// Returns an error if the program of a new member differs from that of one that has joined.
-    fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
+    pub(super) fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
         self.seats.iter().enumerate().find_map(|(other, seat)| {
             let other_member = &seat.as_ref()?.member;
             (other_member.program != member.program).then(|| RendezvousError::Program {

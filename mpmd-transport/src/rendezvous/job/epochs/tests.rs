@@ -17,17 +17,26 @@ struct Table {
     /// The key of each process that has joined, by epoch and place. That of a new process is the
     /// number of its link.
     keys: BTreeMap<(u64, u32), u128>,
+    /// What each process that joins says.
+    sizes: Vec<u32>,
+    is_added: bool,
 }
 
 impl Table {
     fn new() -> Self {
         let now = Instant::now();
-        Self { job: Job::new(3, TIME_LIMIT, RUN, now), now, keys: BTreeMap::new() }
+        let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
+        Self { job, now, keys, sizes: Vec::new(), is_added: false }
     }
 
     /// Returns a job of three that runs.
     fn running() -> Self {
-        let mut table = Self::new();
+        Self::of_sizes(&[])
+    }
+
+    /// Returns a job of three that runs, whose later epochs may have these numbers of processes.
+    fn of_sizes(sizes: &[u32]) -> Self {
+        let mut table = Self { sizes: sizes.to_vec(), ..Self::new() };
         (0..3).for_each(|process| table.join(1, process));
         assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
         table
@@ -50,7 +59,8 @@ impl Table {
 
     fn join_with(&mut self, link: Link, epoch: u64, process: u32, identity: Identity) {
         self.job.opened(link, self.now);
-        let member = Member { pid: link as u32, ..Member::default() };
+        let (sizes, is_added) = (self.sizes.clone(), self.is_added);
+        let member = Member { pid: link as u32, sizes, is_added, ..Member::default() };
         let join = Request::Join {
             ask: 1,
             process: ProcessId(process),
@@ -617,7 +627,9 @@ fn parts_tell_who_has_which_place() {
     table.join(2, 0);
     table.join(2, 2);
     table.joined();
-    assert_eq!([0, 1, 2, 3].map(|number| part(&table, number)), [0, 1, 2, 1].map(holds));
+    let died = Some(Part::Died(ProcessId(1)));
+    let expected = [holds(0), died, holds(2), holds(1)];
+    assert_eq!([0, 1, 2, 3].map(|number| part(&table, number)), expected);
     // One is stopped, and given up.
     table.pass(TIME_LIMIT + Duration::from_secs(1), &[20, 90]);
     assert_eq!(part(&table, 2), Some(Part::Out));
@@ -631,4 +643,135 @@ fn parts_tell_who_has_which_place() {
     table.join_as(95, 1, 5);
     table.die(95);
     assert_eq!(part(&table, 5), None);
+}
+
+/// Lets all processes of a running epoch but some leave it and join the next one.
+fn go_on(table: &mut Table, epoch: u64, links: &[Link], without: &[Link]) {
+    let goes_on = |link: &&Link| !without.contains(link);
+    let places: Vec<u32> = links.iter().filter(goes_on).map(|link| place(table, *link)).collect();
+    links.iter().filter(goes_on).for_each(|link| table.leave(*link, true));
+    places.into_iter().for_each(|place| table.join(epoch, place));
+}
+
+fn place(table: &Table, link: Link) -> u32 {
+    table.job.epochs.place_of(link).expect("it has one").0
+}
+
+/// Takes the sizes that processes were told since the last call, as (link, processes).
+fn told(table: &mut Table) -> Vec<(Link, u32)> {
+    let told = table.job.actions().into_iter().filter_map(|action| match action {
+        Action::Say(link, Reply::CouldHave { processes }) => Some((link, processes)),
+        _ => None,
+    });
+    told.collect()
+}
+
+#[test]
+fn job_without_spares_shrinks_and_renumbers() {
+    let mut table = Table::of_sizes(&[1, 2, 3]);
+    table.die(10);
+    go_on(&mut table, 2, &[11, 12], &[]);
+    assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)]);
+    assert_eq!((table.job.epochs.places(), table.job.epochs.wanted()), (2, 1));
+    // A late word of the dead process's old connection concerns nobody.
+    table.die(10);
+    assert_eq!(table.job.epochs.present(), 2);
+    table.die(21);
+    go_on(&mut table, 3, &[22], &[]);
+    assert_eq!(table.joined(), [(31, 0, 3)]);
+    assert_eq!(table.job.epochs.places(), 1);
+}
+
+#[test]
+fn size_that_the_program_refuses_is_waited_out() {
+    let mut table = Table::of_sizes(&[1, 3]);
+    table.die(10);
+    go_on(&mut table, 2, &[11, 12], &[]);
+    assert_eq!(table.joined(), []);
+    table.pass(TIME_LIMIT + Duration::from_secs(1), &[21, 22]);
+    let missing = RendezvousError::Missing {
+        missing: vec![ProcessId(0)],
+        processes: 3,
+        peer_timeout: TIME_LIMIT,
+    };
+    assert_eq!(table.answers(), [(21, Err(missing.clone())), (22, Err(missing))]);
+}
+
+#[test]
+fn place_is_kept_free_while_the_owner_may_start() {
+    let mut table = Table::of_sizes(&[2, 3]);
+    table.job.owner_starts(true);
+    table.die(10);
+    go_on(&mut table, 2, &[11, 12], &[]);
+    assert_eq!(table.joined(), []);
+    table.job.owner_starts(false);
+    assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)]);
+    // Or none comes in time.
+    table.job.owner_starts(true);
+    table.die(22);
+    table.sizes = vec![1];
+    go_on(&mut table, 3, &[21], &[]);
+    assert_eq!(table.joined(), []);
+    table.pass(TIME_LIMIT + Duration::from_secs(1), &[30]);
+    assert_eq!(table.joined(), [(30, 0, 3)]);
+}
+
+#[test]
+fn spare_that_comes_later_makes_the_job_as_large_as_before() {
+    let mut table = Table::of_sizes(&[2, 3, 4]);
+    table.die(11);
+    go_on(&mut table, 2, &[10, 12], &[]);
+    assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
+    // Its number is beyond the job's. A second one finds no room.
+    table.join_as(90, 1, 3);
+    assert_eq!(told(&mut table), [(20, 3)]);
+    table.join_as(91, 1, 4);
+    assert_eq!(told(&mut table), [(20, 3)]);
+    go_on(&mut table, 3, &[20, 22], &[]);
+    assert_eq!(table.joined(), [(30, 0, 3), (31, 1, 3), (90, 2, 3)]);
+    table.die(90);
+    assert_eq!(table.job.epochs.wanted(), 0, "the other spare waits");
+}
+
+#[test]
+fn spare_that_goes_again_is_told() {
+    let mut table = Table::of_sizes(&[2, 3]);
+    table.die(11);
+    go_on(&mut table, 2, &[10, 12], &[]);
+    table.joined();
+    table.join_as(90, 1, 3);
+    table.die(90);
+    assert_eq!(told(&mut table), [(20, 3), (20, 2)]);
+}
+
+#[test]
+fn added_processes_make_the_job_larger_than_it_was() {
+    let mut table = Table::of_sizes(&[3, 5]);
+    table.join_as(90, 1, 3);
+    table.is_added = true;
+    table.join_as(91, 1, 4);
+    assert_eq!(told(&mut table), [(10, 3), (10, 3)], "no size of four");
+    table.join_as(92, 1, 5);
+    assert_eq!(told(&mut table), [(10, 5)]);
+    go_on(&mut table, 2, &[10, 11, 12], &[]);
+    let all = [(20, 0, 2), (21, 1, 2), (22, 2, 2), (91, 3, 2), (92, 4, 2)];
+    assert_eq!(table.joined(), all, "the spare waits on");
+}
+
+#[test]
+fn process_that_leaves_in_order_has_no_place_in_the_next_epoch() {
+    for is_first in [true, false] {
+        let mut table = Table::of_sizes(&[2, 3]);
+        if is_first {
+            table.leave(11, false);
+        }
+        go_on(&mut table, 2, &[10, 12], &[]);
+        if !is_first {
+            assert_eq!(table.joined(), [], "it has not gone yet");
+            table.leave(11, false);
+        }
+        assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
+        let parts = table.job.epochs.parts();
+        assert!(parts.contains(&(ProcessId(1), Part::Out)), "{parts:?}");
+    }
 }

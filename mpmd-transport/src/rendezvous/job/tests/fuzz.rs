@@ -13,6 +13,8 @@ const TIME_LIMIT: Duration = Duration::from_secs(60);
 /// A job, and the requests of its clients.
 struct Table {
     job: Job,
+    /// The number with which the job was started.
+    processes: usize,
     now: Instant,
     /// The numbers of the unanswered requests of each open connection.
     asks: BTreeMap<Link, Vec<u64>>,
@@ -45,7 +47,7 @@ impl Table {
             }
             _ => {
                 let (link, request) =
-                    (self.random_link(rng), request(rng, self.job.epochs.places(), self.is_long));
+                    (self.random_link(rng), request(rng, self.processes, self.is_long));
                 if frame(&request).is_err() {
                     return;
                 }
@@ -132,6 +134,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 0 => member.program = text(rng),
                 1 => member.host = text(rng),
                 2 => member.trouble = Some(text(rng)),
+                3..6 => member.sizes = vec![1, 2, 3],
                 _ => {}
             }
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
@@ -163,9 +166,10 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
 fn fuzz_rendezvous_job() {
     let start = Instant::now();
     mpmd_fuzz::cases("rendezvous-job", |rng| {
-        let (job, asks) = (Job::new(rng.usize(1..5), TIME_LIMIT, 1, start), BTreeMap::new());
+        let processes = rng.usize(1..5);
+        let (job, asks) = (Job::new(processes, TIME_LIMIT, 1, start), BTreeMap::new());
         let is_long = rng.u32(..512) == 0;
-        let mut table = Table { job, now: start, asks, next: 0, is_long };
+        let mut table = Table { job, processes, now: start, asks, next: 0, is_long };
         for _ in 0..rng.u32(..60) {
             table.step(rng);
         }

@@ -1,0 +1,91 @@
+//! The number of processes of an epoch: with less than it was where processes are gone for good, and
+//! with more where others wait.
+//!
+//! The first epoch has as many as the job was started with. A later one has another number only if
+//! all its processes say so: [`Member::sizes`]. No process that is left is turned away, since it
+//! has a part of the program's state.
+
+use super::super::super::RendezvousError;
+use super::super::super::protocol::Reply;
+use super::super::actions::Actions;
+use super::places::Seat;
+use super::{Epochs, Phase};
+use mpmd_proto::wire::ProcessId;
+
+/// The largest number of sizes that a process may say.
+const MOST_SIZES: usize = 1024;
+
+impl Epochs {
+    /// Notes that the server's owner may still start processes for free places, or that it will
+    /// start none any more.
+    pub(in crate::rendezvous::job) fn owner_starts(&mut self, yes: bool, actions: &mut Actions) {
+        if std::mem::replace(&mut self.owner_starts, yes) != yes {
+            self.place_spares(actions);
+        }
+    }
+
+    /// True if the epoch that gathers can begin without its free places: no process is awaited for
+    /// them, and the program goes on with the others.
+    pub(super) fn shrinks(&self) -> bool {
+        let mut places = self.seats.iter().zip(&self.vacant);
+        let left = self.seats.iter().flatten().count();
+        self.epoch > 1
+            && self.spares.is_empty()
+            && places.all(|(seat, vacant)| seat.is_some() || *vacant)
+            && self.seats.iter().flatten().next().is_some_and(|first| allows(first, left))
+    }
+
+    /// Gives spares places beyond those of an epoch that begins, as far as the program allows it.
+    pub(super) fn grow(&mut self, actions: &mut Actions) {
+        if self.epoch == 1 {
+            return;
+        }
+        for spare in std::mem::take(&mut self.spares) {
+            match self.differs(ProcessId(self.seats.len() as u32), &spare.member) {
+                None => self.spares.push(spare),
+                Some(error) => self.refuse(&spare, error, actions),
+            }
+        }
+        for place in self.seats.len()..self.could_have() {
+            let launched = self.launched;
+            let is_fit = |spare: &Seat| place < launched || spare.member.is_added;
+            let spare = self.take_spare(is_fit);
+            self.seats.extend(spare.map(Some));
+        }
+    }
+
+    /// Returns the number of processes that an epoch could have with all that wait for a place.
+    /// Spares only make up for processes that are gone; added ones make the job larger.
+    fn could_have(&self) -> usize {
+        let now = self.seats.len();
+        let Some(first) = self.seats.iter().flatten().next() else { return now };
+        let added = self.spares.iter().filter(|spare| spare.member.is_added).count();
+        let missing = self.launched.saturating_sub(now).min(self.spares.len() - added);
+        let largest = (now + 1..=now + missing + added).rev().find(|size| allows(first, *size));
+        largest.unwrap_or(now)
+    }
+
+    /// Tells process 0 of a running epoch how many processes the next one could have.
+    pub(super) fn tell_size(&self, actions: &mut Actions) {
+        if let (Phase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
+            && first.ended.is_none()
+        {
+            let processes = self.could_have() as u32;
+            actions.say(first.link, Reply::CouldHave { processes });
+        }
+    }
+}
+
+/// True if the program of a process goes on with so many.
+fn allows(process: &Seat, size: usize) -> bool {
+    process.member.sizes.iter().any(|allowed| *allowed as usize == size)
+}
+
+/// Checks the number of sizes that a process says.
+pub(super) fn check_sizes(sizes: &[u32]) -> Result<(), RendezvousError> {
+    if sizes.len() <= MOST_SIZES {
+        return Ok(());
+    }
+    let what = "the list of numbers of processes".to_owned();
+    Err(RendezvousError::TooLong { what, bytes: 4 * sizes.len(), limit: 4 * MOST_SIZES })
+}
