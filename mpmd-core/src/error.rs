@@ -97,6 +97,14 @@ pub enum Error {
     /// This machine refused a resource: threads, memory, sockets. Holds the message.
     #[error("{0}")]
     Environment(String),
+    /// The epoch of the job ends after a commit, since its processes change: see
+    /// [`Program::commit`](crate::Program::commit). The program should return this error. It is
+    /// called again in the next epoch. Every process gets it.
+    #[error("this epoch of the job is over after the last commit: {why}")]
+    EpochOver {
+        /// The change.
+        why: String,
+    },
     /// [`Commits::restore`](crate::Commits::restore) finds no commit that is whole: both processes
     /// that had copies of a region are lost. The environment is at fault. Every process gets it.
     #[error(

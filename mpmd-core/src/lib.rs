@@ -47,7 +47,7 @@ pub use api::program::{
     transports,
 };
 pub use api::put::MoveOptions;
-pub use api::recover::{Commits, Committed, RecoveringBuilder, Recovery};
+pub use api::recover::{Commits, Committed, OnLoss, RecoveringBuilder, Recovery};
 pub use api::replay::Captured;
 pub use api::split::{Sections, SplitOptions};
 pub use api::weights;

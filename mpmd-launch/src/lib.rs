@@ -65,6 +65,9 @@ pub mod variables {
     pub const WORLD_SIZE: &str = "MPMD_WORLD_SIZE";
     /// Number of processes beyond the job's, which wait for the place of one that is lost.
     pub const SPARES: &str = "MPMD_SPARES";
+    /// `1` in a process that was added to a running job: it has a number beyond all others, and may
+    /// make the job larger than it was at first.
+    pub const ADDED: &str = "MPMD_ADDED";
     /// The number of this process among those on its host, from 0.
     pub const LOCAL_RANK: &str = "MPMD_LOCAL_RANK";
     /// The address of the rendezvous, `host:port`. It overrides the address from any other

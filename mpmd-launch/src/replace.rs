@@ -50,7 +50,8 @@ impl Replacing {
                 false => Meaning::Failed(place),
             };
         }
-        match (job.place(number), how) {
+        match (job.last_place(number), how) {
+            (Some(_), ExitKind::Exit(0)) if job.place(number).is_none() => Meaning::Nothing,
             (Some(place), ExitKind::Exit(0)) if !job.has_reported(place) => Meaning::Nothing,
             (Some(place), ExitKind::Signal(_)) if !job.has_left(number) => Meaning::Lost(place),
             (Some(place), _) if job.has_left(number) && !job.has_reported(place) => {
@@ -60,6 +61,11 @@ impl Replacing {
             (None, ExitKind::Exit(0)) => Meaning::Nothing,
             (None, _) => Meaning::NotNeeded,
         }
+    }
+
+    /// True if processes may still be started in place of lost ones.
+    pub(super) fn has_left(&self) -> bool {
+        self.left > 0
     }
 
     /// Takes one of the processes that may be started. Returns false if none is left.
@@ -96,7 +102,8 @@ pub(super) enum Meaning {
 
 /// The state of a job by its rendezvous service.
 pub(super) struct Standing {
-    processes: usize,
+    /// Number of places; it may change from epoch to epoch.
+    pub(super) places: usize,
     is_complete: bool,
     /// True if no process can come to the end of the program any more, or all have.
     pub(super) is_over: bool,
@@ -106,9 +113,10 @@ pub(super) struct Standing {
 
 impl Standing {
     pub(super) fn of(server: &Server, processes: usize) -> Self {
+        let is_complete = server.is_complete();
         Self {
-            processes,
-            is_complete: server.is_complete(),
+            places: if is_complete { server.places() } else { processes },
+            is_complete,
             is_over: server.is_over() || server.failure().is_some(),
             parts: server.parts(),
             reports: server.reports(),
@@ -134,10 +142,20 @@ impl Standing {
     pub(super) fn place(&self, number: usize) -> Option<ProcessId> {
         let held = self.parts(number).find_map(|part| match part {
             Part::Holds(place) | Part::Left(place) => Some(place),
-            Part::Waits | Part::Out => None,
+            Part::Waits | Part::Died(_) | Part::Out => None,
         });
-        let is_first = number < self.processes && !self.is_complete && !self.is_known(number);
+        let is_first = number < self.places && !self.is_complete && !self.is_known(number);
         held.or_else(|| is_first.then_some(ProcessId(number as u32)))
+    }
+
+    /// Returns the [place](Self::place) of a process, also one in an earlier epoch in which it has
+    /// died.
+    fn last_place(&self, number: usize) -> Option<ProcessId> {
+        let died = self.parts(number).find_map(|part| match part {
+            Part::Died(place) => Some(place),
+            _ => None,
+        });
+        self.place(number).or(died)
     }
 
     /// True if the process that was started with this number has left the job in order.
@@ -203,7 +221,7 @@ mod tests {
     use super::*;
 
     /// A job of two in epoch 2: process 0 has left, 3 has the place of 1. 2 and 4 wait, and 5 was
-    /// given up.
+    /// given up. 7 has died in epoch 1.
     fn standing() -> Standing {
         let [first, second] = [0, 1].map(ProcessId);
         let parts = [
@@ -213,9 +231,10 @@ mod tests {
             (3, Part::Holds(second)),
             (4, Part::Waits),
             (5, Part::Out),
+            (7, Part::Died(second)),
         ];
         let parts = parts.map(|(number, part)| (ProcessId(number), part)).to_vec();
-        Standing { processes: 2, is_complete: true, is_over: false, parts, reports: Vec::new() }
+        Standing { places: 2, is_complete: true, is_over: false, parts, reports: Vec::new() }
     }
 
     #[test]
@@ -238,6 +257,8 @@ mod tests {
             (4, Exit(1), Meaning::NotNeeded),
             (5, Signal(9), Meaning::NotNeeded),
             (6, Exit(1), Meaning::NotNeeded),
+            (7, Signal(9), Meaning::Lost(second)),
+            (7, Exit(1), Meaning::Failed(second)),
         ] {
             assert_eq!(judge(1, number, how), expected, "{number}: {how}");
         }

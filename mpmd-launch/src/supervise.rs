@@ -236,6 +236,12 @@ impl Processes {
         let mut show_at: Option<Instant> = None;
         let mut shown: Vec<(usize, Vec<String>)> = Vec::new();
         while self.running.iter().any(|running| running.how.is_none()) {
+            if replacing.recovers() {
+                let job = Standing::of(server, launch.processes);
+                let joins =
+                    |running: &Running| running.how.is_none() && !job.is_known(running.number);
+                server.may_start(replacing.has_left() || self.running.iter().any(joins));
+            }
             let event = match ending {
                 Ending::Grace(until) | Ending::Asked(until) => {
                     let until = until.min(*show_at.get_or_insert_with(|| Instant::now() + HOLD));
@@ -416,7 +422,7 @@ impl Processes {
             .collect();
         let codes = ends.iter().map(|(_, how)| how.code()).collect();
         let job = Standing::of(server, launch.processes);
-        let places = || (0..launch.processes as u32).map(ProcessId);
+        let places = || (0..job.places as u32).map(ProcessId);
         let mut by_place: Vec<Option<ExitKind>> = places().map(|_| None).collect();
         let place_of = |number: usize| match replacing.recovers() {
             true => job.place(number),

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
-use mpmd_layout::topology::DeviceId;
 use mpmd_proto::router::Failure;
 use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
@@ -76,6 +75,15 @@ pub(crate) struct Kept {
     run: Option<u128>,
     /// The number of commits in the running epoch.
     number: u64,
+    /// The words of all processes with the last two commits, in which they ask for a change of the
+    /// job: see `recover/change`.
+    pub(crate) words: VecDeque<MpmdArray>,
+    /// True if this process asks to leave the job.
+    pub(crate) asks_to_leave: bool,
+    /// True if all processes of the job ask to leave it.
+    pub(crate) all_ask_to_leave: bool,
+    /// The number of processes of the epoch.
+    pub(crate) processes: usize,
 }
 
 /// A commit that was issued in the running epoch.
@@ -101,8 +109,8 @@ pub(crate) struct Copies {
 pub(crate) struct Copy {
     /// The index of the array in its commit.
     pub(crate) array: usize,
-    /// The device that owned the region.
-    pub(crate) home: DeviceId,
+    /// True if a device of this process owned the region, false if this process was the buddy.
+    pub(crate) is_own: bool,
     pub(crate) region: Region,
     pub(crate) bytes: SharedBuffer,
     /// The hash of the bytes, taken when the copy was made.
@@ -167,13 +175,18 @@ impl Kept {
             memory: Pool::new("copies of commits", None),
             run: None,
             number: 0,
+            words: VecDeque::new(),
+            asks_to_leave: false,
+            all_ask_to_leave: false,
+            processes: 0,
         }
     }
 
     /// Begins an epoch of a run. Drops commits of another run.
     pub(crate) fn begin_epoch(&mut self, run: u128) {
         if self.run.is_some_and(|own| own != run) {
-            *self = Self::new(self.every);
+            let asks_to_leave = self.asks_to_leave;
+            *self = Self { asks_to_leave, ..Self::new(self.every) };
         }
         (self.run, self.number) = (Some(run), 0);
     }
@@ -219,6 +232,7 @@ impl Kept {
     /// also of commits that are not whole: other processes may have the rest.
     pub(crate) fn end_epoch(&mut self, failure: Arc<Failure>) {
         self.forget_old();
+        self.words.clear();
         self.lost.get_or_insert((now(), failure));
         self.time.lose();
         for Issued { id, contents, made, .. } in std::mem::take(&mut self.issued) {

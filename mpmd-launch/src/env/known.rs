@@ -5,10 +5,11 @@ use std::fmt;
 use crate::{LaunchError, variables as ours};
 
 /// All variables that programs, commands and tests read.
-const KNOWN: [&str; 33] = [
+const KNOWN: [&str; 34] = [
     ours::RANK,
     ours::WORLD_SIZE,
     ours::SPARES,
+    ours::ADDED,
     ours::LOCAL_RANK,
     ours::COORDINATOR,
     ours::HOSTED,

@@ -57,6 +57,8 @@ pub struct JobEnv {
     /// Number of spares, if the launcher says it: processes with numbers from `processes` on, which
     /// wait for the place of one that is lost.
     pub spares: Option<usize>,
+    /// True if this process was added to a running job.
+    pub is_added: bool,
     /// The number of this process among those on its host, from 0, if the launcher gives it.
     pub local_process: Option<usize>,
     /// The address of the rendezvous, `host:port`.
@@ -158,8 +160,8 @@ impl JobEnv {
         look: &dyn Fn(&str) -> Option<String>,
         processes: usize,
     ) -> Result<Self, LaunchError> {
-        const OTHERS: [&str; 4] =
-            [ours::COORDINATOR, ours::SPARES, ours::JOB_TOKEN, ours::JOB_TOKEN_FILE];
+        const OTHERS: [&str; 5] =
+            [ours::COORDINATOR, ours::SPARES, ours::ADDED, ours::JOB_TOKEN, ours::JOB_TOKEN_FILE];
         let look = |name: &str| if OTHERS.contains(&name) { None } else { look(name) };
         let said = Said {
             source: "mpmd",
@@ -332,7 +334,8 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let spares = vars.number::<usize>(ours::SPARES)?;
-    if process as usize >= processes + spares.unwrap_or(0).min(MOST_PROCESSES) {
+    let is_added = vars.get(ours::ADDED).is_some_and(|added| added == "1");
+    if !is_added && process as usize >= processes + spares.unwrap_or(0).min(MOST_PROCESSES) {
         return Err(LaunchError::Variable {
             variable: match source {
                 "mpmd" => ours::RANK.to_owned(),
@@ -411,6 +414,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         process: ProcessId(process),
         processes,
         spares,
+        is_added,
         local_process,
         coordinator,
         hosted,

@@ -44,6 +44,9 @@ pub struct Builder {
     pub(super) check_replicas: Option<bool>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
+    /// The numbers of processes that later epochs of the job may have, ascending. Empty if they all
+    /// have as many as the first.
+    pub(crate) sizes: Arc<[u32]>,
 }
 
 impl Default for Builder {
@@ -67,6 +70,7 @@ impl Default for Builder {
             check_replicas: None,
             trace: None,
             sync: None,
+            sizes: Arc::default(),
         }
     }
 }
@@ -413,6 +417,30 @@ impl Builder {
             )));
         }
         self.topology_of(&vec![devices / processes; processes])
+    }
+
+    /// Returns the devices of an epoch with `processes` processes, each with as many as in
+    /// `topology`.
+    pub(super) fn resized(&mut self, topology: Topology, processes: usize) -> Result<Topology> {
+        if topology.processes() == processes {
+            return Ok(topology);
+        }
+        // Those of the processes of the first epoch. The members tell their own.
+        self.hosts = None;
+        let each = topology.devices().len() / topology.processes();
+        self.topology_of(&vec![each; processes])
+    }
+
+    /// Checks that later epochs of a job with this topology may have other numbers of processes.
+    pub(crate) fn can_resize(&self, topology: &Topology) -> Result<()> {
+        let kinds = self.kinds.as_deref().unwrap_or_default();
+        let is_mixed = kinds.iter().any(|kind| *kind != kinds[0]);
+        let why = match (topology.is_even(), is_mixed) {
+            (false, _) => "as many devices on each process",
+            (true, true) => "devices of one kind",
+            (true, false) => return Ok(()),
+        };
+        Err(Error::Environment(format!("a job that shrinks (`OnLoss::Shrink`) needs {why}")))
     }
 
     /// Returns the devices of a job with so many devices on each process, with the kinds, hosts and

@@ -79,6 +79,7 @@ impl Candidate {
         };
         let Joined { process, epoch, run, ref members } = joined;
         builder.epoch = epoch;
+        let topology = builder.resized(topology, members.len())?;
         let neighbours = Arc::new(Neighbours::find(process, members));
         let Self { rendezvous, server, waits, opened, token, .. } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);

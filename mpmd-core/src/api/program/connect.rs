@@ -16,6 +16,7 @@ use super::candidate::{Candidate, Start};
 use super::membership::Returning;
 use super::transports::{self, Opened};
 use super::{Builder, Program, version};
+use crate::api::recover::sizes;
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
@@ -44,6 +45,14 @@ impl Job {
             None => JobEnv::alone()?,
         };
         Ok(Self { builder: with_env(builder, &env)?, env })
+    }
+
+    /// Lets later epochs have the numbers of processes that `layout` allows.
+    pub(crate) fn set_sizes(&mut self, layout: &dyn Fn(usize) -> Result<(), String>) -> Result<()> {
+        let (processes, each) = (self.env.processes, self.env.devices_per_process);
+        self.builder.can_resize(&self.builder.topology(processes, each)?)?;
+        self.builder.sizes = sizes(processes, layout).into();
+        Ok(())
     }
 
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
@@ -187,8 +196,10 @@ fn join(
         pid: std::process::id(),
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
-        program: version::fingerprint(&topology, builder.checks()),
+        program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
         trouble: opened.as_ref().err().map(lack),
+        sizes: builder.sizes.to_vec(),
+        is_added: env.is_added,
     };
     let candidate = Candidate {
         rendezvous,
@@ -233,6 +244,7 @@ pub(crate) fn join_beside(
         addresses: transports::told(transport, &opened),
         program: version::fingerprint_beside(&topology),
         trouble: opened.as_ref().err().map(lack),
+        ..Member::default()
     };
     let candidate = Candidate {
         rendezvous,

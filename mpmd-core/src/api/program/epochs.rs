@@ -9,6 +9,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;
 use super::membership::Returning;
+use crate::api::recover::Change;
 use crate::error::Error;
 use crate::exec::kept::Kept;
 
@@ -16,8 +17,10 @@ use crate::exec::kept::Kept;
 pub(crate) enum EpochEnd<T, E> {
     /// The job is over.
     Over(Result<T, E>),
-    /// A process was lost, and this one may return in the next epoch.
+    /// A process was lost, or the job changes. This one may return in the next epoch.
     Lost { failure: Arc<Failure>, returning: Returning },
+    /// This process has left the job, as it had asked to.
+    Left,
 }
 
 impl Program {
@@ -33,10 +36,18 @@ impl Program {
         self.membership.as_ref().and_then(|membership| membership.identity.run).unwrap_or(0)
     }
 
-    /// Lets [`Program::commit`] keep its copies in `kept`.
-    pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>) {
+    /// Lets [`Program::commit`] keep its copies in `kept`. A job that `may_change` keeps them also
+    /// while it has one process.
+    pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>, may_change: bool) {
         kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
+        self.may_change = may_change && self.membership.is_some();
+    }
+
+    /// Returns the number of processes that the next epoch could have, as far as this process
+    /// knows.
+    pub(crate) fn could_have(&self) -> usize {
+        self.membership.as_ref().map_or(0, |membership| membership.rendezvous.could_have())
     }
 
     /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a
@@ -48,6 +59,10 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
+        if let Some(change) = self.change.take() {
+            let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
+            return self.end_by_change(&change, is_over.err());
+        }
         let (result, failure) = match result {
             Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),
             Ok(value) => match self.wait_for_end(at).and_then(|()| self.wait_for_all()) {
@@ -63,10 +78,36 @@ impl Program {
         let (Some(failure), true) = (loss, self.membership.is_some()) else {
             return EpochEnd::Over(self.conclude(result));
         };
-        self.ended = true;
         self.runtime.leave(Some(&failure));
+        self.return_later(failure)
+    }
+
+    /// Ends an epoch whose processes have agreed on a change after a commit. `failure` is that of a
+    /// loss meanwhile, if there was one.
+    fn end_by_change<T, E: From<Error>>(
+        mut self,
+        change: &Change,
+        failure: Option<Arc<Failure>>,
+    ) -> EpochEnd<T, E> {
+        let me = self.process();
+        self.runtime.leave(failure.as_deref());
+        if !change.is_end_of(me) {
+            let change = Failure::new(FailureKind::PeerLost, me, 0, change.why());
+            return self.return_later(failure.unwrap_or_else(|| Arc::new(change)));
+        }
+        self.ended = true;
         self.runtime.trace.close();
-        let membership = self.membership.take().expect("it was seen");
+        if let Some(membership) = self.membership.take() {
+            membership.leave(None);
+        }
+        EpochEnd::Left
+    }
+
+    /// Leaves an epoch that is over, to return in the next one.
+    fn return_later<T, E: From<Error>>(mut self, failure: Arc<Failure>) -> EpochEnd<T, E> {
+        self.ended = true;
+        self.runtime.trace.close();
+        let membership = self.membership.take().expect("only a member returns");
         match self.runtime.wait_for_kernels() {
             Ok(()) => {
                 let returning = membership.return_later(self.process(), self.epoch());

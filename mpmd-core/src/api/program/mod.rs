@@ -52,6 +52,7 @@ pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 use values::LargeValueCalls;
 
+use crate::api::recover::Change;
 use crate::error::{Error, Result};
 use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::kept::Kept;
@@ -101,6 +102,10 @@ pub struct Program {
     on_issue: Option<IssueHook>,
     /// The copies of committed state, of a program that recovers.
     pub(crate) kept: Option<Arc<Mutex<Kept>>>,
+    /// True if the job may have more or fewer processes in a later epoch.
+    pub(crate) may_change: bool,
+    /// The change of the job by which the epoch ends.
+    pub(crate) change: Option<Change>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -173,6 +178,8 @@ impl Program {
             ended: false,
             on_issue: None,
             kept: None,
+            may_change: false,
+            change: None,
             membership,
             one_issuer: PhantomData,
         }

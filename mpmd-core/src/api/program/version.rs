@@ -34,7 +34,7 @@ pub(super) struct Checks {
 /// mpmd, the executable, the devices, and the checks.
 /// Command-line arguments are not included, since some may concern only one process. Their effect
 /// on the program is compared as operations are issued.
-pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
+pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[u32]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name =
@@ -48,8 +48,13 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
         _ => "",
     };
     let replicas = if checks.replicas { ", replicas compared" } else { "" };
+    let sizes: Vec<usize> = sizes.iter().map(|size| *size as usize).collect();
+    let sizes = match sizes.is_empty() {
+        true => String::new(),
+        false => format!(", goes on with {} processes", listed(&sizes)),
+    };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}{replicas}",
+        "{name}, build {build}, mpmd {}, {}{compared}{replicas}{sizes}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -129,8 +134,12 @@ mod tests {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
         let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
-        assert_ne!(fingerprint(&one, checks), fingerprint(&other, checks), "other owners");
-        let fingerprint = |topology| fingerprint(topology, checks);
+        assert_ne!(
+            fingerprint(&one, checks, &[]),
+            fingerprint(&other, checks, &[]),
+            "other owners"
+        );
+        let fingerprint = |topology| fingerprint(topology, checks, &[]);
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
         assert_eq!(ours, fingerprint(&topology));
@@ -153,7 +162,7 @@ mod tests {
     #[test]
     fn fingerprint_depends_on_the_checks() {
         let of = |uncommitted, replicas| {
-            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas })
+            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas }, &[])
         };
         let [small, all] = [false, true].map(|check| of(check, false));
         assert_ne!(of(true, true), all);

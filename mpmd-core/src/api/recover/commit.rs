@@ -78,10 +78,13 @@ impl Program {
     /// An object is committed by arrays that a method makes of it.
     ///
     /// Does nothing if the program does not [recover](crate::RecoveringBuilder), if the job has one
-    /// process, or if `step` is no multiple of
+    /// process and [cannot grow](crate::OnLoss::Shrink), or if `step` is no multiple of
     /// [`RecoveringBuilder::every`](crate::RecoveringBuilder::every).
     ///
     /// # Errors
+    ///
+    /// [`Error::EpochOver`] after a commit at which the processes of the job change: it is whole,
+    /// and the program is called again. Every process gets it at the same step.
     ///
     /// If processes have unequal numbers of devices. If an array has partial sums, was donated, or
     /// belongs to an earlier epoch. If an earlier commit has failed for which this call waits, such
@@ -89,9 +92,8 @@ impl Program {
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
-        let Some(kept) = self.kept.clone().filter(|_| self.processes() > 1) else {
-            return Ok(());
-        };
+        let keeps = self.processes() > 1 || self.may_change;
+        let Some(kept) = self.kept.clone().filter(|_| keeps) else { return Ok(()) };
         self.refuse_in_capture(at, "commit")?;
         if !self.topology().is_even() {
             return Err(Error::Environment(
@@ -108,10 +110,14 @@ impl Program {
             let Some(unconfirmed) = kept.lock().first_awaited() else { break };
             unconfirmed.shards_here(at)?;
         }
+        let change = self.agreed_change(&kept, at)?;
         let before = self.set_caller(Some(at));
         let committed = self.issue_commit(step, state, &kept, at);
         self.set_caller(before);
-        committed
+        match change {
+            None => committed,
+            Some(change) => committed.and_then(|()| self.end_by(change, &kept, at)),
+        }
     }
 
     pub(super) fn issue_commit(
@@ -139,13 +145,16 @@ impl Program {
         let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
         let id = kept.lock().next_id(self.epoch(), step, &contents);
         let sources: Vec<_> = arrays.iter().zip(&buddies).zip(homes).collect();
+        let word = self.word(kept);
         let memory = kept.lock().memory.clone();
-        let (made, all) = self.issue_copies(id, sources, memory, at)?;
+        let (made, all) = self.issue_copies((id, word), sources, memory, at)?;
         let devices = first_devices(self.topology());
         let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?.replicated();
         let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;
         if !self.is_dry_run() {
-            kept.lock().issued.push_back(Issued { id, contents, made, whole });
+            let mut kept = kept.lock();
+            kept.words.push_back(whole.clone());
+            kept.issued.push_back(Issued { id, contents, made, whole });
         }
         Ok(())
     }

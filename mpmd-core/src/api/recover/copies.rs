@@ -3,7 +3,6 @@
 //! Copy workers do so as soon as a region is there, and take its hash. The copies are in memory
 //! that belongs to no epoch: never a loan of another process, nor a block of a device's pool.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
@@ -13,7 +12,6 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::spec;
-use mpmd_layout::topology::DeviceId;
 use mpmd_proto::router::Failure;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 use mpmd_transport::{Pool, SharedBuffer};
@@ -31,7 +29,7 @@ pub(super) type ArrayToCopy<'a> = ((&'a MpmdArray, &'a MpmdArray), Arc<Layout>);
 /// A region that this process copies.
 struct Source {
     array: usize,
-    home: DeviceId,
+    is_own: bool,
     region: Region,
     bytes: usize,
     /// True if the region is in the memory of a CUDA device.
@@ -47,6 +45,8 @@ struct Copying {
     /// (Number of regions that are not copied yet, resolver that says when all are). The resolver
     /// is `None` once it was kept.
     state: Mutex<(usize, Option<Resolver>)>,
+    /// The value of the resolver: what this process asks for.
+    word: u32,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
@@ -58,11 +58,11 @@ struct CopyWhat {
 
 impl Program {
     /// Issues the operation that copies the regions of a commit. Returns the copies of this
-    /// process, to be filled, and an array whose shard of each process is there once that has made
-    /// its copies.
+    /// process, to be filled, and an array whose shard of each process is its `word`. It is there
+    /// once that process has made its copies.
     pub(super) fn issue_copies(
         &mut self,
-        id: CommitId,
+        (id, word): (CommitId, u32),
         arrays: Vec<ArrayToCopy<'_>>,
         memory: Pool,
         at: &'static Location<'static>,
@@ -70,7 +70,7 @@ impl Program {
         let devices = first_devices(self.topology());
         let processes = self.mesh_of(&[("process", devices.len())], &devices)?;
         let sharding = processes.sharding(spec!["process"]).with_memory_kind(MemoryKind::Host);
-        let aval = ShapedArray::new(&[devices.len()], DType::U8);
+        let aval = ShapedArray::new(&[devices.len()], DType::U32);
         let layout = sharding.layout(aval.shape())?;
         let runtime = self.runtime.clone();
         let own = devices.into_iter().find(|device| runtime.local_index(*device).is_some());
@@ -99,8 +99,8 @@ impl Program {
             // One more than the regions: a process without any has its copies at once.
             let state = Mutex::new((sources.len() + 1, Some(resolver)));
             let made = Arc::clone(&made);
-            let copying =
-                Arc::new(Copying { runtime: runtime.clone(), memory, made, state, guard });
+            let runtime = runtime.clone();
+            let copying = Arc::new(Copying { runtime, memory, made, state, word, guard });
             sources.into_iter().for_each(|source| copying.begin(source));
             copying.end(Ok(()));
             shards.push(LocalShard { device, slot });
@@ -118,27 +118,27 @@ impl Source {
         number: usize,
         ((array, buddies), layout): &ArrayToCopy<'_>,
     ) -> Vec<Self> {
-        let source = |home, region: &Region, on_accelerator, slot| {
+        let source = |is_own, region: &Region, on_accelerator, slot| {
             let bytes = region.elements() * array.dtype().size();
-            Self { array: number, home, region: region.clone(), bytes, on_accelerator, slot }
+            Self { array: number, is_own, region: region.clone(), bytes, on_accelerator, slot }
         };
         let own = layout.iter().filter(|(device, _)| runtime.local_index(*device).is_some());
         let own = own.filter_map(|(device, region)| match &array.repr {
             Repr::Host(host) => {
-                Some(source(device, region, false, AsyncBuffer::filled(host.bytes().clone())))
+                Some(source(true, region, false, AsyncBuffer::filled(host.bytes().clone())))
             }
             Repr::Placed(placed) => {
                 let kind = placed.made.sharding.memory_kind();
                 let on_accelerator = runtime.accelerator_of(device, kind).is_some();
-                Some(source(device, region, on_accelerator, placed.slot(device)?.clone()))
+                Some(source(true, region, on_accelerator, placed.slot(device)?.clone()))
             }
         });
-        let homes: HashMap<&Region, DeviceId> =
-            layout.iter().map(|(device, region)| (region, device)).collect();
-        let of_buddies = buddies.shards().iter().filter_map(|shard| {
+        // A process alone has no buddy.
+        let has_buddies = runtime.topology.processes() > 1;
+        let of_buddies = buddies.shards().iter().filter(|_| has_buddies).filter_map(|shard| {
             let Repr::Placed(placed) = &buddies.repr else { return None };
             let region = placed.region(shard.device);
-            Some(source(*homes.get(&region)?, &region, false, shard.slot.clone()))
+            Some(source(false, &region, false, shard.slot.clone()))
         });
         own.chain(of_buddies).collect()
     }
@@ -147,7 +147,7 @@ impl Source {
 impl Copying {
     /// Queues the copy of a region for the moment when it is there. Does not block.
     fn begin(self: &Arc<Self>, source: Source) {
-        let Source { array, home, region, on_accelerator, slot, .. } = source;
+        let Source { array, is_own, region, on_accelerator, slot, .. } = source;
         let slot = match on_accelerator {
             true => self.runtime.in_host_memory(self.guard.op(), &slot),
             false => slot,
@@ -157,12 +157,12 @@ impl Copying {
             Err(failure) => copying.end(Err(failure.clone())),
             Ok(bytes) => {
                 let (runtime, bytes) = (copying.runtime.clone(), bytes.clone());
-                runtime.move_data(Box::new(move || copying.copy((array, home, region), bytes)));
+                runtime.move_data(Box::new(move || copying.copy((array, is_own, region), bytes)));
             }
         });
     }
 
-    fn copy(&self, (array, home, region): (usize, DeviceId, Region), bytes: SharedBuffer) {
+    fn copy(&self, (array, is_own, region): (usize, bool, Region), bytes: SharedBuffer) {
         let copied = self.memory.allocate(bytes.len()).map(|mut copy| {
             copy.copy_from_slice(&bytes);
             copy.freeze()
@@ -172,7 +172,7 @@ impl Copying {
         match copied {
             Ok(bytes) => {
                 let hash = hash(&bytes);
-                self.made.lock().push(Copy { array, home, region, bytes, hash });
+                self.made.lock().push(Copy { array, is_own, region, bytes, hash });
                 self.end(Ok(()));
             }
             Err(error) => {
@@ -189,7 +189,7 @@ impl Copying {
         state.0 -= 1;
         let outcome = match copied {
             Ok(()) if state.0 > 0 => return,
-            Ok(()) => Ok(vec![1].into()),
+            Ok(()) => Ok(self.word.to_ne_bytes().to_vec().into()),
             Err(failure) => Err(failure),
         };
         let resolver = state.1.take();

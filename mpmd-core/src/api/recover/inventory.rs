@@ -7,7 +7,6 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_base::block::{mpsc, since};
 use mpmd_layout::region::Region;
-use mpmd_layout::topology::{DeviceId, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +39,8 @@ pub(super) struct Inventory {
     /// job.
     pub(super) lost: Option<(Duration, String)>,
     pub(super) pid: u32,
+    /// The number of processes of the epoch before; 0 on a process that is new in the job.
+    pub(super) processes: usize,
 }
 
 /// The copies of a commit on a process.
@@ -54,8 +55,8 @@ pub(super) struct CommitEntry {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 struct CopyEntry {
     array: usize,
-    /// The device that owned the region.
-    home: u32,
+    /// True on the process that owned the region, false on its buddy.
+    is_own: bool,
     ranges: Vec<(usize, usize)>,
     hash: u128,
 }
@@ -63,7 +64,6 @@ struct CopyEntry {
 /// The process from which a region comes, and the hash of its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Source {
-    pub(super) home: DeviceId,
     pub(super) region: Region,
     pub(super) holder: ProcessId,
     pub(super) hash: u128,
@@ -128,7 +128,7 @@ impl Commits {
         let kept = self.kept.lock();
         let copy = |copy: &Copy| {
             let ranges = copy.region.ranges().map(|range| (range.start, range.end)).collect();
-            CopyEntry { array: copy.array, home: copy.home.0, ranges, hash: copy.hash }
+            CopyEntry { array: copy.array, is_own: copy.is_own, ranges, hash: copy.hash }
         };
         let commits = kept.earlier.iter().map(|(id, Copies { contents, regions })| {
             let elements = contents.arrays.iter().map(|array| array.elements).collect();
@@ -143,6 +143,7 @@ impl Commits {
             time: (kept.time.age(), kept.time.lost()),
             lost,
             pid: std::process::id(),
+            processes: kept.processes,
         }
     }
 }
@@ -176,7 +177,6 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
 pub(super) fn choose(
     inventories: &[Inventory],
     state: &Contents,
-    topology: &Topology,
 ) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
     let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
     let mut lost = Vec::new();
@@ -186,7 +186,7 @@ pub(super) fn choose(
         let entry = entries().find(|(kept, _)| kept == id);
         let elements = entry.map_or(&[][..], |(_, entry)| &entry.elements);
         let sources: Vec<_> =
-            (0..elements.len()).map(|array| sources(inventories, *id, array, topology)).collect();
+            (0..elements.len()).map(|array| sources(inventories, *id, array)).collect();
         let has = |array: usize| -> usize {
             sources[array].iter().map(|source: &Source| source.region.elements()).sum()
         };
@@ -219,30 +219,23 @@ pub(super) fn choose(
     }
 }
 
-/// Returns the regions of an array in a commit, each with its home and the process that has it: the
-/// owner of its home if that has it. Leaves out regions whose copies differ.
-fn sources(
-    inventories: &[Inventory],
-    id: CommitId,
-    array: usize,
-    topology: &Topology,
-) -> Vec<Source> {
-    let mut found: BTreeMap<_, Vec<(ProcessId, u128)>> = BTreeMap::new();
+/// Returns the regions of an array in a commit, each with a process that has it: its owner if that
+/// is left. Leaves out regions whose copies differ.
+fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source> {
+    let mut found: BTreeMap<_, Vec<(ProcessId, &CopyEntry)>> = BTreeMap::new();
     for (process, inventory) in (0..).map(ProcessId).zip(inventories) {
         let entries = inventory.commits.iter().filter(|(kept, _)| *kept == id);
         let copies = entries.flat_map(|(_, entry)| &entry.copies);
         for copy in copies.filter(|copy| copy.array == array) {
-            found.entry((copy.home, &copy.ranges)).or_default().push((process, copy.hash));
+            found.entry(&copy.ranges).or_default().push((process, copy));
         }
     }
-    let source = |((home, ranges), holders): ((u32, &Vec<_>), Vec<(ProcessId, u128)>)| {
-        let home = DeviceId(home);
-        let owner = topology.device(home).map(|device| device.process);
-        let own = holders.iter().find(|(holder, _)| Some(*holder) == owner);
-        let (holder, hash) = *own.or(holders.first())?;
+    let source = |(ranges, holders): (&Vec<_>, Vec<(ProcessId, &CopyEntry)>)| {
+        let own = holders.iter().find(|(_, copy)| copy.is_own);
+        let (holder, CopyEntry { hash, .. }) = *own.or(holders.first())?;
         let region = ranges.iter().map(|(start, end): &(usize, usize)| (*start, *end)).collect();
-        let is_same = holders.iter().all(|(_, other)| *other == hash);
-        is_same.then_some(Source { home, region, holder, hash })
+        let is_same = holders.iter().all(|(_, other)| other.hash == *hash);
+        is_same.then_some(Source { region, holder, hash: *hash })
     };
     found.into_iter().filter_map(source).collect()
 }
@@ -250,32 +243,33 @@ fn sources(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Builder;
     use crate::exec::array::MpmdArray;
 
     const ID: CommitId = CommitId { run: 0, epoch: 1, number: 1, step: 7, hash: 0 };
 
-    /// Returns the inventory of a process with these regions of one array, (home, hash).
+    /// Returns the inventory of a process with these regions of one array, (index, hash), the
+    /// first of which is its own.
     fn has(copies: &[(u32, u128)]) -> Inventory {
-        let copy = |(home, hash): &(u32, u128)| {
-            let ranges = vec![(*home as usize, *home as usize + 1)];
-            CopyEntry { array: 0, home: *home, ranges, hash: *hash }
+        let copy = |(place, (index, hash)): (usize, &(u32, u128))| {
+            let ranges = vec![(*index as usize, *index as usize + 1)];
+            CopyEntry { array: 0, is_own: place == 0, ranges, hash: *hash }
         };
-        let entry = CommitEntry { elements: vec![2], copies: copies.iter().map(copy).collect() };
+        let copies = copies.iter().enumerate().map(copy).collect();
+        let entry = CommitEntry { elements: vec![2], copies };
         Inventory { commits: vec![(ID, entry)], ..Inventory::default() }
     }
 
-    /// A commit, with (home, holder) of each region; or the error's text.
+    /// A commit, with (index, holder) of each region; or the error's text.
     type Chosen = Result<Option<(CommitId, Vec<(u32, u32)>)>, String>;
 
     fn chosen(inventories: &[Inventory]) -> Chosen {
-        let topology = Builder::default().devices(2).topology(2, None).unwrap();
         let array = MpmdArray::from_slice(&[2], &[1.0f32, 2.0]).unwrap();
         let state = Contents::of(&[array], vec!["w".to_owned()], Vec::new());
-        let chosen = choose(inventories, &state, &topology);
+        let chosen = choose(inventories, &state);
         let chosen = chosen.map_err(|error| error.to_string())?;
         Ok(chosen.map(|(id, sources)| {
-            (id, sources[0].iter().map(|source| (source.home.0, source.holder.0)).collect())
+            let source = |source: &Source| (source.region.range(0).start as u32, source.holder.0);
+            (id, sources[0].iter().map(source).collect())
         }))
     }
 

@@ -7,9 +7,14 @@
 //!    one. In `copies` the owner and the buddy copy it to memory that outlives the epoch.
 //! 3. `exec/kept` has the copies of this process, between the epochs too.
 //! 4. `restore` runs in the new epoch. The processes exchange lists of their copies (`inventory`)
-//!    and choose the newest commit that is whole. Then they bring each region home, and move it to
-//!    its sharding.
+//!    and choose the newest commit that is whole. Then each region moves to the devices that need a
+//!    part of it (`bring`).
+//! 5. With a commit the processes also tell each other that others wait for a place, or that they
+//!    ask to leave. Then all leave the epoch after a commit (`change`), and meet in one with more
+//!    or fewer processes.
 
+mod bring;
+mod change;
 mod commit;
 mod copies;
 mod inventory;
@@ -18,7 +23,9 @@ mod restore;
 mod run;
 mod simulate;
 
+pub(crate) use change::Change;
 pub use commit::Committed;
 pub(crate) use inventory::tell;
 pub use report::Recovery;
-pub use run::{Commits, RecoveringBuilder};
+pub(crate) use run::sizes;
+pub use run::{Commits, OnLoss, RecoveringBuilder};

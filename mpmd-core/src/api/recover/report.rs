@@ -10,8 +10,8 @@ use super::inventory::Inventory;
 use crate::api::program::Program;
 use crate::warning::tell_user;
 
-/// A recovery from the loss of a process: see [`Commits::last_recovery`]. It is the same on every
-/// process.
+/// The begin of a later epoch, after the loss of a process or a change of the job: see
+/// [`Commits::last_recovery`]. It is the same on every process.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Recovery {
@@ -21,14 +21,16 @@ pub struct Recovery {
     pub step: u64,
     /// The newest step that was issued before. The job repeats the steps after `step` up to it.
     pub reached: u64,
-    /// Seconds from the loss of the process until all processes had met in the new epoch.
+    /// The number of processes of the epoch before, and of this one.
+    pub processes: (usize, usize),
+    /// Seconds from the end of the earlier epoch until all processes had met in the new one.
     pub seconds: f64,
     /// The share of the job's time so far that counted, from 0 to 1. The rest passed between a loss
     /// and the moment when the step that the job had reached was issued again.
     pub useful: f64,
     /// (process, its number in the system) for each process that is new in the job.
     pub new: Vec<(ProcessId, u32)>,
-    /// The failure that ended the earlier epoch.
+    /// The reason why the earlier epoch ended, such as the loss of a process.
     pub failure: String,
 }
 
@@ -60,10 +62,12 @@ impl Commits {
             kept.time.learn(age, lost, reached);
             kept.time.reach(step);
         }
+        let before = old().map(|one| one.processes).max().unwrap_or_default();
         let recovery = Recovery {
             epoch: p.epoch(),
             step,
             reached,
+            processes: (before, p.processes()),
             seconds: time.as_secs_f64(),
             useful: 1.0 - lost.as_secs_f64() / age.as_secs_f64().max(f64::MIN_POSITIVE),
             new: new.map(|(process, one)| (process, one.pid)).collect(),
@@ -80,20 +84,23 @@ impl Commits {
 
 impl fmt::Display for Recovery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { epoch, step, reached, seconds, useful, new, failure } = self;
+        let Self { epoch, step, reached, processes, seconds, useful, new, failure } = self;
         match (step, reached.saturating_sub(*step)) {
             (0, _) => write!(f, "epoch {epoch} begins without a commit")?,
             (_, 0) => write!(f, "epoch {epoch} goes on after step {step}")?,
             (_, 1) => write!(f, "epoch {epoch} goes on after step {step}, and repeats one")?,
             (_, more) => write!(f, "epoch {epoch} goes on after step {step}, and repeats {more}")?,
         }
-        let new = new.iter().map(|(process, pid)| format!("{} (pid {pid})", process.0));
-        let new = new.collect::<Vec<_>>().join(", ");
-        write!(
-            f,
-            ", {seconds:.2} s after the loss of a process; new is process {new}; {:.1} % of the \
-             job's time counted so far; {failure}",
-            100.0 * useful
-        )
+        write!(f, ", {seconds:.2} s after the end of the epoch before")?;
+        match processes {
+            (before, now) if before == now => {}
+            (before, now) => write!(f, "; it has {now} processes, and had {before}")?,
+        }
+        let new: Vec<_> =
+            new.iter().map(|(process, pid)| format!("{process} (pid {pid})")).collect();
+        if !new.is_empty() {
+            write!(f, "; new is process {}", new.join(", "))?;
+        }
+        write!(f, "; {:.1} % of the job's time counted so far; {failure}", 100.0 * useful)
     }
 }

@@ -1,22 +1,15 @@
-//! Restoring a commit: brings each region home, and moves it to the sharding of the new epoch.
+//! Restoring a commit: chooses it, and replaces the state by it.
 
-use std::collections::HashMap;
 use std::panic::Location;
-use std::sync::Arc;
 
 use mpmd_base::ProcessId;
-use mpmd_layout::aval::ShapedArray;
-use mpmd_layout::region::Region;
-use mpmd_layout::sharding::{MemoryKind, Sharding};
-use mpmd_transport::SharedBuffer;
 
-use super::inventory::{Inventory, Source, choose, tell};
+use super::bring::bring;
+use super::inventory::{Inventory, choose, tell};
 use super::{Commits, Committed};
 use crate::api::program::Program;
-use crate::api::put::MoveOptions;
 use crate::error::{Error, IssueProblem, Result};
-use crate::exec::array::MpmdArray;
-use crate::exec::kept::{CommitId, Contents, Copies, hash};
+use crate::exec::kept::{CommitId, Contents, Copies};
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
@@ -28,8 +21,9 @@ impl Commits {
     /// epoch, before its first commit. Blocks until the state is there.
     ///
     /// Each region comes from its owner at the time of the commit, or from the owner's buddy if the
-    /// owner is lost. It moves to the present sharding of its array in `state`. A copy is not used
-    /// if its hash differs from the one that was taken at the commit.
+    /// owner is lost. It moves to the present sharding of its array in `state`, which may be one
+    /// over another number of processes. A copy is not used if its hash differs from the one that
+    /// was taken at the commit.
     ///
     /// # Errors
     ///
@@ -58,7 +52,7 @@ impl Commits {
         let inventories = self.tell_inventories(p, at)?;
         let arrays = state.arrays();
         let asked = Contents::of(&arrays, state.names(), Vec::new());
-        let chosen = choose(&inventories, &asked, p.topology());
+        let chosen = choose(&inventories, &asked);
         let chosen = chosen.inspect_err(|_| {
             self.kept.lock().forget_all();
             self.report(p, &inventories, 0, at);
@@ -76,14 +70,7 @@ impl Commits {
                 format!("the newest commit is of step {step} and does not fit: {difference}");
             return Err(IssueProblem::Signature(problem).at(at, "restore"));
         }
-        let mut here = vec![HashMap::new(); arrays.len()];
-        for copy in copies.regions {
-            here[copy.array].insert(copy.region, copy.bytes);
-        }
-        let mut restored = Vec::with_capacity(arrays.len());
-        for ((array, sources), here) in arrays.iter().zip(sources).zip(here) {
-            restored.push(bring_home(p, array, sources, here)?);
-        }
+        let restored = bring(p, &arrays, sources, copies.regions, at)?;
         for array in &restored {
             array.block_until_ready()?;
         }
@@ -135,56 +122,6 @@ fn contents(
     }
 }
 
-/// Issues the moves of an array's regions to their homes, makes the array there, and moves it to
-/// the sharding of `like`. `here` has the copies of this process. Blocks until the regions are
-/// home.
-fn bring_home(
-    p: &mut Program,
-    like: &MpmdArray,
-    sources: Vec<Source>,
-    mut here: HashMap<Region, SharedBuffer>,
-) -> Result<MpmdArray> {
-    let once = MoveOptions::default().cache_plans(false).may_alias(false);
-    let mut coming = Vec::new();
-    for Source { home, region, holder, .. } in &sources {
-        let owner = p.topology().device(*home).map(|device| device.process);
-        if owner == Some(*holder) {
-            continue;
-        }
-        let from = p.topology().devices_of(*holder)[0];
-        let aval = ShapedArray::new(&region.shape(), like.dtype());
-        let bytes = here.get(region).cloned();
-        let on = |device| Sharding::single_device(device).with_memory_kind(MemoryKind::Host);
-        let copied = p.array_from_fn(aval, on(from), move |_, mut values| {
-            let bytes = bytes.as_ref().ok_or_else(|| Error::kernel("the copy is gone"))?;
-            values.as_bytes_mut().copy_from_slice(bytes);
-            Ok(())
-        })?;
-        coming.push((region.clone(), p.device_put_with(&copied, on(*home), once)?));
-    }
-    for (region, array) in coming {
-        if let Some(data) = array.to_host()? {
-            here.insert(region, data.bytes().clone());
-        }
-    }
-    let homes = sources.iter().map(|source| (source.home, source.region.clone())).collect();
-    let homes = Sharding::enumerated(homes)?;
-    let hashes: HashMap<Region, u128> =
-        sources.into_iter().map(|source| (source.region, source.hash)).collect();
-    let here = Arc::new(here);
-    let array = p.array_from_fn(like.aval().clone(), &homes, move |region, mut values| {
-        let bytes = here.get(region).ok_or_else(|| Error::kernel("the copy is gone"))?;
-        if hashes.get(region) != Some(&hash(bytes)) {
-            return Err(Error::kernel(format!("the copy of region {region} was damaged")));
-        }
-        values.as_bytes_mut().copy_from_slice(bytes);
-        Ok(())
-    })?;
-    let to = like.sharding().cloned();
-    let to = to.unwrap_or_else(|| Sharding::single_device(p.topology().device_ids()[0]));
-    p.device_put_with(&array, to, MoveOptions::default().donate(true).cache_plans(false))
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -192,7 +129,6 @@ mod tests {
     use mpmd_base::block::thread;
     use mpmd_layout::aval::f32s;
     use mpmd_layout::spec;
-    use mpmd_layout::topology::DeviceId;
 
     use super::*;
     use crate::api::program::Simulation;
@@ -216,7 +152,7 @@ mod tests {
             if p.process() == ProcessId(0) {
                 let mut kept = commits.kept.lock();
                 let copies = kept.earlier.values_mut().flat_map(|copies| &mut copies.regions);
-                for copy in copies.filter(|copy| copy.home == DeviceId(0)) {
+                for copy in copies.filter(|copy| copy.is_own) {
                     copy.bytes = vec![7; copy.bytes.len()].into();
                 }
             }

@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
+use mpmd_launch::LaunchError;
+use mpmd_transport::rendezvous::RendezvousError;
 
 use super::Recovery;
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
@@ -17,7 +19,43 @@ pub struct RecoveringBuilder {
     builder: Builder,
     spares: usize,
     every: u64,
+    on_loss: OnLoss,
+    layout: Layout,
 }
+
+/// What a job that recovers does if no process is left for the place of a lost one.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum OnLoss {
+    /// It waits for a process, at most for the peer timeout, and then ends with an error.
+    #[default]
+    Wait,
+    /// It goes on with the processes that are left, and takes in others that come later.
+    ///
+    /// The program is called with another number of [processes](Program::processes). They are
+    /// numbered anew, in the same order; those that come get the numbers after them. Each has as
+    /// many devices as before. [`Commits::restore`] moves the state to the new shardings.
+    ///
+    /// It waits first for processes of which it knows: spares, and those that `mpmd run --restart`
+    /// may start. Later, a process that waits for a place is taken in after one of the next
+    /// commits, without the loss of a step: there [`Program::commit`] returns
+    /// [`Error::EpochOver`]. The job gets as many processes as it was started with, and one more
+    /// for each that `mpmd run --add` has added.
+    Shrink,
+}
+
+/// A function that says if the program goes on with a number of processes.
+#[derive(Clone)]
+struct Layout(Arc<dyn Fn(usize) -> Result<(), String> + Send + Sync>);
+
+impl fmt::Debug for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Layout(..)")
+    }
+}
+
+/// The largest number of processes, in multiples of those of the start, that a job may come to.
+const MOST_TIMES: usize = 4;
 
 /// The commits of a job, as far as this process has them in its memory.
 ///
@@ -37,7 +75,8 @@ impl Builder {
     /// launchers that know no spares, such as Slurm and `mpirun`. `mpmd run --spares` says it for
     /// the program.
     pub fn spares(self, spares: usize) -> RecoveringBuilder {
-        RecoveringBuilder { builder: self, spares, every: 1 }
+        let layout = Layout(Arc::new(|_| Ok(())));
+        RecoveringBuilder { builder: self, spares, every: 1, on_loss: OnLoss::default(), layout }
     }
 }
 
@@ -49,9 +88,31 @@ impl RecoveringBuilder {
         self
     }
 
+    /// Sets what the job does if no process is left for the place of a lost one: by default it
+    /// [waits](OnLoss::Wait).
+    pub fn on_loss(mut self, on_loss: OnLoss) -> Self {
+        self.on_loss = on_loss;
+        self
+    }
+
+    /// Sets the function that says if the program goes on with a number of processes, for a job
+    /// that [shrinks](OnLoss::Shrink); any number by default. Its error is the reason, such as the
+    /// memory that is missing: the job then waits for processes, at most for the peer timeout, and
+    /// ends with that reason. It must say the same on every process.
+    ///
+    /// The program may use fewer processes than there are: each has a part of the state, so none of
+    /// those that are left is turned away.
+    pub fn layout<F>(mut self, layout: F) -> Self
+    where
+        F: Fn(usize) -> Result<(), String> + Send + Sync + 'static,
+    {
+        self.layout = Layout(Arc::new(layout));
+        self
+    }
+
     /// Joins the job that this process was started for, runs `program` and finishes, as
     /// [`Builder::run`] does. Returns the value of `program`, or `None` on a spare that was not
-    /// needed.
+    /// needed, and on a process that has [asked to leave](Commits::ask_to_leave).
     ///
     /// If a process is lost, the others leave the job's epoch, and meet again under the next one
     /// with a spare or a new process in the free place. Then `program` is called again. It issues
@@ -61,7 +122,8 @@ impl RecoveringBuilder {
     /// # Errors
     ///
     /// Those of [`Builder::run`], except for the loss of another process. If no process takes the
-    /// free place within the peer timeout.
+    /// free place within the peer timeout. If a job that shrinks has devices of several kinds, or
+    /// unequal numbers of them by process.
     #[track_caller]
     pub fn run<T, E>(
         self,
@@ -70,8 +132,43 @@ impl RecoveringBuilder {
     where
         E: From<Error> + fmt::Display,
     {
+        let layout = self.layout.0;
         let mut job = Job::of_environment(self.builder, self.spares)?;
-        run_epochs(self.every, |returning| job.join(returning), program)
+        let may_change = self.on_loss == OnLoss::Shrink;
+        if may_change {
+            job.set_sizes(&*layout)?;
+        }
+        let join = |returning| {
+            let started = job.join(returning);
+            started.map_err(|error| with_reason(error, &*layout))
+        };
+        run_epochs((self.every, may_change), join, program)
+    }
+}
+
+/// Returns the numbers of processes with which the program goes on, for a job that was started with
+/// `launched`.
+pub(crate) fn sizes(launched: usize, layout: &dyn Fn(usize) -> Result<(), String>) -> Vec<u32> {
+    let all = 1..=launched.saturating_mul(MOST_TIMES);
+    all.filter(|size| layout(*size).is_ok()).map(|size| size as u32).collect()
+}
+
+/// Adds to the error of a job that lacks processes the reason why it does not go on with the rest.
+fn with_reason(error: Error, layout: &dyn Fn(usize) -> Result<(), String>) -> Error {
+    let Error::Launch(LaunchError::Rendezvous(RendezvousError::Missing {
+        ref missing,
+        processes,
+        ..
+    })) = error
+    else {
+        return error;
+    };
+    let left = processes.saturating_sub(missing.len());
+    match layout(left).err().filter(|_| left > 0) {
+        Some(why) => Error::Environment(format!(
+            "{error}. The program does not go on with the {left} that are left: {why}"
+        )),
+        None => error,
     }
 }
 
@@ -79,7 +176,7 @@ impl RecoveringBuilder {
 /// returning unless it is its first.
 #[track_caller]
 pub(crate) fn run_epochs<T, E>(
-    every: u64,
+    (every, may_change): (u64, bool),
     mut join: impl FnMut(Option<Returning>) -> Result<Start>,
     program: impl Fn(&mut Program, &Commits) -> Result<T, E>,
 ) -> Result<Option<T>, E>
@@ -96,16 +193,202 @@ where
             Start::Program(mut p) => {
                 let run = format!("{:032x}", p.run_id());
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
-                p.keep_commits(&commits.kept);
-                let result = program(&mut p, &commits);
+                p.keep_commits(&commits.kept, may_change);
+                let (result, processes) = (program(&mut p, &commits), p.processes());
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),
-                    EpochEnd::Lost { failure, returning } => (failure, returning),
+                    EpochEnd::Left => return Ok(None),
+                    EpochEnd::Lost { failure, returning } => {
+                        commits.kept.lock().processes = processes;
+                        (failure, returning)
+                    }
                 }
             }
         };
         tracing::info!(%failure, "an epoch of the job has ended");
         commits.kept.lock().end_epoch(failure);
         returns = Some(returning);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use mpmd_base::ProcessId;
+    use mpmd_base::block::thread;
+    use mpmd_layout::aval::f32s;
+    use mpmd_layout::spec;
+
+    use super::*;
+    use crate::{Simulation, SimulationReport};
+
+    const STEPS: u64 = 100;
+
+    /// The number of processes of an epoch, and the step with which it began.
+    type Epochs = Vec<(usize, u64)>;
+
+    /// Adds 1 to each of twelve numbers in each step. They are sharded over all processes. Returns
+    /// them, and the epochs in which this process was.
+    fn count(
+        p: &mut Program,
+        commits: &Commits,
+        epochs: &Mutex<Epochs>,
+    ) -> Result<(Vec<f32>, Epochs)> {
+        let devices = p.topology().device_ids().len();
+        let mesh = p.mesh(&[("x", devices)])?;
+        // Twelve is not divisible by five; such a job uses four of its devices.
+        let mesh = match devices {
+            5 => p.mesh_of(&[("x", 4)], &p.topology().device_ids()[..4].to_vec())?,
+            _ => mesh,
+        };
+        let here = mesh.sharding(spec!["x"]);
+        let mut x = p.array_from_fn(f32s([12]), &here, |region, mut values| {
+            for (value, at) in values.as_mut_slice::<f32>()?.iter_mut().zip(region.range(0)) {
+                *value = at as f32;
+            }
+            Ok(())
+        })?;
+        let add = crate::kernel::elementwise(|x: f32| x + 1.0);
+        let add = p.jit(add).on(&mesh).outputs(&here).build()?;
+        let step = commits.restore(p, &mut x)?;
+        epochs.lock().push((p.processes(), step));
+        for step in step..STEPS {
+            x = add.call(p, x)?;
+            p.step_end()?;
+            p.commit(step + 1, &x)?;
+            if commits.all_ask_to_leave() {
+                break;
+            }
+            x.block_until_ready()?;
+            thread::sleep(Duration::from_millis(5));
+        }
+        let all = p.mesh(&[("x", devices)])?.replicated();
+        let values = p.device_put(&x, all)?.to_host()?;
+        let values = values.expect("every process has it").to_vec::<f32>()?;
+        Ok((values, epochs.lock().clone()))
+    }
+
+    type Ends = Vec<Result<Option<(Vec<f32>, Epochs)>>>;
+
+    fn run(job: &Simulation, every: u64) -> (Ends, SimulationReport) {
+        // Of all processes together, since a thread does not know its number here.
+        let epochs = Mutex::default();
+        job.run_recovering(every, |p, commits| count(p, commits, &epochs))
+    }
+
+    /// Checks the values, and returns the sizes of the epochs that began.
+    fn sizes_of(ends: &Ends, steps: u64) -> Vec<usize> {
+        let mut sizes = Vec::new();
+        let values = ends.iter().filter_map(|end| end.as_ref().ok()?.as_ref());
+        for (values, epochs) in values {
+            let expected: Vec<f32> = (0..12).map(|at| (at + steps) as f32).collect();
+            assert_eq!(*values, expected);
+            sizes = epochs.iter().map(|(size, _)| *size).collect();
+        }
+        sizes.dedup();
+        sizes
+    }
+
+    fn any(_: usize) -> Result<(), String> {
+        Ok(())
+    }
+
+    #[test]
+    fn job_shrinks_by_losses_and_goes_on_alone() {
+        for seed in 0..10 {
+            let job = Simulation::new(4, 4).seed(seed).shrink(any);
+            let job = job.lose_after(ProcessId(0), Duration::from_millis(100));
+            let job = job.lose_after(ProcessId(2), Duration::from_millis(300));
+            let job = job.lose_after(ProcessId(3), Duration::from_millis(500));
+            let (ends, report) = run(&job, 1);
+            assert_eq!(report.left, [""; 0]);
+            assert_eq!(sizes_of(&ends, STEPS), [4, 3, 2, 1], "seed {seed}");
+            assert_eq!(
+                ends.iter().map(Result::is_ok).collect::<Vec<_>>(),
+                [false, true, false, false]
+            );
+        }
+    }
+
+    #[test]
+    fn process_that_comes_later_is_taken_in_without_a_lost_step() {
+        for (seed, every) in (0..10).zip([1, 3].into_iter().cycle()) {
+            let job = Simulation::new(3, 6).seed(seed).shrink(any);
+            let job = job.lose_after(ProcessId(1), Duration::from_millis(80));
+            let job = job.spare_after(Duration::from_millis(200));
+            let (ends, _) = run(&job, every);
+            assert_eq!(sizes_of(&ends, STEPS), [3, 2, 3], "seed {seed}");
+            let (_, epochs) = ends[0].as_ref().unwrap().as_ref().unwrap();
+            let began: Vec<u64> = epochs.iter().map(|(_, step)| *step).collect();
+            assert!(began.iter().all(|step| step % every == 0), "{began:?}");
+            assert!(ends[3].as_ref().unwrap().is_some(), "the spare has a place");
+        }
+    }
+
+    #[test]
+    fn job_of_one_grows() {
+        let job = Simulation::new(2, 2).seed(3).shrink(any);
+        let job = job.lose_after(ProcessId(0), Duration::from_millis(50));
+        let job = job.spare_after(Duration::from_millis(120));
+        assert_eq!(sizes_of(&run(&job, 1).0, STEPS), [2, 1, 2]);
+    }
+
+    #[test]
+    fn sizes_that_the_layout_refuses_are_not_taken() {
+        let even = |size: usize| if size % 2 == 0 { Ok(()) } else { Err("odd".to_owned()) };
+        let job = Simulation::new(4, 4).seed(5).shrink(even);
+        let lost = Duration::from_millis(50);
+        let job = job.lose_after(ProcessId(0), lost).lose_after(ProcessId(2), lost);
+        let job = job.spare_after(Duration::from_millis(100));
+        assert_eq!(sizes_of(&run(&job, 1).0, STEPS), [4, 2], "the spare waits in vain");
+        let job = Simulation::new(4, 4).seed(5).shrink(even).lose_after(ProcessId(0), lost);
+        let (ends, _) = run(&job, 1);
+        let said = ends[1].as_ref().unwrap_err().to_string();
+        assert!(said.contains("process 0"), "{said}");
+    }
+
+    #[test]
+    fn process_that_asks_leaves_and_the_others_lose_no_step() {
+        for seed in 0..10 {
+            let job = Simulation::new(3, 3).seed(seed).shrink(any);
+            let epochs = Mutex::default();
+            let (ends, report) = job.run_recovering(1, |p, commits| {
+                if (p.processes(), p.process()) == (3, ProcessId(1)) {
+                    commits.ask_to_leave();
+                }
+                count(p, commits, &epochs)
+            });
+            assert_eq!(report.left, [""; 0]);
+            assert!(ends[1].as_ref().unwrap().is_none(), "it has left");
+            assert_eq!(sizes_of(&ends, STEPS), [3, 2]);
+            let (_, epochs) = ends[0].as_ref().unwrap().as_ref().unwrap();
+            assert!(epochs.contains(&(2, 3)), "{epochs:?}: two commits later");
+        }
+    }
+
+    #[test]
+    fn all_that_ask_to_leave_end_together() {
+        let epochs = Mutex::default();
+        let (ends, _) =
+            Simulation::new(3, 3).seed(1).shrink(any).run_recovering(1, |p, commits| {
+                commits.ask_to_leave();
+                count(p, commits, &epochs)
+            });
+        assert_eq!(sizes_of(&ends, 3), [3]);
+        assert!(ends.iter().all(|end| end.as_ref().unwrap().is_some()));
+    }
+
+    #[test]
+    fn lack_of_processes_has_the_reason_of_the_layout() {
+        let missing = RendezvousError::Missing {
+            missing: vec![ProcessId(2)],
+            processes: 3,
+            peer_timeout: Duration::from_secs(1),
+        };
+        let layout = |size| Err(format!("{size} processes need 9 GiB each"));
+        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), &layout);
+        let said = said.to_string();
+        assert!(said.ends_with("that are left: 2 processes need 9 GiB each"), "{said}");
     }
 }

@@ -29,7 +29,7 @@ impl Simulation {
         let of_process = |value| -> EpochsOfProcess<'_> {
             let value: &Mutex<Option<T>> = value;
             Box::new(move |job| {
-                let ended = run_epochs(every, |returning| job.join(returning), program)?;
+                let ended = run_epochs((every, job.may_change()), |r| job.join(r), program)?;
                 let has_place = ended.is_some();
                 *value.lock() = ended;
                 Ok(has_place)

@@ -13,6 +13,7 @@ use super::super::transports::{self, Opened};
 use super::faults::{Over, Parts};
 use super::life::Network;
 use super::{Simulation, SimulationReport, Thread};
+use crate::api::recover::sizes;
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
@@ -41,6 +42,20 @@ impl Simulation {
         self
     }
 
+    /// Lets the job [shrink](crate::OnLoss::Shrink) to the numbers of processes that `layout`
+    /// allows, and grow. For [`run_recovering`](Self::run_recovering).
+    ///
+    /// # Panics
+    ///
+    /// If processes have devices of several kinds, or unequal numbers of them.
+    pub fn shrink(mut self, layout: impl Fn(usize) -> Result<(), String>) -> Self {
+        let topology = self.builder.topology(self.processes, None);
+        let fits = topology.and_then(|topology| self.builder.can_resize(&topology));
+        assert!(fits.is_ok(), "{fits:?}");
+        self.builder.sizes = sizes(self.processes, &layout).into();
+        self
+    }
+
     /// Injects a fault: process `process` disappears without a message when it issues operation
     /// `op` in this epoch. Operations count from 0 in each epoch.
     pub fn lose_in(mut self, process: ProcessId, epoch: u64, op: u64) -> Self {
@@ -64,7 +79,7 @@ impl Simulation {
     ) -> (Vec<Result<bool>>, SimulationReport) {
         let world = self.world.as_ref().expect("a simulation with a report has a seed");
         let ((results, parts), report) = simulated(world.clone(), || {
-            let network = Network::new(self.processes, self.delays.clone());
+            let network = Network::new(self.delays.clone());
             let parts = Parts::new(network, processes.len());
             let timeout = self.builder.peer_timeout.unwrap_or(mpmd_launch::DEFAULT_PEER_TIMEOUT);
             let run = u128::from(world.seed) + 1;
@@ -100,6 +115,11 @@ impl SimulatedJob<'_> {
         Ok(has_place)
     }
 
+    /// True if later epochs may have another number of processes.
+    pub(crate) fn may_change(&self) -> bool {
+        !self.simulation.builder.sizes.is_empty()
+    }
+
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
     /// first. Blocks as a real process does.
     ///
@@ -123,12 +143,14 @@ impl SimulatedJob<'_> {
         let opened = {
             let life = life.clone();
             Ok(Opened::Simulated(Box::new(move |joined| {
-                life.takes(network.of_epoch(joined.epoch), joined.process)
+                let fabric = network.of_epoch(joined.epoch, joined.members.len());
+                life.takes(fabric, joined.process)
             })))
         };
         let member = Member {
             host: "simulated".to_owned(),
             pid: FIRST_PID + self.process.0,
+            sizes: builder.sizes.to_vec(),
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
             ..Member::default()

@@ -17,20 +17,19 @@ use crate::exec::Runtime;
 /// The transports of a job: one for each epoch. Clones are the same network.
 #[derive(Clone)]
 pub(super) struct Network {
-    processes: usize,
     faults: Faults,
     fabrics: Arc<Mutex<BTreeMap<u64, Fabric>>>,
 }
 
 impl Network {
-    pub(super) fn new(processes: usize, faults: Faults) -> Self {
-        Self { processes, faults, fabrics: Arc::default() }
+    pub(super) fn new(faults: Faults) -> Self {
+        Self { faults, fabrics: Arc::default() }
     }
 
-    pub(super) fn of_epoch(&self, epoch: u64) -> Fabric {
+    pub(super) fn of_epoch(&self, epoch: u64, processes: usize) -> Fabric {
         let new = || {
             let seed = self.faults.seed.wrapping_add(epoch - 1);
-            Fabric::new(self.processes, Faults { seed, ..self.faults.clone() })
+            Fabric::new(processes, Faults { seed, ..self.faults.clone() })
         };
         self.fabrics.lock().entry(epoch).or_insert_with(new).clone()
     }

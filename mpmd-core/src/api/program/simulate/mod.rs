@@ -244,8 +244,8 @@ impl Simulation {
     }
 
     fn run_processes(&self, programs: Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, Parts) {
-        let network = Network::new(self.processes, self.delays.clone());
-        let fabric = network.of_epoch(1);
+        let network = Network::new(self.delays.clone());
+        let fabric = network.of_epoch(1, self.processes);
         let parts = Parts::new(network, self.processes);
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.

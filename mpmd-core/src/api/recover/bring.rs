@@ -1,0 +1,141 @@
+//! Brings the regions of a commit from the processes that have copies to the shardings of the new
+//! epoch.
+//!
+//! The first holders of an array's new sharding get its elements once: each region moves, in host
+//! memory, to the devices that need a part of it. There they are put together, and the array moves
+//! to the sharding itself. So the job may have another number of processes than at the commit.
+
+use std::collections::HashMap;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_device::copy::copy_region;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::DeviceId;
+use mpmd_transport::SharedBuffer;
+
+use super::inventory::Source;
+use crate::api::program::Program;
+use crate::api::put::MoveOptions;
+use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
+use crate::exec::kept::{Copy, hash};
+
+/// A part of an array in this process's memory.
+struct Part {
+    region: Region,
+    bytes: SharedBuffer,
+    /// The hash that the bytes must have, of a copy that was made at the commit.
+    hash: Option<u128>,
+}
+
+/// Makes `like.len()` arrays of the regions in `sources`, in the shardings of `like`. `copies` are
+/// those of this process. Blocks until the regions have moved, not until the arrays are there.
+pub(super) fn bring(
+    p: &mut Program,
+    like: &[MpmdArray],
+    sources: Vec<Vec<Source>>,
+    copies: Vec<Copy>,
+    at: &'static Location<'static>,
+) -> Result<Vec<MpmdArray>> {
+    let mut here: Vec<HashMap<Region, SharedBuffer>> = vec![HashMap::new(); like.len()];
+    for copy in copies {
+        here[copy.array].insert(copy.region, copy.bytes);
+    }
+    let first = p.topology().device_ids()[0];
+    let to = |array: &MpmdArray| {
+        let sharding = array.sharding().cloned();
+        sharding.unwrap_or_else(|| Sharding::single_device(first))
+    };
+    let mut homes = Vec::with_capacity(like.len());
+    for array in like {
+        let sharding = to(array).first_holders(array.shape())?;
+        let layout = sharding.layout(array.shape())?;
+        homes.push((sharding, layout));
+    }
+    let once = MoveOptions::default().cache_plans(false).may_alias(false);
+    let mut parts: Vec<Vec<Part>> = like.iter().map(|_| Vec::new()).collect();
+    let (mut moved, mut copied, mut coming) = (Vec::new(), Vec::new(), Vec::new());
+    for (number, sources) in sources.into_iter().enumerate() {
+        for source in sources {
+            let Source { region, holder, hash } = source;
+            let bytes = here[number].remove(&region);
+            let targets = targets(&homes[number].1, &region);
+            let owner = |device| p.topology().device(device).map(|device| device.process);
+            if targets.iter().all(|(device, _)| owner(*device) == Some(holder)) {
+                let part = bytes.map(|bytes| Part { region, bytes, hash: Some(hash) });
+                parts[number].extend(part);
+                continue;
+            }
+            let from = p.topology().devices_of(holder)[0];
+            let from = Sharding::single_device(from).with_memory_kind(MemoryKind::Host);
+            let aval = ShapedArray::new(&region.shape(), like[number].dtype());
+            let name = region.clone();
+            copied.push(p.array_from_fn(aval, from, move |_, mut values| {
+                let bytes = intact(bytes.as_ref(), &name, Some(hash))?;
+                values.as_bytes_mut().copy_from_slice(bytes);
+                Ok(())
+            })?);
+            moved.push(Sharding::enumerated(targets)?.with_memory_kind(MemoryKind::Host));
+            coming.push((number, region));
+        }
+    }
+    let moved = p.device_put_with(&copied, moved, once)?;
+    drop(copied);
+    for ((number, of), array) in coming.into_iter().zip(moved) {
+        for shard in array.shards_here(at)? {
+            let region = shifted(&shard.region, |dim, at| at + of.range(dim).start);
+            let bytes = shard.data.bytes().clone();
+            parts[number].push(Part { region, bytes, hash: None });
+        }
+    }
+    let mut made = Vec::with_capacity(like.len());
+    for ((array, (homes, _)), parts) in like.iter().zip(homes).zip(parts) {
+        let parts = Arc::new(parts);
+        let item = array.dtype().size();
+        made.push(p.array_from_fn(array.aval().clone(), &homes, move |region, mut values| {
+            let mut left = region.elements();
+            for part in parts.iter() {
+                let Some(piece) = part.region.intersect(region) else { continue };
+                let bytes = intact(Some(&part.bytes), &part.region, part.hash)?;
+                copy_region(bytes, &part.region, values.as_bytes_mut(), region, &piece, item);
+                left = left.saturating_sub(piece.elements());
+            }
+            if left > 0 { Err(Error::kernel("the copy is gone")) } else { Ok(()) }
+        })?);
+    }
+    let shardings: Vec<Sharding> = like.iter().map(to).collect();
+    let options = MoveOptions::default().donate(true).cache_plans(false);
+    p.device_put_with(&made, shardings, options)
+}
+
+/// Returns the devices that need a part of a region, each with that part. The parts are relative to
+/// the region.
+fn targets(homes: &Layout, region: &Region) -> Vec<(DeviceId, Region)> {
+    let needs = homes.iter().filter_map(|(device, home)| {
+        let part = home.intersect(region)?;
+        Some((device, shifted(&part, |dim, at| at - region.range(dim).start)))
+    });
+    needs.collect()
+}
+
+/// Returns the region with other bounds, made from (dimension, bound).
+fn shifted(region: &Region, to: impl Fn(usize, usize) -> usize) -> Region {
+    let ranges = region.ranges().enumerate();
+    Region::new(ranges.map(|(dim, range)| to(dim, range.start)..to(dim, range.end)).collect())
+}
+
+/// Returns the bytes of a copy, if they have this hash.
+fn intact<'a>(
+    bytes: Option<&'a SharedBuffer>,
+    region: &Region,
+    expected: Option<u128>,
+) -> Result<&'a SharedBuffer> {
+    let bytes = bytes.ok_or_else(|| Error::kernel("the copy is gone"))?;
+    match expected.is_none_or(|expected| expected == hash(bytes)) {
+        true => Ok(bytes),
+        false => Err(Error::kernel(format!("the copy of region {region} was damaged"))),
+    }
+}
