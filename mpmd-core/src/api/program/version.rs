@@ -28,6 +28,8 @@ pub(super) struct Checks {
     pub(super) uncommitted: bool,
     /// Compares the replicas of kernels' outputs.
     pub(super) replicas: bool,
+    /// Recomputes one kernel call in this many; 0 for none.
+    pub(super) replay: u64,
 }
 
 /// Returns the properties that must be equal on all processes of a job. These are the version of
@@ -48,8 +50,12 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks) -> String {
         _ => "",
     };
     let replicas = if checks.replicas { ", replicas compared" } else { "" };
+    let replay = match checks.replay {
+        0 => String::new(),
+        every => format!(", one kernel call in {every} recomputed"),
+    };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}{replicas}",
+        "{name}, build {build}, mpmd {}, {}{compared}{replicas}{replay}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -128,7 +134,7 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
+        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false, replay: 0 };
         assert_ne!(fingerprint(&one, checks), fingerprint(&other, checks), "other owners");
         let fingerprint = |topology| fingerprint(topology, checks);
         let ours = fingerprint(&topology);
@@ -152,11 +158,13 @@ mod tests {
 
     #[test]
     fn fingerprint_depends_on_the_checks() {
-        let of = |uncommitted, replicas| {
-            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas })
+        let of = |uncommitted, replicas, replay| {
+            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas, replay })
         };
-        let [small, all] = [false, true].map(|check| of(check, false));
-        assert_ne!(of(true, true), all);
+        let [small, all] = [false, true].map(|check| of(check, false, 0));
+        assert_ne!(of(true, true, 0), all);
+        assert_ne!(of(true, false, 10), all);
+        assert_ne!(of(true, false, 10), of(true, false, 11));
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }
