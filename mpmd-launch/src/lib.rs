@@ -112,7 +112,8 @@ pub mod variables {
     /// Additional checks, with a comma between two. With `uncommitted`, the processes compare host
     /// values of any size whole at every call; otherwise release builds compare those of more than
     /// 4 KiB by samples at most calls. With `replicas`, devices compare the replicas of each
-    /// kernel's outputs. The same on all processes.
+    /// kernel's outputs. With `replay:N`, one kernel call in `N` is recomputed on another process
+    /// and the bits are compared. The same on all processes.
     pub const CHECK: &str = "MPMD_CHECK";
     /// The file to which this process writes its dry run. The process joins no job and owns no
     /// devices. It is a dry run: it runs the program only to list the operations of a job's

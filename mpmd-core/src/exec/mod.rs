@@ -129,6 +129,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) check_uncommitted: bool,
     /// True if the replicas of kernels' outputs are compared.
     pub(crate) check_replicas: bool,
+    /// One kernel call in this many is recomputed on another process; 0 if none is.
+    pub(crate) check_replay: u64,
     /// True if each call of the program waits for its operations.
     pub(crate) sync: bool,
     /// The driver's numbers of this process's accelerators, in order.

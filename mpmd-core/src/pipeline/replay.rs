@@ -19,6 +19,10 @@ use mpmd_schedule::Schedule;
 /// longest, among those that were never replayed if there are such.
 const MOST_KEPT: usize = 16;
 
+/// The number of replays after which a step is captured anew in a job that recomputes calls: a
+/// replay recomputes the calls that were chosen at its capture.
+const REPLAYS_CHECKED: u32 = 16;
+
 /// The captures of a pipeline.
 #[derive(Default)]
 pub(super) struct Captures {
@@ -35,7 +39,7 @@ pub(super) struct Kept<R: Results> {
     form: RunShape,
     captured: Captured<Vec<MpmdArray>, Vec<MpmdArray>>,
     layout: R::Layout,
-    is_replayed: bool,
+    replays: u32,
 }
 
 /// The results of a run, which a replay computes again.
@@ -118,12 +122,18 @@ pub(super) fn run<R: Results>(
             && kept.form == form
             && kept.captured.fits(program, &inputs)
     };
-    if let Some(index) = kept.iter().rposition(fits) {
+    let mut found = kept.iter().rposition(fits);
+    if program.runtime.config.check_replay > 0
+        && let Some(index) = found.take_if(|index| kept[*index].replays >= REPLAYS_CHECKED)
+    {
+        kept.remove(index);
+    }
+    if let Some(index) = found {
         // The run that was used last is at the end.
         kept[index..].rotate_left(1);
         let last = kept.len() - 1;
-        let Kept { captured, layout, is_replayed, .. } = &mut kept[last];
-        *is_replayed = true;
+        let Kept { captured, layout, replays, .. } = &mut kept[last];
+        *replays = replays.saturating_add(1);
         let results = captured.replay_fitting(program, &inputs)?;
         graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
         return Ok(R::put_together(layout, results));
@@ -142,10 +152,10 @@ pub(super) fn run<R: Results>(
     })?;
     let output = R::put_together(&layout, results);
     if kept.len() == MOST_KEPT {
-        kept.remove(kept.iter().position(|kept| !kept.is_replayed).unwrap_or_default());
+        kept.remove(kept.iter().position(|kept| kept.replays == 0).unwrap_or_default());
     }
     let schedule = schedule.cloned();
-    kept.push(Kept { schedule, form, captured, layout, is_replayed: false });
+    kept.push(Kept { schedule, form, captured, layout, replays: 0 });
     Ok(output)
 }
 

@@ -40,6 +40,35 @@ fn equal_steps_are_replayed_by_default() {
 }
 
 #[test]
+fn steps_are_captured_anew_where_calls_are_recomputed() {
+    let _limit = watchdog(120);
+    let schedule = Schedule::gpipe(2, COUNT).unwrap();
+    let run = |every| {
+        let simulation = Simulation::new(2, 2).settings(|builder| builder.check_replay(every));
+        let results = simulation.run(|p| {
+            let counts: Arc<Counts> = Arc::default();
+            let model = Model { counts: counts.clone(), ..Model::default() };
+            let mut pipeline = pipeline(p, &[model])?;
+            let (mut losses, mut issued) = (Vec::new(), Vec::new());
+            for step in 0..20 {
+                update(p, &mut pipeline, step)?;
+                losses.push(train(p, &mut pipeline, &schedule, 2, None)?);
+                issued.push(Counts::of(&counts.issued));
+                p.step_end()?;
+            }
+            Ok((losses, issued))
+        });
+        results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let (without, with) = (run(0), run(2));
+    for ((losses, issued), (checked, again)) in without.iter().zip(&with) {
+        assert_eq!(losses, checked);
+        assert_eq!(issued[0], issued[19]);
+        assert!(again[0] == again[16] && again[16] < again[17], "{again:?}");
+    }
+}
+
+#[test]
 fn replayed_forms_survive_forms_seen_once() {
     let _limit = watchdog(120);
     let schedule = Schedule::gpipe(2, COUNT).unwrap();

@@ -90,6 +90,8 @@ pub struct JobEnv {
     pub check_uncommitted: bool,
     /// True if the replicas of each kernel's outputs are compared.
     pub check_replicas: bool,
+    /// One kernel call in this many is recomputed on another process, if set; at least 1.
+    pub check_replay: Option<u64>,
     /// Settings of a dry run, if this process is one. `process` is then the process that it stands
     /// for, or a number beyond the job.
     pub dry_run: Option<DryRunEnv>,
@@ -395,19 +397,24 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
-    let (mut check_uncommitted, mut check_replicas) = (false, false);
+    let (mut check_uncommitted, mut check_replicas, mut check_replay) = (false, false, None);
     for check in vars.get(ours::CHECK).unwrap_or_default().split(',').map(str::trim) {
         match check {
             "" => {}
             "uncommitted" => check_uncommitted = true,
             "replicas" => check_replicas = true,
-            other => {
-                return Err(LaunchError::Variable {
-                    variable: ours::CHECK.into(),
-                    value: other.into(),
-                    expected: "uncommitted, replicas, or both with a comma".into(),
-                });
-            }
+            other => match other.strip_prefix("replay:").map(str::parse) {
+                Some(Ok(every @ 1..)) => check_replay = Some(every),
+                _ => {
+                    return Err(LaunchError::Variable {
+                        variable: ours::CHECK.into(),
+                        value: other.into(),
+                        expected: "uncommitted, replicas, replay:N with a number N above 0, or \
+                                   several with commas"
+                            .into(),
+                    });
+                }
+            },
         }
     }
     Ok(JobEnv {
@@ -432,6 +439,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         host: vars.get(ours::HOST),
         check_uncommitted,
         check_replicas,
+        check_replay,
         dry_run: None,
         source,
     })

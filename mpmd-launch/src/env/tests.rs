@@ -52,7 +52,7 @@ fn variables_of_every_launcher_are_read() {
         ("MPMD_CUDA_COLLECTIVES", "nccl"),
         ("MPMD_PEER_TIMEOUT", "1.5"),
         ("MPMD_HOST", "left"),
-        ("MPMD_CHECK", "uncommitted, replicas"),
+        ("MPMD_CHECK", "uncommitted, replicas,replay:10"),
         // Our launcher has priority.
         ("RANK", "3"),
         ("SLURM_STEP_NODELIST", "x"),
@@ -63,6 +63,7 @@ fn variables_of_every_launcher_are_read() {
     assert_eq!(ours.host.as_deref(), Some("left"));
     assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
     assert!(ours.check_replicas);
+    assert_eq!(ours.check_replay, Some(10));
     assert_eq!(ours.cuda_collectives, Some(mpmd_layout::topology::CudaCollectives::Nccl));
     assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
     assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
@@ -75,6 +76,7 @@ fn variables_of_every_launcher_are_read() {
         ("MASTER_PORT", "29500"),
     ];
     assert!(!job(&torchrun).check_uncommitted && !job(&torchrun).check_replicas);
+    assert_eq!(job(&torchrun).check_replay, None);
     assert_eq!(who(&job(&torchrun)), (5, 8, Some(1), "[fd00::7]:29500", "torchrun"));
     let with_store = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
     assert_eq!(job(&with_store).coordinator, "[fd00::7]:29501");
@@ -204,6 +206,11 @@ fn invalid_value_error_names_the_variable() {
         ("MPMD_PEER_TIMEOUT", "0"),
         ("MPMD_SPIN", "often"),
         ("MPMD_CHECK", "everything"),
+        ("MPMD_CHECK", "replay"),
+        ("MPMD_CHECK", "replay:"),
+        ("MPMD_CHECK", "replay:0"),
+        ("MPMD_CHECK", "replicas,replay:-1"),
+        ("MPMD_CHECK", "replay:ten"),
         ("MPMD_DEVICE", "gpu"),
         ("MPMD_CUDA_COLLECTIVES", "gloo"),
         ("MPMD_DEVICE", "cpu,cpu,cuda"),
@@ -227,7 +234,7 @@ fn settings_of_a_job_without_a_launcher_are_read() {
     };
     // A rendezvous of another job does not count.
     let vars = [
-        ("MPMD_CHECK", "replicas"),
+        ("MPMD_CHECK", "replicas,replay:3"),
         ("MPMD_PEER_TIMEOUT", "2"),
         ("MPMD_SPIN", "never"),
         ("MPMD_TRANSPORT", "tcp"),
@@ -236,6 +243,7 @@ fn settings_of_a_job_without_a_launcher_are_read() {
     ];
     let env = settings(&vars, 1).unwrap();
     assert_eq!((env.processes, env.hosted, env.check_replicas), (1, false, true));
+    assert_eq!(env.check_replay, Some(3));
     assert_eq!(env.peer_timeout, Some(Duration::from_secs(2)));
     assert_eq!((env.spin, env.transport.as_deref()), (Some(Spin::Never), Some("tcp")));
     for (name, value, processes) in [

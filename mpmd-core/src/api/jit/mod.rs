@@ -8,6 +8,7 @@ mod call;
 mod dry_run;
 mod on_cuda;
 mod plan;
+mod recompute;
 mod replicas;
 mod unchanged;
 mod warm;
@@ -29,6 +30,7 @@ use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 use plan::{Bound, CallPlan};
+use recompute::Checker;
 use warm::Warm;
 
 /// Maximum number of call plans that a [`Jit`] keeps. A further plan replaces the oldest.
@@ -38,6 +40,14 @@ const PLANS_KEPT: usize = 8;
 struct Kept<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
     lists: Lists,
+    /// The kernel on devices that recompute its calls.
+    checkers: Vec<Arc<Checker<K>>>,
+}
+
+impl<K: Kernel> Default for Kept<K> {
+    fn default() -> Self {
+        Self { plans: Vec::new(), lists: Lists::default(), checkers: Vec::new() }
+    }
 }
 
 impl<K: Kernel> Kept<K> {
@@ -179,7 +189,7 @@ impl<K: Kernel> JitBuilder<K> {
             partial_sums: self.partial_sums,
             outputs,
             donate: self.donate,
-            kept: Mutex::new(Kept { plans: Vec::new(), lists: Lists::default() }),
+            kept: Mutex::new(Kept::default()),
         })
     }
 }
@@ -255,6 +265,9 @@ impl<K: Kernel> Jit<K> {
         if program.runtime.config.check_replicas {
             program.check_replicas(self.kernel.name(), y.leaves_with_paths(), at)?;
         }
+        if bound.plan.is_recomputable && program.is_turn_to_recompute() {
+            self.recompute(program, &bound.plan, (&x.leaves(), &y.leaves()), at)?;
+        }
         Ok(y)
     }
 
@@ -292,6 +305,10 @@ impl<K: Kernel> Jit<K> {
         if program.runtime.config.check_replicas {
             let paths = bound.plan.output_structure.paths();
             program.check_replicas(self.kernel.name(), paths.into_iter().zip(&arrays), at)?;
+        }
+        if bound.plan.is_recomputable && program.is_turn_to_recompute() {
+            let outputs: Vec<&MpmdArray> = arrays.iter().collect();
+            self.recompute(program, &bound.plan, (leaves, &outputs), at)?;
         }
         Ok((bound.plan.output_structure.clone(), arrays))
     }

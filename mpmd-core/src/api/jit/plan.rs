@@ -90,6 +90,8 @@ pub(super) struct CallPlan {
     /// Bytes of all outputs on this process's devices, counted for the bound on running ahead.
     pub(super) bytes: u64,
     pub(super) objects: ObjectPlan,
+    /// True if the job recomputes calls, and can recompute those of this plan.
+    pub(super) is_recomputable: bool,
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
@@ -111,7 +113,7 @@ pub(super) struct ObjectPlan {
 pub(super) struct InputPlan {
     aval: ShapedArray,
     /// The properties of the array that the plan was made for; `None` for host values.
-    made: Option<Arc<Made>>,
+    pub(super) made: Option<Arc<Made>>,
     pub(super) donated: bool,
     /// True if an output is this input updated in place.
     pub(super) in_place: bool,
@@ -379,7 +381,7 @@ impl CallPlan {
         let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64);
         let bytes = bytes.sum::<u64>() + held * seats.len() as u64;
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
-        Ok(Self {
+        let mut plan = Self {
             runtime: runtime.clone(),
             takes_host_values: inputs.iter().any(|input| input.made.is_none()),
             donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
@@ -392,11 +394,14 @@ impl CallPlan {
             seats,
             bytes,
             objects,
+            is_recomputable: false,
             fingerprint,
             what,
             paths,
             known_descriptor: KnownDescriptor::default(),
-        })
+        };
+        plan.is_recomputable = runtime.config.check_replay > 0 && plan.can_be_recomputed();
+        Ok(plan)
     }
 }
 

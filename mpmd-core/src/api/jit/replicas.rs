@@ -39,7 +39,9 @@ impl Program {
                 parts: layout.devices().iter().copied().zip(layout.regions().to_vec()).collect(),
             };
             if whole && compared.pairs().next().is_some() {
-                self.compare_replicas(output, sharding, compared, at)?;
+                self.without_recomputing(|program| {
+                    program.compare_replicas(output, sharding, compared, at)
+                })?;
             }
         }
         Ok(())

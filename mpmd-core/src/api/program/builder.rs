@@ -42,6 +42,7 @@ pub struct Builder {
     pub(super) links: Option<Links>,
     pub(super) check_uncommitted: Option<bool>,
     pub(super) check_replicas: Option<bool>,
+    pub(super) check_replay: Option<u64>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
     /// The numbers of processes that later epochs of the job may have, ascending. Empty if they all
@@ -68,6 +69,7 @@ impl Default for Builder {
             links: None,
             check_uncommitted: None,
             check_replicas: None,
+            check_replay: None,
             trace: None,
             sync: None,
             sizes: Arc::default(),
@@ -191,6 +193,29 @@ impl Builder {
         self
     }
 
+    /// Recomputes one kernel call in `every` on another process and compares the bits; 0 for none.
+    /// Off by default; `MPMD_CHECK=replay:N` turns it on for a job. The same on all processes.
+    ///
+    /// So it finds processors that compute wrong bits. Process 0 prints a warning for the first
+    /// difference of two processes. A process that has differed from two others is named, with its
+    /// host; in a job of two processes both are. Results are read at the end of the next
+    /// step, and when the program finishes.
+    ///
+    /// It recomputes calls on one device, with the whole of arrays in device memory and host values
+    /// as inputs. Other calls are not checked: those that donate inputs, have objects or
+    /// collectives, or use partial sums. Nothing is checked in a job of one process, if a process
+    /// has no device, on the only process with a kind of devices, and in dry runs. A step that is
+    /// [captured](crate::Program::capture) recomputes in each replay the calls that it has
+    /// recomputed at capture; a pipeline captures its steps anew after 16 replays.
+    ///
+    /// The same inputs must give the same bits on every process: kernels without state of their own
+    /// and without atomic additions in any order, and processors of one model. A recomputed call
+    /// takes memory for its inputs and outputs on the other process's device, and six operations.
+    pub fn check_replay(mut self, every: u64) -> Self {
+        self.check_replay = Some(every);
+        self
+    }
+
     /// Makes each kernel call, move, replay and new array of this process's program wait until its
     /// operations have ended, and return their failure: slow, but an error has the line of its
     /// call. Off by default. `MPMD_SYNC=1` turns it on in a program that does not set it.
@@ -217,7 +242,8 @@ impl Builder {
 
     pub(super) fn checks(&self) -> Checks {
         let replicas = self.check_replicas.unwrap_or(false);
-        Checks { uncommitted: self.checks_uncommitted(), replicas }
+        let replay = self.check_replay.unwrap_or(0);
+        Checks { uncommitted: self.checks_uncommitted(), replicas, replay }
     }
 
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
@@ -502,6 +528,7 @@ impl Builder {
             device_memory: self.device_memory,
             check_uncommitted: self.checks_uncommitted(),
             check_replicas: self.check_replicas.unwrap_or(false),
+            check_replay: self.check_replay.unwrap_or(0),
             sync: self.sync.unwrap_or(false),
             ordinals,
             trace,

@@ -85,7 +85,9 @@ impl Candidate {
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
         let identity = Identity { run: Some(run), ..identity };
         let rendezvous = Arc::new(rendezvous);
-        let membership = Membership { rendezvous, server, identity, neighbours, peer_timeout };
+        let places = members.iter().map(|member| (member.host.clone(), member.pid)).collect();
+        let membership =
+            Membership { rendezvous, server, identity, neighbours, places, peer_timeout };
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {
             let rendezvous = &membership.rendezvous;

@@ -6,7 +6,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::{Again, NewOp, Program};
+use super::{Again, Comparison, NewOp, Program};
 use crate::error::{IssueProblem, Result, leaf};
 use crate::exec::OriginMap;
 use crate::exec::array::{MpmdArray, Repr};
@@ -35,6 +35,8 @@ pub(crate) struct Capture {
     /// process.
     pub(crate) others: Vec<MpmdArray>,
     pub(crate) here: Vec<Noted>,
+    /// Comparisons of calls that the step has recomputed.
+    pub(crate) comparisons: Vec<Comparison>,
 }
 
 /// (place in the step, from 1, of the operation that donates an array; the operation's source
@@ -90,6 +92,7 @@ impl Capture {
             constant: OriginMap::default(),
             others: Vec::new(),
             here: Vec::new(),
+            comparisons: Vec::new(),
             structure,
         };
         for (place, (path, leaf)) in this.structure.paths().into_iter().zip(leaves).enumerate() {

@@ -108,6 +108,7 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     if env.check_replicas {
         builder.check_replicas.get_or_insert(true);
     }
+    builder.check_replay = builder.check_replay.or(env.check_replay);
     builder.spin = builder.spin.or(env.spin);
     let peer_timeout =
         *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));

@@ -24,6 +24,8 @@ pub(crate) struct Membership {
     pub(super) server: Option<Server>,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
+    /// The host and the system's id of each process, for messages.
+    pub(super) places: Vec<(String, u32)>,
     pub(super) peer_timeout: Duration,
 }
 

@@ -18,6 +18,7 @@ mod membership;
 mod metrics;
 mod neighbours;
 mod put_plan_cache;
+mod recomputed;
 mod simulate;
 pub mod transports;
 mod values;
@@ -48,6 +49,10 @@ pub(crate) use membership::Returning;
 pub use metrics::{MemoryUse, Metrics};
 pub use put_plan_cache::PlanCacheMetrics;
 pub(crate) use put_plan_cache::{PlanCache, PutKey};
+#[cfg(test)]
+pub(crate) use recomputed::Convicted;
+use recomputed::Recomputed;
+pub(crate) use recomputed::{Comparison, RecomputedCall, checkers};
 pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 use values::LargeValueCalls;
@@ -84,6 +89,7 @@ pub struct Program {
     pub(crate) put_plans: PlanCache,
     /// The step that is being captured, if any.
     pub(crate) capture: Option<Box<Capture>>,
+    recomputed: Recomputed,
     label: Option<Label>,
     /// The source line that operations get instead of their caller's, if it is set.
     at: Option<&'static Location<'static>>,
@@ -166,6 +172,7 @@ impl Program {
             runtime,
             put_plans: PlanCache::new(plans),
             capture: None,
+            recomputed: Recomputed::default(),
             label: None,
             at: None,
             count: 0,
@@ -286,7 +293,10 @@ impl Program {
     /// Ends a step, for dry runs and traces. At this point the processes compare the operations
     /// that they issued.
     ///
-    /// Does not block. A process that was started to write its dry run
+    /// Does not block. With [`Builder::check_replay`] it reads the comparisons of the step before,
+    /// and blocks if they have not come yet.
+    ///
+    /// A process that was started to write its dry run
     /// ([`variables::DRY_RUN`](mpmd_launch::variables::DRY_RUN)) exits here with code 0 when the
     /// dry run is complete. It is complete when the last two steps are equal, or the requested
     /// number of steps is over.
@@ -309,6 +319,7 @@ impl Program {
         self.runtime.status.step_ends(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.end_dry_step()?;
+        self.read_comparisons(false);
         self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
@@ -359,11 +370,12 @@ impl Program {
     }
 
     /// Blocks until this process's operations have ended and every other process has finished too.
-    fn wait_for_end(&self, at: &'static Location<'static>) -> Result<(), Arc<Failure>> {
+    fn wait_for_end(&mut self, at: &'static Location<'static>) -> Result<(), Arc<Failure>> {
         let waiting = self.runtime.trace.wait("finish", at);
         self.runtime.wait_idle();
         self.runtime.wait_for_callbacks();
         drop(waiting);
+        self.read_comparisons(true);
         if let Some(failure) = self.runtime.trouble() {
             return Err(failure);
         }

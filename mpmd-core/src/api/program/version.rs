@@ -28,6 +28,8 @@ pub(super) struct Checks {
     pub(super) uncommitted: bool,
     /// Compares the replicas of kernels' outputs.
     pub(super) replicas: bool,
+    /// Recomputes one kernel call in this many; 0 for none.
+    pub(super) replay: u64,
 }
 
 /// Returns the properties that must be equal on all processes of a job. These are the version of
@@ -48,13 +50,17 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[u32]) ->
         _ => "",
     };
     let replicas = if checks.replicas { ", replicas compared" } else { "" };
+    let replay = match checks.replay {
+        0 => String::new(),
+        every => format!(", one kernel call in {every} recomputed"),
+    };
     let sizes: Vec<usize> = sizes.iter().map(|size| *size as usize).collect();
     let sizes = match sizes.is_empty() {
         true => String::new(),
         false => format!(", goes on with {} processes", listed(&sizes)),
     };
     format!(
-        "{name}, build {build}, mpmd {}, {}{compared}{replicas}{sizes}",
+        "{name}, build {build}, mpmd {}, {}{compared}{replicas}{replay}{sizes}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
@@ -133,13 +139,9 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false };
-        assert_ne!(
-            fingerprint(&one, checks, &[]),
-            fingerprint(&other, checks, &[]),
-            "other owners"
-        );
+        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false, replay: 0 };
         let fingerprint = |topology| fingerprint(topology, checks, &[]);
+        assert_ne!(fingerprint(&one), fingerprint(&other), "other owners");
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
         assert_eq!(ours, fingerprint(&topology));
@@ -161,11 +163,13 @@ mod tests {
 
     #[test]
     fn fingerprint_depends_on_the_checks() {
-        let of = |uncommitted, replicas| {
-            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas }, &[])
+        let of = |uncommitted, replicas, replay| {
+            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas, replay }, &[])
         };
-        let [small, all] = [false, true].map(|check| of(check, false));
-        assert_ne!(of(true, true), all);
+        let [small, all] = [false, true].map(|check| of(check, false, 0));
+        assert_ne!(of(true, true, 0), all);
+        assert_ne!(of(true, false, 10), all);
+        assert_ne!(of(true, false, 10), of(true, false, 11));
         assert_ne!(small, all);
         assert!([small, all].iter().any(|program| program.contains("host values")));
     }

@@ -36,7 +36,7 @@ use std::sync::atomic::Ordering;
 
 use step::ReplayStep;
 
-use crate::api::program::{Capture, Program};
+use crate::api::program::{Capture, Comparison, Program, RecomputedCall};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{MpmdArray, Repr};
@@ -48,6 +48,8 @@ use mpmd_layout::tree::{Structure, Tree};
 pub struct Captured<T, U> {
     step: ReplayStep,
     results: Structure,
+    /// The calls that the step recomputes. The hashes of each are two further results of the step.
+    recomputed: Vec<RecomputedCall>,
     types: PhantomData<fn(T) -> U>,
 }
 
@@ -114,14 +116,18 @@ impl Program {
         self.runtime.capture_from.store(u64::MAX, Ordering::Relaxed);
         let capture = self.capture.take();
         let y = result.unwrap_or_else(|panic| resume_unwind(panic))?;
-        let Some(capture) = capture else {
+        let Some(mut capture) = capture else {
             return Err(wrong(IssueProblem::Capture(
                 "the step has replaced its program by another one".into(),
             )));
         };
         let results = y.structure();
-        let step = capture.finish(&self.runtime, &y.leaves(), self.operations(), self.rolling());
-        Ok((y, Captured { step, results, types: PhantomData }))
+        let comparisons = std::mem::take(&mut capture.comparisons);
+        let hashes = comparisons.iter().flat_map(|comparison| &comparison.hashes);
+        let leaves: Vec<&MpmdArray> = y.leaves().into_iter().chain(hashes).collect();
+        let step = capture.finish(&self.runtime, &leaves, self.operations(), self.rolling());
+        let recomputed = comparisons.into_iter().map(|comparison| comparison.call).collect();
+        Ok((y, Captured { step, results, recomputed, types: PhantomData }))
     }
 
     /// Returns an error if the array belongs to another program.
@@ -172,7 +178,12 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
     #[track_caller]
     pub(crate) fn replay_fitting(&self, program: &mut Program, x: &T) -> Result<U> {
         let at = program.caller(Location::caller());
-        let results = self.step.run(program, &x.leaves(), at);
+        let mut results = self.step.run(program, &x.leaves(), at);
+        let hashes = results.split_off(self.results.leaves().min(results.len()));
+        let pairs = hashes.as_chunks::<2>().0.iter().zip(&self.recomputed);
+        program.will_compare(
+            pairs.map(|(hashes, call)| Comparison { call: call.clone(), hashes: hashes.clone() }),
+        );
         program.synced(at)?;
         let wrong = |error| IssueProblem::Tree(error).at(at, "replay");
         U::from_leaves(&self.results, results).map_err(wrong)

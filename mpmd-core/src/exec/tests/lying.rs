@@ -205,6 +205,7 @@ impl Scene {
             spin: Spin::default(),
             check_uncommitted: false,
             check_replicas: false,
+            check_replay: 0,
             sync: false,
             device_memory: None,
             ordinals: Vec::new(),

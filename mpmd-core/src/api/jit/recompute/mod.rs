@@ -1,0 +1,201 @@
+//! The check by recomputation: a kernel call is issued again on a device of another process, and
+//! every process gets the hashes of both outputs.
+
+#[cfg(test)]
+mod tests;
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_base::ProcessId;
+use mpmd_base::block::Mutex;
+
+use super::plan::CallPlan;
+use super::warm::Warm;
+use super::{Jit, Kept};
+use crate::api::program::{Comparison, Program, RecomputedCall, checkers};
+use crate::error::{IssueProblem, Result};
+use crate::exec::Rolling;
+use crate::exec::array::MpmdArray;
+use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::Structure;
+
+/// The mesh axis over one device of each process.
+const PROCESS: &str = "process";
+
+/// Maximum number of devices whose [`Checker`] a kernel keeps. A further one replaces the oldest.
+const CHECKERS_KEPT: usize = 8;
+
+/// A kernel on the device that recomputes its calls.
+pub(super) struct Checker<K: Kernel> {
+    device: DeviceId,
+    kernel: Jit<K>,
+    /// The hash of the outputs on the kernel's own device, and on the other one.
+    hashes: [Jit<HashOutputs>; 2],
+}
+
+impl CallPlan {
+    /// True if calls of this plan can be recomputed: they are on one device, take whole arrays in
+    /// device memory or host values, donate nothing, and have neither objects nor collectives.
+    /// Another process must have such a device. The same on every process.
+    pub(super) fn can_be_recomputed(&self) -> bool {
+        let [device] = *self.mesh.mesh.devices() else { return false };
+        let is_whole = |sharding: &Sharding, shape: &[usize]| {
+            let layout = sharding.layout(shape);
+            sharding.unreduced_axes().is_empty()
+                && sharding.memory_kind() == MemoryKind::Device
+                && layout.is_ok_and(|it| it.region_of(device) == Some(&Region::full(shape)))
+        };
+        let inputs = self.inputs.iter().filter_map(|input| input.made.as_ref());
+        let outputs = self.outputs.iter().map(|output| &output.made);
+        self.objects.inputs.is_empty()
+            && self.objects.outputs.is_empty()
+            && self.mesh.collectives.is_empty()
+            && !self.outputs.is_empty()
+            && !self.inputs.iter().any(|input| input.donated)
+            && inputs.chain(outputs).all(|made| is_whole(&made.sharding, made.aval.shape()))
+            && !checkers(&self.runtime.topology, device).is_empty()
+    }
+}
+
+impl<K: Kernel> Jit<K> {
+    /// Issues the call of this plan with inputs `x` and outputs `y` again on a device of another
+    /// process, and the comparison of both. Waits for nothing.
+    pub(super) fn recompute(
+        &self,
+        program: &mut Program,
+        plan: &CallPlan,
+        (x, y): (&[&MpmdArray], &[&MpmdArray]),
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let [own] = *self.mesh.devices() else { return Ok(()) };
+        let Some((device, processes, is_only_pair)) = program.next_checker(own) else {
+            return Ok(());
+        };
+        let kernel = self.kernel.name().into();
+        let call = RecomputedCall { processes, is_only_pair, kernel, at, step: 0 };
+        let before = program.set_caller(Some(at));
+        let hashes = program.without_recomputing(|program| {
+            self.hashes_of_both(program, device, &plan.input_structure, (x, y), at)
+        });
+        program.set_caller(before);
+        program.will_compare([Comparison { call, hashes: hashes? }]);
+        Ok(())
+    }
+
+    /// Issues a call again on `device`, and returns the hashes of both outputs on every process.
+    fn hashes_of_both(
+        &self,
+        program: &mut Program,
+        device: DeviceId,
+        structure: &Structure,
+        (x, y): (&[&MpmdArray], &[&MpmdArray]),
+        at: &'static Location<'static>,
+    ) -> Result<[MpmdArray; 2]> {
+        let checker = self.checker(program, device, at)?;
+        let to = checker.kernel.mesh.replicated();
+        let placed: Vec<_> =
+            x.iter().filter(|leaf| leaf.made().is_some()).map(|leaf| (*leaf, &to)).collect();
+        let moved = if placed.is_empty() { Vec::new() } else { program.put_list(&placed)? };
+        let mut moved = moved.iter();
+        // Host values are on every process.
+        let x: Vec<&MpmdArray> = x
+            .iter()
+            .filter_map(|leaf| if leaf.made().is_some() { moved.next() } else { Some(*leaf) })
+            .collect();
+        let (_, again) = checker.kernel.call_leaves(program, structure, &x)?;
+        let again: Vec<&MpmdArray> = again.iter().collect();
+        let everywhere = everywhere(program).map_err(|problem| self.wrong(problem, at))?;
+        let [first, second] = &checker.hashes;
+        let mut hash = |of: &Jit<HashOutputs>, y: &[&MpmdArray]| -> Result<MpmdArray> {
+            let y: Vec<MpmdArray> = y.iter().map(|leaf| (*leaf).clone()).collect();
+            let hash = of.call_at(program, &y, at)?;
+            let mut moved = program.put_list(&[(&hash, &everywhere)])?;
+            Ok(moved.remove(0))
+        };
+        Ok([hash(first, y)?, hash(second, &again)?])
+    }
+
+    /// Returns the kernel on `device`: the one that was kept, or a new one.
+    fn checker(
+        &self,
+        program: &Program,
+        device: DeviceId,
+        at: &'static Location<'static>,
+    ) -> Result<Arc<Checker<K>>> {
+        let known =
+            |kept: &Kept<K>| kept.checkers.iter().find(|checker| checker.device == device).cloned();
+        if let Some(known) = known(&self.kept.lock()) {
+            return Ok(known);
+        }
+        let axes: Vec<(&str, usize)> =
+            self.mesh.axis_names().iter().map(|axis| (axis.as_str(), 1)).collect();
+        let mesh = Mesh::new(&axes, vec![device])
+            .map_err(|error| self.wrong(IssueProblem::Mesh(error.to_string()), at))?;
+        let hash =
+            |mesh: &Mesh| program.jit(HashOutputs).on(mesh).outputs(mesh.replicated()).build();
+        let hashes = [hash(&self.mesh)?, hash(&mesh)?];
+        let kernel = Self {
+            warm: Arc::new(Warm::start(&*self.kernel, &mesh, &program.runtime)),
+            kernel: self.kernel.clone(),
+            program: self.program.clone(),
+            inputs: None,
+            partial_sums: None,
+            outputs: mesh.replicated().into(),
+            mesh,
+            donate: Vec::new(),
+            kept: Mutex::new(Kept::default()),
+        };
+        let checker = Arc::new(Checker { device, kernel, hashes });
+        let checkers = &mut self.kept.lock().checkers;
+        if checkers.len() >= CHECKERS_KEPT {
+            checkers.remove(0);
+        }
+        checkers.push(checker.clone());
+        Ok(checker)
+    }
+
+    fn wrong(&self, problem: IssueProblem, at: &'static Location<'static>) -> crate::Error {
+        problem.at(at, format!("recomputing jit {}", self.kernel.name()))
+    }
+}
+
+/// Returns the sharding of an array that every process has in host memory.
+fn everywhere(program: &Program) -> std::result::Result<Sharding, IssueProblem> {
+    let topology = program.topology();
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    let firsts = processes.filter_map(|process| topology.devices_of(process).first().copied());
+    let firsts: Vec<DeviceId> = firsts.collect();
+    let mesh = Mesh::new(&[(PROCESS, firsts.len())], firsts);
+    let mesh = mesh.map_err(|error| IssueProblem::Mesh(error.to_string()))?;
+    Ok(mesh.replicated().with_memory_kind(MemoryKind::Host))
+}
+
+/// Hashes all outputs of a call to 128 bits.
+struct HashOutputs;
+
+impl Kernel for HashOutputs {
+    type In = Vec<MpmdArray>;
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(ShapedArray::new(&[2], DType::U64)))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: Vec<View<'_>>, y: ViewMut<'_>) -> Result<()> {
+        cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
+            let hash = x.iter().fold(Rolling::default(), |hash, x| hash.mix_bytes(x.bytes()));
+            let value = hash.value();
+            y.as_mut_slice::<u64>()?.copy_from_slice(&[value as u64, (value >> 64) as u64]);
+            Ok(())
+        })
+    }
+
+    fn name(&self) -> &str {
+        "hash of a recomputed call"
+    }
+}

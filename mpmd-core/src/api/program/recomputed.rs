@@ -1,0 +1,348 @@
+//! The check of kernel calls by recomputation: which calls are recomputed and where, and what the
+//! comparisons say about the processes. `api/jit/recompute.rs` issues the operations.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::panic::Location;
+use std::sync::Arc;
+
+use super::Program;
+use crate::exec::Rolling;
+use crate::exec::array::MpmdArray;
+use crate::warning::warn_user;
+use mpmd_base::ProcessId;
+use mpmd_layout::topology::{DeviceId, Topology};
+
+/// Maximum number of comparisons that were not read yet. More than may run ahead, so that reading
+/// the oldest does not wait.
+const MOST_PENDING: usize = 4096;
+
+/// The recomputed calls of a program.
+#[derive(Default)]
+pub(crate) struct Recomputed {
+    /// Number of calls so far that could be recomputed.
+    calls: u64,
+    /// Number of recomputed calls of each process.
+    checks: BTreeMap<ProcessId, u64>,
+    /// True while operations are issued that are not recomputed: those of a check.
+    is_paused: bool,
+    /// The comparisons that were not read yet, in order.
+    pending: VecDeque<Comparison>,
+    ledger: Ledger,
+}
+
+/// The comparison of a call with its recomputation.
+#[derive(Clone)]
+pub(crate) struct Comparison {
+    pub(crate) call: RecomputedCall,
+    /// The hashes of both outputs, of the process that computed first and of the other one. Every
+    /// process has them.
+    pub(crate) hashes: [MpmdArray; 2],
+}
+
+/// A call that was computed twice.
+#[derive(Clone)]
+pub(crate) struct RecomputedCall {
+    /// The processes that computed it.
+    pub(crate) processes: [ProcessId; 2],
+    /// True if no third process has such devices.
+    pub(crate) is_only_pair: bool,
+    pub(crate) kernel: Arc<str>,
+    pub(crate) at: &'static Location<'static>,
+    /// The number of steps that had ended when it was issued.
+    pub(crate) step: u64,
+}
+
+/// A process that computes wrong bits.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Convicted {
+    pub(crate) process: ProcessId,
+    pub(crate) why: String,
+}
+
+/// The results of all comparisons so far, the same on every process.
+#[derive(Default)]
+struct Ledger {
+    records: BTreeMap<ProcessId, Record>,
+    /// Those that were not asked for yet.
+    convicted: VecDeque<Convicted>,
+}
+
+/// The comparisons in which a process took part.
+#[derive(Default)]
+struct Record {
+    compared: u64,
+    differed: u64,
+    /// Number of differences by the other process. Without those with processes that are convicted,
+    /// which need no other explanation.
+    others: BTreeMap<ProcessId, u64>,
+    is_convicted: bool,
+}
+
+/// What a comparison has shown.
+#[derive(Debug, Eq, PartialEq)]
+enum Finding {
+    Nothing,
+    /// It is the first difference between these processes.
+    First,
+    /// These two have differed twice, and no third process can compute the same.
+    EitherOf,
+    Convicted(Convicted),
+}
+
+impl Program {
+    /// Counts a call that can be recomputed, and returns true if it is to be: one in each
+    /// [`check_replay`](super::Builder::check_replay) calls, at a place that varies, so that no
+    /// period of the program can evade it. The same on every process.
+    pub(crate) fn is_turn_to_recompute(&mut self) -> bool {
+        let every = self.runtime.config.check_replay;
+        if every == 0 || self.recomputed.is_paused || self.is_dry_run {
+            return false;
+        }
+        let (round, place) = (self.recomputed.calls / every, self.recomputed.calls % every);
+        self.recomputed.calls += 1;
+        place == Rolling::default().mix(round).word() % every
+    }
+
+    /// Calls `issue`, without recomputing the calls that it issues.
+    pub(crate) fn without_recomputing<T>(&mut self, issue: impl FnOnce(&mut Self) -> T) -> T {
+        let before = std::mem::replace(&mut self.recomputed.is_paused, true);
+        let issued = issue(self);
+        self.recomputed.is_paused = before;
+        issued
+    }
+
+    /// Returns (the device that recomputes the next call on `device`, the processes of both, true
+    /// if no third process has such devices). The other processes take turns. `None` if there is
+    /// none.
+    pub(crate) fn next_checker(
+        &mut self,
+        device: DeviceId,
+    ) -> Option<(DeviceId, [ProcessId; 2], bool)> {
+        let topology = &self.runtime.topology;
+        let (owner, kind) = (topology.process_of(device)?, topology.kind_of(device)?);
+        let others = checkers(topology, device);
+        let turn = self.recomputed.checks.entry(owner).or_default();
+        let process = others.get(*turn as usize % others.len().max(1))?;
+        let devices = topology.devices_of(*process).iter();
+        let devices: Vec<_> =
+            devices.filter(|device| topology.kind_of(**device) == Some(kind)).collect();
+        let device = **devices.get(*turn as usize / others.len() % devices.len().max(1))?;
+        *turn += 1;
+        Some((device, [owner, *process], others.len() == 1))
+    }
+
+    /// Notes comparisons that were issued, also for replays of the step that is being captured.
+    pub(crate) fn will_compare(&mut self, comparisons: impl IntoIterator<Item = Comparison>) {
+        let steps = self.steps;
+        for mut comparison in comparisons {
+            comparison.call.step = steps;
+            if let Some(capture) = &mut self.capture {
+                capture.comparisons.push(comparison.clone());
+            }
+            self.recomputed.pending.push_back(comparison);
+        }
+        while self.capture.is_none() && self.recomputed.pending.len() > MOST_PENDING {
+            self.read_comparison();
+        }
+    }
+
+    /// Reads the comparisons that were issued before the last but one end of a step, or all. Blocks
+    /// until they are there: seldom, since a whole step was issued after them.
+    pub(super) fn read_comparisons(&mut self, all: bool) {
+        let is_due = |comparison: &Comparison| all || comparison.call.step + 2 <= self.steps;
+        let due = self.recomputed.pending.iter().take_while(|comparison| is_due(comparison));
+        (0..due.count()).for_each(|_| self.read_comparison());
+    }
+
+    /// Reads the oldest comparison, and process 0 tells the user what it has shown. Ignores one
+    /// that has failed: its failure ends the job, or was forgiven.
+    fn read_comparison(&mut self) {
+        let Some(Comparison { call, hashes }) = self.recomputed.pending.pop_front() else { return };
+        let read = |hash: &MpmdArray| hash.to_host().ok().flatten();
+        let [Some(first), Some(again)] = hashes.each_ref().map(read) else { return };
+        let differ = first.bytes()[..] != again.bytes()[..];
+        let finding = self.recomputed.ledger.note(&call, differ);
+        if self.process() != ProcessId(0) {
+            return;
+        }
+        let RecomputedCall { processes: [a, b], kernel, at, .. } = &call;
+        let bits =
+            format!("kernel {kernel} at {at}: processes {a} and {b} computed different bits");
+        match finding {
+            Finding::Nothing => {}
+            Finding::First => warn_user(&format!("{bits} from the same inputs")),
+            Finding::EitherOf => warn_user(&format!(
+                "{bits} from the same inputs, not for the first time: one of the two computes \
+                 wrong bits, and there is no third process that could tell which; {a}: {}; {b}: {}",
+                self.place_of(*a),
+                self.place_of(*b)
+            )),
+            Finding::Convicted(Convicted { process, why }) => {
+                warn_user(&format!("process {process} ({}) {why}", self.place_of(process)));
+            }
+        }
+    }
+
+    /// Returns the next process that the comparisons have convicted, each process once. The same on
+    /// every process after the same calls.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for jobs that replace such a process"))]
+    pub(crate) fn convicted(&mut self) -> Option<Convicted> {
+        self.recomputed.ledger.convicted.pop_front()
+    }
+
+    /// Returns (number of comparisons read, number of those that differed).
+    #[cfg(test)]
+    pub(crate) fn compared(&self) -> (u64, u64) {
+        let records = self.recomputed.ledger.records.values();
+        let sums = records.map(|record| (record.compared, record.differed));
+        let (compared, differed) = sums.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+        (compared / 2, differed / 2)
+    }
+
+    /// Describes where a process runs.
+    fn place_of(&self, process: ProcessId) -> String {
+        let members = self.membership.as_ref().map(|membership| &membership.places);
+        match members.and_then(|places| places.get(process.index())) {
+            Some((host, pid)) => format!("pid {pid} on {host}"),
+            None => "its host is not known".to_owned(),
+        }
+    }
+}
+
+/// Returns the processes that can recompute the calls on a device: all others with devices of its
+/// kind, from the next one on. None in a job in which a process has no device, since it could not
+/// hear of the comparisons.
+pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> {
+    let (Some(owner), Some(kind)) = (topology.process_of(device), topology.kind_of(device)) else {
+        return Vec::new();
+    };
+    let all = topology.processes() as u32;
+    if (0..all).any(|process| topology.devices_of(ProcessId(process)).is_empty()) {
+        return Vec::new();
+    }
+    let others = (1..all).map(|after| ProcessId((owner.0 + after) % all));
+    others.filter(|process| topology.has_kind(*process, kind)).collect()
+}
+
+impl Ledger {
+    /// Notes a comparison.
+    ///
+    /// A process that has differed from two others, and from more than the one it differs from now,
+    /// is convicted: a single faulty process explains all of these differences.
+    fn note(&mut self, call: &RecomputedCall, differ: bool) -> Finding {
+        let [a, b] = call.processes;
+        let mut is_explained = false;
+        for process in call.processes {
+            let record = self.records.entry(process).or_default();
+            record.compared += 1;
+            record.differed += u64::from(differ);
+            is_explained |= record.is_convicted;
+        }
+        if !differ || is_explained {
+            return Finding::Nothing;
+        }
+        let mut times = 0;
+        let [of_a, of_b] = [(a, b), (b, a)].map(|(process, other)| {
+            let others = &mut self.records.entry(process).or_default().others;
+            times = *others.entry(other).and_modify(|times| *times += 1).or_insert(1);
+            others.len()
+        });
+        let found = match of_a.cmp(&of_b) {
+            std::cmp::Ordering::Greater if of_a > 1 => Some(a),
+            std::cmp::Ordering::Less if of_b > 1 => Some(b),
+            _ => None,
+        };
+        if let Some(process) = found {
+            return Finding::Convicted(self.convict(process, call));
+        }
+        match times {
+            1 => Finding::First,
+            2 if call.is_only_pair => Finding::EitherOf,
+            _ => Finding::Nothing,
+        }
+    }
+
+    fn convict(&mut self, process: ProcessId, call: &RecomputedCall) -> Convicted {
+        let record = self.records.entry(process).or_default();
+        record.is_convicted = true;
+        let others: Vec<String> = record.others.keys().map(ToString::to_string).collect();
+        let why = format!(
+            "computes wrong bits: {} of {} recomputed calls in which it took part differed, with \
+             processes {}; the last was of kernel {} at {}",
+            record.differed,
+            record.compared,
+            others.join(", "),
+            call.kernel,
+            call.at
+        );
+        self.records.values_mut().for_each(|record| {
+            record.others.remove(&process);
+        });
+        let convicted = Convicted { process, why };
+        self.convicted.push_back(convicted.clone());
+        convicted
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(processes: [u32; 2], is_only_pair: bool) -> RecomputedCall {
+        let (processes, kernel, at) = (processes.map(ProcessId), "k".into(), Location::caller());
+        RecomputedCall { processes, is_only_pair, kernel, at, step: 0 }
+    }
+
+    /// Notes differences between these processes, in order. Returns the findings, with the
+    /// convicted processes alone.
+    fn differences(pairs: &[[u32; 2]], is_only_pair: bool) -> Vec<Result<u32, Finding>> {
+        let mut ledger = Ledger::default();
+        let note = |pair: &[u32; 2]| match ledger.note(&call(*pair, is_only_pair), true) {
+            Finding::Convicted(Convicted { process, .. }) => Ok(process.0),
+            other => Err(other),
+        };
+        pairs.iter().map(note).collect()
+    }
+
+    #[test]
+    fn process_that_differs_from_two_others_is_convicted_once() {
+        use Finding::{First, Nothing};
+        let found = differences(&[[0, 1], [2, 0], [0, 1], [3, 0], [1, 2]], false);
+        assert_eq!(found, [Err(First), Ok(0), Err(Nothing), Err(Nothing), Err(First)]);
+        // The same pair again says nothing new: a third process must tell.
+        let found = differences(&[[0, 1], [0, 1], [1, 0], [1, 2]], false);
+        assert_eq!(found, [Err(First), Err(Nothing), Err(Nothing), Ok(1)]);
+        // Either of 0 and 2 could be at fault at first.
+        let found = differences(&[[0, 1], [2, 3], [0, 2], [0, 3]], false);
+        assert_eq!(found, [Err(First), Err(First), Err(First), Ok(0)]);
+        let mut ledger = Ledger::default();
+        ledger.note(&call([0, 1], false), false);
+        ledger.note(&call([0, 1], false), true);
+        ledger.note(&call([2, 0], false), true);
+        let why = ledger.convicted.pop_front().unwrap().why;
+        assert!(
+            why.contains("2 of 3 recomputed calls") && why.contains("processes 1, 2;"),
+            "{why}"
+        );
+    }
+
+    #[test]
+    fn two_processes_alone_are_told_once_and_never_convicted() {
+        use Finding::{EitherOf, First, Nothing};
+        let found = differences(&[[0, 1], [1, 0], [0, 1], [1, 0]], true);
+        assert_eq!(found, [Err(First), Err(EitherOf), Err(Nothing), Err(Nothing)]);
+    }
+
+    #[test]
+    fn checkers_have_the_kind_and_every_process_has_a_device() {
+        use mpmd_layout::topology::DeviceKind::{Cpu, Cuda};
+        let checkers = |topology: &Topology, device| -> Vec<u32> {
+            checkers(topology, DeviceId(device)).iter().map(|process| process.0).collect()
+        };
+        assert_eq!(checkers(&Topology::even(4, 2), 4), [3, 0, 1]);
+        assert!(checkers(&Topology::even(1, 2), 0).is_empty());
+        let mixed = Topology::even(4, 1).of_kinds(&[Cpu, Cuda, Cpu, Cpu]).unwrap();
+        assert_eq!((checkers(&mixed, 0), checkers(&mixed, 1)), (vec![2, 3], vec![]));
+        assert!(checkers(&Topology::with_devices(&[1, 0, 1]), 0).is_empty());
+    }
+}
