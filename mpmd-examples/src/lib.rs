@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod kernel_gpt;
+pub mod layout;
 pub mod pipeline;
 pub mod sample;
 pub mod training;

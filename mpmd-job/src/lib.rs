@@ -35,7 +35,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Builder, Commits, Error, FailureKind, Program, testing::Simulation};
+use mpmd::{Builder, Commits, Error, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 
 pub use numbers::{at_least, not_negative};
@@ -292,6 +292,21 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
+/// A function that says if a program can go on with a number of devices: see [`Elastic`].
+pub type Layout = Box<dyn Fn(usize) -> Result<(), String> + Send + Sync>;
+
+/// Settings of a job that goes on when it loses processes.
+#[derive(Default)]
+pub struct Elastic {
+    /// The layout of a program that goes on with fewer processes if none is left for a free place:
+    /// see [`OnLoss::Shrink`]. It returns the reason if the program cannot go on with so many
+    /// devices. `None` for a program that waits for a process.
+    pub layout: Option<Layout>,
+    /// The factor of [`RecoveringBuilder::drop_slow`](mpmd::RecoveringBuilder::drop_slow), if slow
+    /// processes are dropped.
+    pub drop_slow: Option<f64>,
+}
+
 /// Runs `program` as [`run`] does, in a job that goes on when it loses processes: see
 /// [`Builder::spares`](mpmd::Builder::spares). A job that starts its own processes has one spare,
 /// and replaces lost processes.
@@ -303,6 +318,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     args: &JobArgs,
     default_processes: usize,
     devices: usize,
+    elastic: Elastic,
     program: impl Fn(&mut Program, &Commits) -> Result<(), E>,
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
@@ -312,7 +328,16 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     if let Some(env) = JobEnv::from_env()? {
         let program =
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
-        let result = Program::builder().devices(devices).spares(1).run(program);
+        let mut builder = Program::builder().devices(devices).spares(1);
+        if let Some(layout) = elastic.layout {
+            let started = env.clone().with_spares(1)?.processes;
+            let each = devices / started.max(1);
+            builder = builder.on_loss(OnLoss::Shrink).layout(move |size| layout(size * each));
+        }
+        if let Some(factor) = elastic.drop_slow {
+            builder = builder.drop_slow(factor);
+        }
+        let result = builder.run(program);
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
     if args.transport == Some(JobTransport::Inproc) || processes == 1 {

@@ -31,6 +31,11 @@ impl Replacing {
         }
     }
 
+    /// Notes that the program goes on with fewer processes, if it does.
+    pub(super) fn learn(&mut self, may_shrink: bool) {
+        self.recovers |= may_shrink;
+    }
+
     /// True if the job may lose processes and go on.
     pub(super) fn recovers(&self) -> bool {
         self.recovers

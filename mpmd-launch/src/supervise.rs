@@ -266,6 +266,7 @@ impl Processes {
                     let is_ending = !matches!(ending, Ending::NotYet);
                     let Running { number, pid, .. } = self.running[ended];
                     let job = Standing::of(server, launch.processes);
+                    replacing.learn(server.may_shrink());
                     let meaning = replacing.judge(number, how, &job);
                     let goes_on = match meaning {
                         Meaning::Failed(_) | Meaning::FailedAtExit(_) => false,

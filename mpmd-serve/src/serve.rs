@@ -10,7 +10,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::stop::StopFlag;
 use mpmd::{DeviceId, Error, ProcessId, Program, Result};
 use mpmd_base::{bytes_text, parse_bytes};
-use mpmd_job::{JobArgs, at_least, say};
+use mpmd_job::{Elastic, JobArgs, at_least, say};
 use mpmd_models::generate::WeightType;
 use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages, SubscribeArgs};
 
@@ -182,7 +182,7 @@ pub fn run(
                 "--elastic: all stages need the same number of devices"
             );
             let (processes, devices) = (devices.len(), devices.iter().sum());
-            mpmd_job::run_recovering(job, processes, devices, |p, _| program(p))
+            mpmd_job::run_recovering(job, processes, devices, Elastic::default(), |p, _| program(p))
         }
     };
     if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {

@@ -113,7 +113,7 @@ pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Captured, Commits, Committed, Error, Failure, FailureKind, HostArray,
     IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse, Metrics, MoveOptions, MpmdArray,
-    PlanCacheMetrics, Program, RecoveringBuilder, Recovery, Result, Role, Sections, Shard,
+    OnLoss, PlanCacheMetrics, Program, RecoveringBuilder, Recovery, Result, Role, Sections, Shard,
     SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;

@@ -1,6 +1,6 @@
 //! The copies of committed state that this process has: see `api/recover`.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use mpmd_base::block::{Instant, Mutex, now};
@@ -9,6 +9,7 @@ use mpmd_proto::router::Failure;
 use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
 
+use crate::api::recover::Paces;
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use crate::exec::job::job_time::JobTime;
@@ -84,6 +85,10 @@ pub(crate) struct Kept {
     pub(crate) all_ask_to_leave: bool,
     /// The number of processes of the epoch.
     pub(crate) processes: usize,
+    /// True if the job may have more or fewer processes in a later epoch.
+    pub(crate) may_change: bool,
+    /// The times of the processes' kernels, if slow processes are dropped.
+    pub(crate) paces: Option<Paces>,
 }
 
 /// A commit that was issued in the running epoch.
@@ -141,17 +146,37 @@ impl Contents {
         self.arrays.iter().fold(hash, mix).value()
     }
 
-    /// Returns the first difference between the arrays of this commit and those of a state, as a
-    /// message. `None` if the commit can be restored into the state.
-    pub(crate) fn difference(&self, state: &Self) -> Option<String> {
+    /// Returns, for each array of a state, its index in this commit: of the array with its name, or
+    /// its own if names repeat.
+    ///
+    /// # Errors
+    ///
+    /// The first difference, if the commit cannot be restored into the state.
+    pub(crate) fn places(&self, state: &Self) -> Result<Vec<usize>, String> {
         let (here, there) = (self.arrays.len(), state.arrays.len());
         if here != there {
-            return Some(format!("it has {here} arrays, and the state has {there}"));
+            return Err(format!("it has {here} arrays, and the state has {there}"));
         }
-        let mut pairs = self.arrays.iter().zip(&state.arrays);
-        let (found, asked) = pairs.find(|(found, asked)| found != asked)?;
-        let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
-        Some(format!("it has {}, and the state has {}", shown(found), shown(asked)))
+        let names = |of: &Self| -> HashMap<String, usize> {
+            (0..).zip(&of.arrays).map(|(index, array)| (array.name.clone(), index)).collect()
+        };
+        let by_name = names(self);
+        let is_unique = by_name.len() == here && names(state).len() == here;
+        let place = |(index, asked): (usize, &ArrayOfCommit)| {
+            let place = match is_unique {
+                true => by_name.get(&asked.name).copied().unwrap_or(index),
+                false => index,
+            };
+            let found = &self.arrays[place];
+            let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
+            match found == asked {
+                true => Ok(place),
+                false => {
+                    Err(format!("it has {}, and the state has {}", shown(found), shown(asked)))
+                }
+            }
+        };
+        state.arrays.iter().enumerate().map(place).collect()
     }
 }
 
@@ -179,6 +204,8 @@ impl Kept {
             asks_to_leave: false,
             all_ask_to_leave: false,
             processes: 0,
+            may_change: false,
+            paces: None,
         }
     }
 

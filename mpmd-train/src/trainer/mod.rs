@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage};
 use mpmd_core::tree::Tree;
-use mpmd_core::{MpmdArray, Program, Recovery, Result};
+use mpmd_core::{Commits, MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
@@ -47,6 +47,8 @@ pub struct Trainer<In> {
     saved: Option<(PathBuf, u64)>,
     /// The figures of the last steps, of a training that may resume; else empty.
     recent: VecDeque<Recent>,
+    /// The commits of a training that may resume.
+    commits: Option<Commits>,
     /// True from a restored commit until the loop goes on from it.
     is_resumed: bool,
     /// The names of the metrics of the last step's or evaluation's loss.
@@ -89,6 +91,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             probed: Vec::new(),
             saved: None,
             recent: VecDeque::new(),
+            commits: None,
             is_resumed: false,
             metrics: MetricNames::default(),
             recovery: None,

@@ -31,6 +31,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// [`Trainer::run`] then repeats the reports of the last steps, up to three. So a file with a
     /// line for each step has no gap, however a process dies.
     ///
+    /// The pipeline may have other stages than at the commit, as in a job that
+    /// [shrinks](mpmd_core::OnLoss::Shrink), if its parameters have the same paths.
+    ///
     /// # Errors
     ///
     /// [`Error::CommitsLost`] if commits are lost and there is no checkpoint. Those of
@@ -44,6 +47,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self.recent = (0..RECENT)
             .map(|_| Ok(Recent { step: 0, rate: 0.0, values: self.reporter.no_figures(p)? }))
             .collect::<Result<_>>()?;
+        self.commits = Some(commits.clone());
         let restored = commits.restore(p, self);
         self.recovery = commits.last_recovery();
         let committed = match restored {
@@ -79,7 +83,8 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
 
     fn names(&self) -> Vec<String> {
         let state = self.contents(false).arrays.into_iter().map(|(name, _)| name);
-        state.chain(self.recent.iter().map(|_| "figures of a step".to_owned())).collect()
+        let figures = (0..self.recent.len()).map(|at| format!("figures of recent step {at}"));
+        state.chain(figures).collect()
     }
 
     /// Returns the step, the seed, and the number and rate of each of the last steps, then the

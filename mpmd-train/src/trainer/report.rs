@@ -19,6 +19,7 @@ use mpmd_layout::topology::{DeviceId, Mesh};
 use crate::checkpoint::{Phase, SaveStatus};
 use crate::optimizer::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
+use signal_hook::consts::{SIGTERM, SIGUSR1};
 
 /// The names of the metrics of a loss, in order.
 pub(super) type MetricNames = Arc<[String]>;
@@ -144,6 +145,8 @@ pub(super) struct Figures {
 #[derive(Clone, Debug)]
 pub(super) struct Status {
     pub(super) stop: StopFlag,
+    /// True while SIGTERM and SIGUSR1 ask this process to leave the job, which may go on.
+    pub(super) leaves: bool,
     /// The time when the trainer was created.
     pub(super) start: Instant,
     pub(super) save: SaveStatus,
@@ -153,7 +156,7 @@ impl Default for Status {
     /// Creates the status of a trainer that is created now.
     fn default() -> Self {
         let (stop, save) = (StopFlag::default(), SaveStatus::default());
-        Self { stop, start: Instant::now(), save }
+        Self { stop, leaves: false, start: Instant::now(), save }
     }
 }
 
@@ -161,9 +164,15 @@ impl Status {
     /// Returns the signal that this process got, or zero; the nanoseconds since the start; and the
     /// words of the last save.
     fn words(&self) -> [i64; WORDS] {
+        let signal = self.stop.signal().filter(|_| !self.asks_to_leave());
         let nanos = i64::try_from(self.start.elapsed().as_nanos()).unwrap_or(i64::MAX);
         let [step, phase] = self.save.words();
-        [self.stop.signal().unwrap_or(0).into(), nanos, step, phase]
+        [signal.unwrap_or(0).into(), nanos, step, phase]
+    }
+
+    /// True if a signal asks this process alone to end, and the others may go on without it.
+    pub(super) fn asks_to_leave(&self) -> bool {
+        self.leaves && self.stop.signal().is_some_and(|signal| [SIGTERM, SIGUSR1].contains(&signal))
     }
 }
 

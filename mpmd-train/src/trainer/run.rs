@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use mpmd_core::pipeline::Microbatch;
 use mpmd_core::tree::Tree;
-use mpmd_core::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd_core::{Commits, Error, MpmdArray, ProcessId, Program, Result};
 
 use super::Trainer;
 use super::metrics::Metrics;
@@ -18,6 +18,7 @@ use super::saves::Saves;
 use crate::checkpoint::Checkpoints;
 use crate::data::Data;
 use crate::stop::{StopFlag, stop_name};
+use signal_hook::consts::SIGTERM;
 
 /// Number of steps, or groups of an evaluation, that are issued before the report of an earlier one
 /// is read. So reading it does not drain the pipeline.
@@ -202,6 +203,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
     /// evaluation. A second Ctrl-C or SIGTERM ends its process at once.
     ///
+    /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM and
+    /// SIGUSR1 end only the process that gets them, two commits later, and the others go on:
+    /// schedulers send them before they take a machine away. If all processes get them, the
+    /// training stops.
+    ///
     /// # Errors
     ///
     /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite: the
@@ -316,6 +322,20 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         data: &D,
         observer: &mut Observer<'_>,
     ) -> Result<()> {
+        self.status.leaves = self.commits.as_ref().is_some_and(Commits::may_change);
+        let trained = self.train_steps(p, (steps, evaluate_every), data, observer);
+        self.status.leaves = false;
+        trained
+    }
+
+    #[track_caller]
+    fn train_steps<D: Data<In> + ?Sized>(
+        &mut self,
+        p: &mut Program,
+        (steps, evaluate_every): (u64, Option<u64>),
+        data: &D,
+        observer: &mut Observer<'_>,
+    ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
         while self.steps() < steps && observer.goes_on() && observer.share() < Some(1.0) {
             let microbatches = self.training(p, data)?;
@@ -333,8 +353,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;
                 self.begin_save_if_finite(p, observer)?;
             }
+            if let Some(commits) = self.commits.as_ref().filter(|_| self.status.asks_to_leave()) {
+                commits.ask_to_leave();
+            }
             // Does nothing unless the program recovers.
             p.commit(self.steps(), self)?;
+            if self.commits.as_ref().is_some_and(Commits::all_ask_to_leave) {
+                observer.stopped = Some(SIGTERM);
+            }
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {

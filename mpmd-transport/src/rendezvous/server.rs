@@ -149,6 +149,11 @@ impl Server {
         self.stage.state.lock().places
     }
 
+    /// True if the job's program goes on with fewer processes after a loss.
+    pub fn may_shrink(&self) -> bool {
+        self.stage.state.lock().may_shrink
+    }
+
     /// Says if the owner may still start processes for places of processes that are gone. While it
     /// may, such a place is kept free for the peer timeout. False at first.
     pub fn may_start(&self, yes: bool) {
@@ -244,6 +249,7 @@ struct StageState {
     present: usize,
     wanted: usize,
     places: usize,
+    may_shrink: bool,
     is_over: bool,
     parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
@@ -372,6 +378,8 @@ impl Hub {
         };
         let (present, wanted) = (epochs.present(), epochs.wanted());
         let (places, is_over, parts) = (epochs.places(), epochs.is_over(), epochs.parts());
+        // Known as soon as the job is complete, and from then on.
+        let may_shrink = complete && epochs.may_shrink();
         let mut state = self.stage.state.lock();
         let reports = epochs.reports();
         let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
@@ -385,6 +393,7 @@ impl Hub {
                 present,
                 wanted,
                 places,
+                may_shrink: state.may_shrink || may_shrink,
                 is_over,
                 parts,
                 reports: reports.to_vec(),

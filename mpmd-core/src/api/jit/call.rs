@@ -4,7 +4,9 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use mpmd_base::block::{now, since};
 use mpmd_device::copy::copy_region;
 use mpmd_proto::{Failure, FailureKind};
 use mpmd_transport::memory::{OutOfMemory, Reservation};
@@ -115,7 +117,7 @@ impl<K: Kernel> DeviceCall<K> {
     ) -> Fallible<()> {
         let Self { inputs, arrived, outputs, made, held, .. } = self;
         let (runtime, seat) = (call.runtime(), call.seat);
-        let since = runtime.trace.now();
+        let asked = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
         runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
@@ -129,9 +131,11 @@ impl<K: Kernel> DeviceCall<K> {
             }
             outputs.push(buffer);
         })?;
-        runtime.trace_start(seat.local_index, call.op, started, since, last);
+        runtime.trace_start(seat.local_index, call.op, started, asked, last);
         let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
+        let began = now();
         let ran = call.run(context, arrived, outputs, made);
+        runtime.kernel_nanos.fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
         drop(span);
         arrived.clear();
         ran

@@ -42,6 +42,7 @@ impl Program {
         kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
         self.may_change = may_change && self.membership.is_some();
+        kept.lock().may_change = self.may_change;
     }
 
     /// Returns the number of processes that the next epoch could have, as far as this process

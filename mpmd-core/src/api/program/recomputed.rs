@@ -185,7 +185,6 @@ impl Program {
 
     /// Returns the next process that the comparisons have convicted, each process once. The same on
     /// every process after the same calls.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for jobs that replace such a process"))]
     pub(crate) fn convicted(&mut self) -> Option<Convicted> {
         self.recomputed.ledger.convicted.pop_front()
     }

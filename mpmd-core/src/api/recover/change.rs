@@ -1,10 +1,12 @@
-//! Changes of a job that all its processes make together: others are taken in, or some leave.
+//! Changes of a job that all its processes make together: others are taken in, some ask to leave,
+//! or one is dropped since it is slow or wrong.
 //!
 //! Each commit carries a word of every process to all. At a commit each process reads the words of
 //! the commit before the last, which all have by then. So all come to the same change at the same
 //! commit, without a wait. They leave the epoch once that commit is whole, so no step is lost.
 
 use std::panic::Location;
+use std::sync::atomic::Ordering;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
@@ -14,18 +16,22 @@ use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
-/// Bits of a word: more processes could take part; this process asks to leave.
-const COULD_GROW: u32 = 1;
-const ASKS_TO_LEAVE: u32 = 2;
+/// Bits of a word: more processes could take part; this process asks to leave. The bits above are
+/// the microseconds in which its kernels have run so far.
+const COULD_GROW: u64 = 1;
+const ASKS_TO_LEAVE: u64 = 2;
+const TIME_BITS: u32 = 8;
 
 /// The number of commits after which the words of one are read. At most as many are on their way.
 const DELAY: usize = 2;
 
 /// A change that the processes of an epoch have agreed on.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Change {
-    /// The processes that leave the job, ascending.
+    /// The processes that leave the job.
     leave: Vec<ProcessId>,
+    /// The reasons, one for each of them, or that others are taken in.
+    why: Vec<String>,
 }
 
 impl Commits {
@@ -37,8 +43,22 @@ impl Commits {
     ///
     /// If all processes ask, nothing happens but that [`Commits::all_ask_to_leave`] becomes true.
     /// Can be called at any time, also from another thread. It cannot be taken back.
+    ///
+    /// ```no_run
+    /// # fn f(commits: &mpmd_core::Commits, is_preempted: bool) {
+    /// if is_preempted && commits.may_change() {
+    ///     commits.ask_to_leave();
+    /// }
+    /// # }
+    /// ```
     pub fn ask_to_leave(&self) {
         self.kept.lock().asks_to_leave = true;
+    }
+
+    /// True if the job may go on with more or fewer processes: see
+    /// [`OnLoss::Shrink`](crate::OnLoss::Shrink).
+    pub fn may_change(&self) -> bool {
+        self.kept.lock().may_change
     }
 
     /// True once all processes of the job have [asked](Commits::ask_to_leave) to leave it. It
@@ -55,27 +75,23 @@ impl Change {
     }
 
     pub(crate) fn why(&self) -> String {
-        let leave: Vec<String> = self.leave.iter().map(ToString::to_string).collect();
-        match leave.as_slice() {
-            [] => "others are taken in".to_owned(),
-            [one] => format!("process {one} has asked to leave"),
-            several => format!("processes {} have asked to leave", several.join(", ")),
-        }
+        self.why.join("; ")
     }
 }
 
 impl Program {
     /// Returns the word of this process for its next commit.
-    pub(super) fn word(&self, kept: &Mutex<Kept>) -> u32 {
+    pub(super) fn word(&self, kept: &Mutex<Kept>) -> u64 {
         let could_grow = self.could_have() > self.processes();
         let asks = kept.lock().asks_to_leave;
-        COULD_GROW * u32::from(could_grow) + ASKS_TO_LEAVE * u32::from(asks)
+        let micros = self.runtime.kernel_nanos.load(Ordering::Relaxed) / 1000;
+        COULD_GROW * u64::from(could_grow) + ASKS_TO_LEAVE * u64::from(asks) | micros << TIME_BITS
     }
 
     /// Returns the change on which the processes have agreed by the commit before the last, if any.
     /// It is the same on every process.
     pub(super) fn agreed_change(
-        &self,
+        &mut self,
         kept: &Mutex<Kept>,
         at: &'static Location<'static>,
     ) -> Result<Option<Change>> {
@@ -89,18 +105,32 @@ impl Program {
         let Some(words) = words else { return Ok(None) };
         let mut all = Vec::with_capacity(self.processes());
         for shard in words.shards_here(at)?.into_iter().take(1) {
-            all.extend_from_slice(shard.data.as_slice::<u32>()?);
+            all.extend_from_slice(shard.data.as_slice::<u64>()?);
         }
-        let asks = |(process, word): (u32, &u32)| {
-            (word & ASKS_TO_LEAVE != 0).then_some(ProcessId(process))
-        };
-        let leave: Vec<ProcessId> = (0..).zip(&all).filter_map(asks).collect();
-        let could_grow = all.iter().any(|word| word & COULD_GROW != 0);
-        if leave.len() == all.len() {
-            kept.lock().all_ask_to_leave = true;
+        let mut kept = kept.lock();
+        if all.iter().all(|word| word & ASKS_TO_LEAVE != 0) {
+            kept.all_ask_to_leave = true;
             return Ok(None);
         }
-        Ok((could_grow || !leave.is_empty()).then_some(Change { leave }))
+        let mut change = Change::default();
+        for (process, _) in (0..).zip(&all).filter(|(_, word)| *word & ASKS_TO_LEAVE != 0) {
+            change.leave.push(ProcessId(process));
+            change.why.push(format!("process {process} has asked to leave"));
+        }
+        let times: Vec<u64> = all.iter().map(|word| word >> TIME_BITS).collect();
+        let slow = kept.paces.as_mut().and_then(|paces| paces.at_commit(&times));
+        let slow = slow.map(|slow| (ProcessId(slow.process as u32), slow.why));
+        let wrong = self.convicted().map(|wrong| (wrong.process, wrong.why));
+        // A job of one cannot do without it.
+        let dropped = slow.into_iter().chain(wrong).filter(|_| self.may_change && all.len() > 1);
+        for (process, why) in dropped {
+            change.leave.push(process);
+            change.why.push(why);
+        }
+        if change.leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
+            change.why.push("others are taken in".to_owned());
+        }
+        Ok((!change.why.is_empty()).then_some(change))
     }
 
     /// Waits until the commit that was just issued is whole on every process, and ends the epoch.

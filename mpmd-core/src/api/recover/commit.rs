@@ -17,12 +17,14 @@ use crate::exec::kept::{Contents, Issued, Kept};
 
 /// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
 pub trait Committed {
-    /// Returns the arrays. Their number, order, shapes and dtypes are the same on every process and
-    /// in every epoch. Their shardings may change from epoch to epoch.
+    /// Returns the arrays. Their number, shapes and dtypes are the same on every process and in
+    /// every epoch, and their order too, unless they have [names](Committed::names). Their
+    /// shardings may change from epoch to epoch.
     fn arrays(&self) -> Vec<MpmdArray>;
 
     /// Returns the names of the arrays. A commit is only restored into arrays of the same names.
-    /// Without them their numbers are used.
+    /// If they are unique, their order may change from epoch to epoch. Without them their numbers
+    /// are used.
     fn names(&self) -> Vec<String> {
         Vec::new()
     }

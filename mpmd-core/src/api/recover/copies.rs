@@ -46,7 +46,7 @@ struct Copying {
     /// is `None` once it was kept.
     state: Mutex<(usize, Option<Resolver>)>,
     /// The value of the resolver: what this process asks for.
-    word: u32,
+    word: u64,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
@@ -62,7 +62,7 @@ impl Program {
     /// once that process has made its copies.
     pub(super) fn issue_copies(
         &mut self,
-        (id, word): (CommitId, u32),
+        (id, word): (CommitId, u64),
         arrays: Vec<ArrayToCopy<'_>>,
         memory: Pool,
         at: &'static Location<'static>,
@@ -70,7 +70,7 @@ impl Program {
         let devices = first_devices(self.topology());
         let processes = self.mesh_of(&[("process", devices.len())], &devices)?;
         let sharding = processes.sharding(spec!["process"]).with_memory_kind(MemoryKind::Host);
-        let aval = ShapedArray::new(&[devices.len()], DType::U32);
+        let aval = ShapedArray::new(&[devices.len()], DType::U64);
         let layout = sharding.layout(aval.shape())?;
         let runtime = self.runtime.clone();
         let own = devices.into_iter().find(|device| runtime.local_index(*device).is_some());

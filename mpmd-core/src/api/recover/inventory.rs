@@ -14,7 +14,7 @@ use super::Commits;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::Doing;
-use crate::exec::kept::{CommitId, Contents, Copies, Copy};
+use crate::exec::kept::{CommitId, Copies, Copy};
 use crate::warning::warn_user;
 
 /// The largest numbers of lost commits, and of lost arrays of each, that an error names.
@@ -173,10 +173,11 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
 }
 
 /// Returns the newest commit that is whole, and the sources of the regions of each array. `None` if
-/// none is, and none is known to have been. `state` names the arrays in messages.
+/// none is, and none is known to have been. `name` returns the name of an array of a commit, for
+/// messages.
 pub(super) fn choose(
     inventories: &[Inventory],
-    state: &Contents,
+    name: &dyn Fn(CommitId, usize) -> Option<String>,
 ) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
     let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
     let mut lost = Vec::new();
@@ -196,10 +197,8 @@ pub(super) fn choose(
             return Ok(Some((*id, sources)));
         }
         if lost.len() < MOST_COMMITS {
-            let named = |array: &usize| {
-                let known = state.arrays.get(*array).map(|array| array.name.clone());
-                known.unwrap_or_else(|| format!("array {array}"))
-            };
+            let named =
+                |array: &usize| name(*id, *array).unwrap_or_else(|| format!("array {array}"));
             let mut named: Vec<_> = missing.iter().take(MOST_NAMES).map(named).collect();
             if missing.len() > MOST_NAMES {
                 named.push(format!("{} others", missing.len() - MOST_NAMES));
@@ -243,7 +242,6 @@ fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exec::array::MpmdArray;
 
     const ID: CommitId = CommitId { run: 0, epoch: 1, number: 1, step: 7, hash: 0 };
 
@@ -263,9 +261,7 @@ mod tests {
     type Chosen = Result<Option<(CommitId, Vec<(u32, u32)>)>, String>;
 
     fn chosen(inventories: &[Inventory]) -> Chosen {
-        let array = MpmdArray::from_slice(&[2], &[1.0f32, 2.0]).unwrap();
-        let state = Contents::of(&[array], vec!["w".to_owned()], Vec::new());
-        let chosen = choose(inventories, &state);
+        let chosen = choose(inventories, &|_, _| Some("w".to_owned()));
         let chosen = chosen.map_err(|error| error.to_string())?;
         Ok(chosen.map(|(id, sources)| {
             let source = |source: &Source| (source.region.range(0).start as u32, source.holder.0);

@@ -22,6 +22,7 @@ mod report;
 mod restore;
 mod run;
 mod simulate;
+mod slow;
 
 pub(crate) use change::Change;
 pub use commit::Committed;
@@ -29,3 +30,4 @@ pub(crate) use inventory::tell;
 pub use report::Recovery;
 pub(crate) use run::sizes;
 pub use run::{Commits, OnLoss, RecoveringBuilder};
+pub(crate) use slow::Paces;

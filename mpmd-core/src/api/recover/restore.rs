@@ -29,7 +29,8 @@ impl Commits {
     ///
     /// [`Error::CommitsLost`] names the arrays of regions that are lost with both of their
     /// processes: a checkpoint file can help. If the arrays differ from those of the commit in
-    /// number, name, shape or dtype. If several epochs began at this commit and none came to a
+    /// number, name, shape or dtype; their order may be another one if their names are unique. If
+    /// several epochs began at this commit and none came to a
     /// newer one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
@@ -52,7 +53,13 @@ impl Commits {
         let inventories = self.tell_inventories(p, at)?;
         let arrays = state.arrays();
         let asked = Contents::of(&arrays, state.names(), Vec::new());
-        let chosen = choose(&inventories, &asked);
+        let name = |id: CommitId, array: usize| {
+            let kept = self.kept.lock();
+            // A new process knows the order of its own arrays alone.
+            let contents = kept.earlier.get(&id).map_or(&asked, |copies| &*copies.contents);
+            contents.arrays.get(array).map(|array| array.name.clone())
+        };
+        let chosen = choose(&inventories, &name);
         let chosen = chosen.inspect_err(|_| {
             self.kept.lock().forget_all();
             self.report(p, &inventories, 0, at);
@@ -64,13 +71,17 @@ impl Commits {
         self.count_restart(&inventories, id)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
         let contents = contents(p, id, &inventories, &copies)?;
-        if let Some(difference) = contents.difference(&asked) {
+        let places = contents.places(&asked).map_err(|difference| {
             let step = id.step;
             let problem =
                 format!("the newest commit is of step {step} and does not fit: {difference}");
-            return Err(IssueProblem::Signature(problem).at(at, "restore"));
-        }
-        let restored = bring(p, &arrays, sources, copies.regions, at)?;
+            IssueProblem::Signature(problem).at(at, "restore")
+        })?;
+        // In the order of the commit, which may be another one.
+        let mut like = arrays.clone();
+        places.iter().zip(&arrays).for_each(|(place, array)| like[*place] = array.clone());
+        let restored = bring(p, &like, sources, copies.regions, at)?;
+        let restored: Vec<_> = places.iter().map(|place| restored[*place].clone()).collect();
         for array in &restored {
             array.block_until_ready()?;
         }

@@ -7,7 +7,7 @@ use mpmd_base::block::Mutex;
 use mpmd_launch::LaunchError;
 use mpmd_transport::rendezvous::RendezvousError;
 
-use super::Recovery;
+use super::{Paces, Recovery};
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
@@ -21,6 +21,18 @@ pub struct RecoveringBuilder {
     every: u64,
     on_loss: OnLoss,
     layout: Layout,
+    slow: Option<f64>,
+}
+
+/// The settings of the epochs of a program.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EpochRules {
+    /// Only multiples of this step are committed.
+    pub(crate) every: u64,
+    /// True if later epochs may have another number of processes.
+    pub(crate) may_change: bool,
+    /// The factor of [`RecoveringBuilder::drop_slow`].
+    pub(crate) slow: Option<f64>,
 }
 
 /// What a job that recovers does if no process is left for the place of a lost one.
@@ -76,7 +88,8 @@ impl Builder {
     /// the program.
     pub fn spares(self, spares: usize) -> RecoveringBuilder {
         let layout = Layout(Arc::new(|_| Ok(())));
-        RecoveringBuilder { builder: self, spares, every: 1, on_loss: OnLoss::default(), layout }
+        let on_loss = OnLoss::default();
+        RecoveringBuilder { builder: self, spares, every: 1, on_loss, layout, slow: None }
     }
 }
 
@@ -107,6 +120,19 @@ impl RecoveringBuilder {
         F: Fn(usize) -> Result<(), String> + Send + Sync + 'static,
     {
         self.layout = Layout(Arc::new(layout));
+        self
+    }
+
+    /// Drops a process whose kernels have become slower by more than `factor`, at least 1.5: a spare
+    /// has its place then, or the job [shrinks](OnLoss::Shrink). Off by default.
+    ///
+    /// Compared is the time of a process's kernels from commit to commit, on CPU devices: the
+    /// median of the last twelve with that of the first twelve of the epoch, beyond the change of the
+    /// other processes. A line on process 0 says which process it was, with the times. On the
+    /// process that is dropped, [`RecoveringBuilder::run`] returns `None`. Only in a job that
+    /// shrinks.
+    pub fn drop_slow(mut self, factor: f64) -> Self {
+        self.slow = Some(factor.max(1.5));
         self
     }
 
@@ -142,7 +168,8 @@ impl RecoveringBuilder {
             let started = job.join(returning);
             started.map_err(|error| with_reason(error, &*layout))
         };
-        run_epochs((self.every, may_change), join, program)
+        let rules = EpochRules { every: self.every, may_change, slow: self.slow };
+        run_epochs(rules, join, program)
     }
 }
 
@@ -176,13 +203,14 @@ fn with_reason(error: Error, layout: &dyn Fn(usize) -> Result<(), String>) -> Er
 /// returning unless it is its first.
 #[track_caller]
 pub(crate) fn run_epochs<T, E>(
-    (every, may_change): (u64, bool),
+    rules: EpochRules,
     mut join: impl FnMut(Option<Returning>) -> Result<Start>,
     program: impl Fn(&mut Program, &Commits) -> Result<T, E>,
 ) -> Result<Option<T>, E>
 where
     E: From<Error> + fmt::Display,
 {
+    let EpochRules { every, may_change, slow } = rules;
     let commits =
         Commits { kept: Arc::new(Mutex::new(Kept::new(every))), recovery: Arc::default() };
     let mut returns = None;
@@ -194,6 +222,7 @@ where
                 let run = format!("{:032x}", p.run_id());
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept, may_change);
+                commits.kept.lock().paces = slow.map(Paces::new);
                 let (result, processes) = (program(&mut p, &commits), p.processes());
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),

@@ -3,7 +3,7 @@
 use mpmd_base::block::Mutex;
 
 use super::Commits;
-use super::run::run_epochs;
+use super::run::{EpochRules, run_epochs};
 use crate::api::program::{EpochsOfProcess, Program, Simulation, SimulationReport};
 use crate::error::Result;
 
@@ -29,7 +29,8 @@ impl Simulation {
         let of_process = |value| -> EpochsOfProcess<'_> {
             let value: &Mutex<Option<T>> = value;
             Box::new(move |job| {
-                let ended = run_epochs((every, job.may_change()), |r| job.join(r), program)?;
+                let rules = EpochRules { every, may_change: job.may_change(), slow: None };
+                let ended = run_epochs(rules, |returning| job.join(returning), program)?;
                 let has_place = ended.is_some();
                 *value.lock() = ended;
                 Ok(has_place)

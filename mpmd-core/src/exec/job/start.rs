@@ -83,6 +83,7 @@ impl Runtime {
         }
         let runtime = Arc::new(Self {
             me,
+            kernel_nanos: AtomicU64::new(0),
             bytes_sent: counters(&topology),
             messages_sent: counters(&topology),
             status: Status::new(devices.iter().map(|device| {

@@ -24,6 +24,12 @@ impl Epochs {
         }
     }
 
+    /// True if the program goes on with fewer processes than there are places.
+    pub(in crate::rendezvous) fn may_shrink(&self) -> bool {
+        let smaller = |seat: &Seat| (1..self.seats.len()).any(|size| allows(seat, size));
+        self.seats.iter().flatten().next().is_some_and(smaller)
+    }
+
     /// True if the epoch that gathers can begin without its free places: no process is awaited for
     /// them, and the program goes on with the others.
     pub(super) fn shrinks(&self) -> bool {

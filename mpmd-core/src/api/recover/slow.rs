@@ -1,0 +1,163 @@
+//! Finds processes that have become slow, by the times that their kernels take from commit to
+//! commit.
+//!
+//! The stages of a pipeline have unequal work, so a process is compared with its own past, and the
+//! change with that of the others: on a machine with other load all become slower. Pure: all
+//! processes come to the same result from the same times.
+
+use std::collections::VecDeque;
+
+/// The number of commits whose times are compared with as many later ones.
+const WINDOW: usize = 12;
+
+/// The number of commits at the start of an epoch that are not counted.
+const WARM_UP: usize = 3;
+
+/// The number of commits in a row at which a process must be too slow.
+const STREAK: usize = 3;
+
+/// Times below this are too short to be compared, in microseconds.
+const SHORTEST: f64 = 200.0;
+
+/// The times of an epoch.
+#[derive(Debug)]
+pub(crate) struct Paces {
+    /// The factor by which a process must have become slower than the others.
+    factor: f64,
+    /// By process: its kernels' time so far, in microseconds.
+    totals: Vec<u64>,
+    /// By process: the times of the first commits after the warm-up, and of the last ones.
+    windows: Vec<(Vec<f64>, VecDeque<f64>)>,
+    commits: usize,
+    /// The process that was too slow at the last commits, and their number.
+    streak: (usize, usize),
+}
+
+/// A process that has become slow.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct SlowProcess {
+    pub(crate) process: usize,
+    pub(crate) why: String,
+}
+
+impl Paces {
+    pub(crate) fn new(factor: f64) -> Self {
+        Self { factor, totals: Vec::new(), windows: Vec::new(), commits: 0, streak: (0, 0) }
+    }
+
+    /// Takes the times of all processes' kernels so far, in microseconds, at a commit. Returns the
+    /// process that has become slow by most, if one has.
+    pub(crate) fn at_commit(&mut self, totals: &[u64]) -> Option<SlowProcess> {
+        if self.totals.len() != totals.len() {
+            self.windows = totals.iter().map(|_| Default::default()).collect();
+            (self.totals, self.commits) = (totals.to_vec(), 0);
+            return None;
+        }
+        let before = std::mem::replace(&mut self.totals, totals.to_vec());
+        self.commits += 1;
+        if self.commits <= WARM_UP {
+            return None;
+        }
+        for ((first, last), (now, before)) in self.windows.iter_mut().zip(totals.iter().zip(before))
+        {
+            let time = now.saturating_sub(before) as f64;
+            if first.len() < WINDOW {
+                first.push(time);
+                continue;
+            }
+            last.push_back(time);
+            if last.len() > WINDOW {
+                last.pop_front();
+            }
+        }
+        let changes: Option<Vec<(f64, f64)>> = self.windows.iter().map(change).collect();
+        let changes = changes?;
+        let (process, (first, last)) =
+            changes.iter().copied().enumerate().max_by(|(_, one), (_, other)| {
+                let ratio = |(first, last): &(f64, f64)| last / first;
+                ratio(one).total_cmp(&ratio(other))
+            })?;
+        let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
+        let mut others: Vec<f64> = others.map(|(_, (first, last))| last / first).collect();
+        let usual = if others.is_empty() { 1.0 } else { median(&mut others) };
+        let slower = last / first / usual.max(1.0);
+        if slower <= self.factor || first < SHORTEST {
+            self.streak = (process, 0);
+            return None;
+        }
+        let before = if self.streak.0 == process { self.streak.1 } else { 0 };
+        self.streak = (process, before + 1);
+        (self.streak.1 >= STREAK).then(|| {
+            let (first, last) = (first / 1000.0, last / 1000.0);
+            let why = format!(
+                "process {process} has become slow: its kernels took {first:.1} ms from commit to \
+                 commit, and now {last:.1} ms, {slower:.1} times as long, where the others' \
+                 changed by {usual:.2}"
+            );
+            SlowProcess { process, why }
+        })
+    }
+}
+
+/// Returns the median times of the first commits and of the last ones. `None` if there were too
+/// few.
+fn change((first, last): &(Vec<f64>, VecDeque<f64>)) -> Option<(f64, f64)> {
+    (last.len() == WINDOW).then(|| {
+        let mut last: Vec<f64> = last.iter().copied().collect();
+        (median(&mut first.clone()).max(1.0), median(&mut last))
+    })
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[(values.len() - 1) / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the commit at which a process is found slow, and the process. `time` has
+    /// milliseconds by (commit, process).
+    fn found(commits: usize, time: impl Fn(usize, usize) -> f64) -> Option<(usize, usize)> {
+        let (mut paces, mut totals) = (Paces::new(2.0), vec![0; 4]);
+        (0..commits).find_map(|commit| {
+            for (process, total) in totals.iter_mut().enumerate() {
+                *total += (1000.0 * time(commit, process)) as u64;
+            }
+            paces.at_commit(&totals).map(|slow| (commit, slow.process))
+        })
+    }
+
+    #[test]
+    fn slow_process_is_found_within_twenty_commits() {
+        let time = |commit, process| match (commit >= 100, process) {
+            (true, 2) => 30.0,
+            (_, process) => 10.0 * (1 + process) as f64 / 3.0,
+        };
+        let (commit, process) = found(200, time).expect("it is slow");
+        assert!((process, commit) == (2, commit) && (100..120).contains(&commit), "{commit}");
+    }
+
+    #[test]
+    fn healthy_processes_on_a_noisy_machine_are_not_found() {
+        for seed in 0..100 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            // Other work comes and goes on the machine, and single steps take long.
+            let load: Vec<f64> = (0..40).map(|_| 1.0 + 3.0 * random.f64()).collect();
+            let noise: Vec<f64> = (0..4096)
+                .map(|_| if random.u8(..20) == 0 { 5.0 } else { 1.0 + 0.5 * random.f64() })
+                .collect();
+            let time = |commit: usize, process: usize| {
+                (3 + process) as f64 * load[commit / 25] * noise[4 * commit + process]
+            };
+            assert_eq!(found(1000, time), None, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn short_times_and_few_commits_show_nothing() {
+        assert_eq!(found(200, |commit, _| if commit > 100 { 0.15 } else { 0.01 }), None);
+        assert_eq!(found(WARM_UP + 2 * WINDOW, |commit, p| (commit * p) as f64), None);
+    }
+}
