@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod add;
 mod check;
 mod doctor;
 mod draw;

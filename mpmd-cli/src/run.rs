@@ -25,8 +25,27 @@ const NOT_RUN: u8 = 126;
 #[derive(Args, Debug)]
 pub(crate) struct Run {
     /// Number of processes
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    processes: u32,
+    #[arg(
+        short = 'n',
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..),
+        required_unless_present = "add"
+    )]
+    processes: Option<u32>,
+    /// Add so many processes to a job that runs on this machine, in place of a new job. They must
+    /// run its program with its arguments. It takes them in after one of its next commits, if it
+    /// can grow: see `OnLoss::Shrink`
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..),
+        conflicts_with_all = ["processes", "spares", "restart", "chaos"]
+    )]
+    add: Option<u32>,
+    /// The id of a process of that job; without it, the only job of this user
+    #[arg(long, value_name = "PID", requires = "add")]
+    job: Option<u32>,
     /// Number of spares: further processes, each of which takes the place of a process that dies.
     /// The program must recover: see `Builder::spares`
     #[arg(long, value_name = "N", default_value = "0")]
@@ -85,8 +104,12 @@ impl Run {
                 return Ok(ExitCode::from(code));
             }
         };
+        if let Some(count) = self.add {
+            return crate::add::add(count, self.job, (&found, args));
+        }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
-        let mut launch = Launch::new(self.processes as usize, &this);
+        let processes = self.processes.unwrap_or(1) as usize;
+        let mut launch = Launch::new(processes, &this);
         if let Some(folder) = &self.trace {
             // Made absolute: the program may change its working directory.
             let folder = std::path::absolute(folder).context("finding the folder for the trace")?;

@@ -181,6 +181,13 @@ impl Standing {
         is_over && alive.all(|number| self.place(number).is_none())
     }
 
+    /// True if a process that was added to the job from elsewhere has left it in order, in this
+    /// place. `ours` are the numbers of the launcher's processes.
+    pub(super) fn has_left_elsewhere(&self, place: ProcessId, ours: &[usize]) -> bool {
+        let mut left = self.parts.iter().filter(|(_, part)| *part == Part::Left(place));
+        !self.has_reported(place) && left.any(|(number, _)| !ours.contains(&number.index()))
+    }
+
     /// True if these processes, as (number, end), have shown that the program has ended well in
     /// a place.
     pub(super) fn is_done(
@@ -280,6 +287,8 @@ mod tests {
         assert!(!ended(&[(0, 1)], 0));
         assert!(!ended(&[(3, 0)], 1), "it has not left in order");
         assert!(!ended(&[(2, 0), (5, 0)], 0), "they have no place");
+        assert!(standing().has_left_elsewhere(ProcessId(0), &[1, 3]), "it is none of ours");
+        assert!(!standing().has_left_elsewhere(ProcessId(0), &[0, 1, 3]));
         let program_without_mpmd = Standing { is_complete: false, parts: Vec::new(), ..standing() };
         let ends = || [(1, ExitKind::Exit(0)), (2, ExitKind::Exit(0))].into_iter();
         assert!(program_without_mpmd.is_done(ProcessId(1), ends()));

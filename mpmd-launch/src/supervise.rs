@@ -436,8 +436,15 @@ impl Processes {
             }
         }
         let unknown = lost.unwrap_or(ExitKind::Exit(1));
-        let by_place: Vec<_> = by_place.into_iter().map(|end| end.unwrap_or(unknown)).collect();
-        let is_open = |place: &ProcessId| !job.is_done(*place, ends.iter().copied());
+        let ours: Vec<usize> = ends.iter().map(|(number, _)| *number).collect();
+        let is_elsewhere = |place: ProcessId| job.has_left_elsewhere(place, &ours);
+        let by_place = places().zip(by_place).map(|(place, end)| match is_elsewhere(place) {
+            true => ExitKind::Exit(0),
+            false => end.unwrap_or(unknown),
+        });
+        let by_place: Vec<_> = by_place.collect();
+        let is_open =
+            |place: &ProcessId| !is_elsewhere(*place) && !job.is_done(*place, ends.iter().copied());
         let open = places().find(|place| replacing.recovers() && is_open(place));
         let (first, is_open) = match (first, open) {
             (Some((process, how, _)), _) => (Some((process, how)), false),

@@ -39,10 +39,23 @@ pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
 }
 
 fn only_job() -> Result<(String, Token)> {
+    only_process().map(|(address, (_, token))| (address, token))
+}
+
+/// Returns a process of the only job of this user on this machine.
+///
+/// # Errors
+///
+/// If there is none, or there are several: they are listed.
+pub(crate) fn process_of_only_job() -> Result<u32> {
+    only_process().map(|(_, (pid, _))| pid)
+}
+
+fn only_process() -> Result<(String, (u32, Token))> {
     let jobs = jobs();
     let (mut addresses, found) = (jobs.keys(), jobs.len());
     match (addresses.next(), found) {
-        (Some(address), 1) => Ok((address.clone(), jobs[address].1.clone())),
+        (Some(address), 1) => Ok((address.clone(), jobs[address].clone())),
         (None, _) => bail!("no job of this user runs on this machine"),
         _ => {
             let lines = jobs.iter().map(|(address, (pid, _))| format!("\n  {pid}  at {address}"));

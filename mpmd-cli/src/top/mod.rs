@@ -1,6 +1,6 @@
 //! `mpmd top`: the activity of the processes of a running job.
 
-mod find;
+pub(crate) mod find;
 mod show;
 
 use std::io::IsTerminal as _;

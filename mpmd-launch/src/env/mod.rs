@@ -199,16 +199,42 @@ impl JobEnv {
         if user.is_some_and(|user| user != owner) {
             return Ok(None);
         }
-        let bytes = std::fs::read(format!("/proc/{pid}/environ")).map_err(failed)?;
-        // The number may belong to a new process by now.
-        if user_of(pid).map_err(failed)? != owner {
-            return Err(failed(std::io::Error::other("the process has ended")));
-        }
-        let text = String::from_utf8_lossy(&bytes);
-        let variables: HashMap<&str, &str> =
-            text.split('\0').filter_map(|variable| variable.split_once('=')).collect();
-        let look = |name: &str| variables.get(name).map(|value| (*value).to_owned());
+        let variables = variables_of(pid, owner).map_err(failed)?;
+        let look = |name: &str| variables.get(name).cloned();
         Self::from_vars(&look, &[owner])
+    }
+
+    /// Returns the variables, (name, value), for a process that is added to the job of process
+    /// `pid`, with a number beyond all others of the job: those of this framework that `pid` was
+    /// started with, and others for the process's own numbers. `index` tells the processes that the
+    /// caller adds apart.
+    ///
+    /// # Errors
+    ///
+    /// If the variables cannot be read, or the process belongs to no job.
+    pub fn for_added(pid: u32, index: u32) -> Result<Vec<(String, String)>, LaunchError> {
+        let doing = || format!("reading the variables of process {pid}");
+        let failed = |error: std::io::Error| LaunchError::environment(doing(), error);
+        if Self::of_process(pid, None)?.is_none() {
+            return Err(failed(std::io::Error::other("it belongs to no job")));
+        }
+        let owner = user_of(pid).map_err(failed)?;
+        let found = variables_of(pid, owner).map_err(failed)?;
+        let own = [ours::LOCAL_RANK, ours::RANK, ours::SPARES, ours::LAUNCHER_PID, ours::ADDED];
+        let is_of_job = |name: &String| name.starts_with("MPMD_") && !own.contains(&name.as_str());
+        let mut variables: Vec<_> = found.into_iter().filter(|(name, _)| is_of_job(name)).collect();
+        let this = std::process::id();
+        let number = ADDED_FROM + (this % (1 << 16)) * (1 << 8) + index % (1 << 8);
+        variables.extend(
+            [
+                (ours::RANK, number.to_string()),
+                (ours::SPARES, "0".to_owned()),
+                (ours::ADDED, "1".to_owned()),
+                (ours::LAUNCHER_PID, this.to_string()),
+            ]
+            .map(|(name, value)| (name.to_owned(), value)),
+        );
+        Ok(variables)
     }
 
     /// Reads the variables that `look` finds. A file with a secret must belong to one of `owners`.
@@ -231,6 +257,21 @@ impl JobEnv {
         }
         Ok(None)
     }
+}
+
+/// The numbers of processes that are added to a job begin here.
+const ADDED_FROM: u32 = 1 << 30;
+
+/// Returns the variables that process `pid` of user `owner` was started with.
+fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>> {
+    let bytes = std::fs::read(format!("/proc/{pid}/environ"))?;
+    // The number may belong to a new process by now.
+    if user_of(pid)? != owner {
+        return Err(std::io::Error::other("the process has ended"));
+    }
+    let text = String::from_utf8_lossy(&bytes);
+    let variables = text.split('\0').filter_map(|variable| variable.split_once('='));
+    Ok(variables.map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
 }
 
 impl JobEnv {
