@@ -12,8 +12,8 @@ use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
 use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
-use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_job::{JobArgs, at_least, not_negative, say};
+use mpmd::{Commits, Error, MpmdArray, ProcessId, Program, Result};
+use mpmd_job::{Elastic, JobArgs, at_least, not_negative, say};
 use serde::Serialize;
 
 use crate::cut::{CutArgs, Held};
@@ -109,6 +109,11 @@ pub struct TrainArgs {
     /// Write a line of JSON for each update to this file
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// Go on when a process is lost: its place goes to a spare, or the layers are divided anew over
+    /// the processes that are left, within --memory. Processes that come later are taken in.
+    /// SIGTERM and SIGUSR1 end one process in order
+    #[arg(long, conflicts_with = "publish")]
+    pub elastic: bool,
     /// The publication of the weights.
     #[command(flatten)]
     pub publish: PublishArgs,
@@ -130,6 +135,67 @@ impl TrainArgs {
             "{name} has {chunks} stages a rank: --stages {stages} is no multiple of it"
         );
         Ok(Schedule::named(name, ranks, self.microbatches, Some(chunks))?)
+    }
+}
+
+/// A model under training, divided over devices.
+struct Divided {
+    model: Stages,
+    schedule: Schedule,
+    /// The number of devices of each rank.
+    devices: Vec<usize>,
+    /// The mesh of each stage.
+    meshes: Vec<Mesh>,
+}
+
+impl Divided {
+    /// Divides a model over as many stages as the arguments say.
+    ///
+    /// # Errors
+    ///
+    /// If the arguments do not fit the model or each other, or memory is too small.
+    fn new(source: &Folder, args: &TrainArgs, cut: &CutArgs) -> anyhow::Result<Self> {
+        let stages = cut.stages();
+        let schedule = args.schedule(stages)?;
+        let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };
+        let model = Stages::new(source, stages, args.time)?.cut(cut, held)?;
+        let model = model.lora(args.lora(), args.seed);
+        let model = model.packed(args.data.is_some());
+        let rank_of = |stage| schedule.rank_of(stage);
+        let (devices, meshes) = (model.devices(rank_of)?, model.meshes(rank_of)?);
+        Ok(Self { model, schedule, devices, meshes })
+    }
+
+    /// Divides a model over this number of devices, as those of a job that has lost or got
+    /// processes: over more or fewer stages.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Divided::new`]. If stages have unequal numbers of devices, or there are too few.
+    fn over(
+        source: &Folder,
+        args: &TrainArgs,
+        cut: &CutArgs,
+        devices: usize,
+    ) -> anyhow::Result<Self> {
+        let all = Self::new(source, args, cut)?;
+        if all.devices.iter().sum::<usize>() == devices {
+            return Ok(all);
+        }
+        let each = all.devices[0];
+        ensure!(
+            all.devices.iter().all(|count| *count == each) && cut.cut.is_empty(),
+            "the layers cannot be divided anew: with --elastic, leave --cut out, and give one \
+             number of devices for all stages"
+        );
+        let chunks = all.schedule.stages() / all.schedule.ranks();
+        let most = source.config().num_hidden_layers / chunks;
+        let ranks = (devices / each).min(most.max(all.schedule.ranks()));
+        ensure!(ranks > 0, "{devices} devices are too few: a stage has {each}");
+        let stages = ranks * chunks;
+        // A device that may come to have another stage has no more memory than before.
+        let memory = cut.memory.iter().min().map_or(Vec::new(), |least| vec![*least; stages]);
+        Self::new(source, args, &CutArgs { stages, memory, ..cut.clone() })
     }
 }
 
@@ -166,19 +232,12 @@ pub fn run(
         !args.paths.is_empty() || args.data.is_some(),
         "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
     );
-    let stages = cut.stages();
-    let schedule = args.schedule(stages)?;
-    let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };
-    let model = Stages::new(source, stages, args.time)?.cut(cut, held)?;
-    let model = model.lora(args.lora(), args.seed);
-    let model = model.packed(args.data.is_some());
+    let Divided { model, devices, .. } = Divided::new(source, args, cut)?;
     let (mut texts, mut files) = (args.paths.clone(), Vec::new());
     files.extend(args.data.clone());
     let held_out = if args.data.is_some() { &mut files } else { &mut texts };
     held_out.extend(args.held_out.clone());
     check_inputs(source, &texts, &files)?;
-    let rank_of = |stage| schedule.rank_of(stage);
-    let (devices, meshes) = (model.devices(rank_of)?, model.meshes(rank_of)?);
     if cut.show_sharding {
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
@@ -200,16 +259,26 @@ pub fn run(
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
-    let code = mpmd_job::run(job, devices.len(), devices, |p| {
+    let program = |p: &mut Program, commits: Option<&Commits>| {
         for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }
+        let divided = match commits {
+            Some(_) => Divided::over(source, args, cut, p.topology().devices().len())?,
+            None => Divided::new(source, args, cut)?,
+        };
+        let Divided { model, schedule, meshes, .. } = divided;
         let data = data(p, source, args)?;
-        let mut trainer = trainer(p, &model, &meshes, schedule.clone(), args)?;
+        let mut trainer = trainer(p, &model, &meshes, schedule, args)?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
             say(&trainer.computed_by(p));
         }
         let mut run = Run::steps(args.steps as u64);
+        let mut step = match commits.map(|commits| trainer.resume(p, commits, None)) {
+            None => 0,
+            Some(Err(Error::CommitsLost { .. })) if args.checkpoints.is_some() => 0,
+            Some(step) => step?,
+        };
         if let Some(file) = &args.metrics {
             run = run.metrics(file);
         }
@@ -226,9 +295,11 @@ pub fn run(
             let settings = source.settings()?.into_iter();
             let checkpoints =
                 settings.fold(checkpoints, |to, (name, value)| to.setting(name, value));
-            let step = trainer.restore(p, &checkpoints)?;
-            if let Some(step) = step.filter(|_| p.process() == ProcessId(0)) {
-                say(&format!("continuing after step {step} of {}", folder.display()));
+            if step == 0 {
+                step = trainer.restore(p, &checkpoints)?.unwrap_or(0);
+                if step > 0 && p.process() == ProcessId(0) {
+                    say(&format!("continuing after step {step} of {}", folder.display()));
+                }
             }
             run = run.checkpoints(checkpoints);
         }
@@ -262,7 +333,22 @@ pub fn run(
         }
         outcome.stopped.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
-    })?;
+    };
+    let code = match args.elastic {
+        false => mpmd_job::run(job, devices.len(), devices, |p| program(p, None)),
+        true => {
+            let (source, args, cut) = (source.clone(), args.clone(), cut.clone());
+            let layout: mpmd_job::Layout = Box::new(move |devices| {
+                let divided = Divided::over(&source, &args, &cut, devices);
+                divided.map(drop).map_err(|why| format!("{why:#}"))
+            });
+            let elastic = Elastic { layout: Some(layout), drop_slow: None };
+            let (processes, devices) = (devices.len(), devices.iter().sum());
+            mpmd_job::run_recovering(job, processes, devices, elastic, |p, commits| {
+                program(p, Some(commits))
+            })
+        }
+    }?;
     Ok(stopped
         .get()
         .filter(|_| code == ExitCode::SUCCESS)
