@@ -28,12 +28,12 @@ cargo xtask fuzz [--inputs N] [--target T]
                              parsers and state machines on N generated inputs (20,000), each \
                              target in a process
                              of its own; T is one of the targets that it prints
-cargo xtask explore [--seeds N] [--from S] [--recovery] [--shrink] [--twice] [--planted]
+cargo xtask explore [--seeds N] [--from S] [--recovery | --elastic] [--shrink] [--twice] [--planted]
                              N random programs with random faults (1,000), each in a \
 simulated world that
                              its seed decides; --recovery: trainings that lose processes and go \
-on; --shrink: makes
-                             red ones smaller; --twice: compares two runs of each; --planted: \
+on; --elastic: and that
+                             shrink and grow; --shrink: makes red ones smaller; --twice: compares two runs of each; --planted: \
 checks that planted
                              bugs are found
 cargo xtask soak --minutes N  long jobs over every transport, whose memory must stay flat; \

@@ -66,7 +66,11 @@ impl Worker {
         command.arg(format!("--worker={core}"));
         command.arg(format!("--from={}", arguments.from));
         command.arg(format!("--seeds={}", arguments.seeds));
-        for (name, is_set) in [("--twice", arguments.twice), ("--recovery", arguments.recovery)] {
+        for (name, is_set) in [
+            ("--twice", arguments.twice),
+            ("--recovery", arguments.recovery),
+            ("--elastic", arguments.elastic),
+        ] {
             if is_set {
                 command.arg(name);
             }

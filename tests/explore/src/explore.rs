@@ -68,7 +68,7 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         match arguments.shrink {
             true => shrink(arguments, *seed)?,
             false => {
-                let kind = if arguments.recovery { " --recovery" } else { "" };
+                let kind = arguments.kind();
                 println!("again: cargo xtask explore --from {seed} --seeds 1 --shrink{kind}");
             }
         }

@@ -34,6 +34,9 @@ struct Arguments {
     /// Run trainings that lose processes and go on
     #[arg(long)]
     recovery: bool,
+    /// Run such trainings in jobs that shrink and grow
+    #[arg(long, conflicts_with = "recovery")]
+    elastic: bool,
     /// Run each job twice, and compare the logs of all events
     #[arg(long)]
     twice: bool,
@@ -55,6 +58,17 @@ struct Arguments {
     /// Run the seeds in this process, and bind it to a core
     #[arg(long, hide = true, value_name = "CORE")]
     worker: Option<usize>,
+}
+
+impl Arguments {
+    /// Returns the option of the kind of jobs, with a blank before it; empty for random programs.
+    fn kind(&self) -> &'static str {
+        match (self.recovery, self.elastic) {
+            (true, _) => " --recovery",
+            (_, true) => " --elastic",
+            _ => "",
+        }
+    }
 }
 
 fn main() -> anyhow::Result<ExitCode> {

@@ -9,6 +9,7 @@ use fastrand::Rng;
 use mpmd_base::block::{Mutex, thread};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
 use mpmd_core::{Commits, Committed, ProcessId, Simulation, SimulationReport};
 
 use crate::case::{Job, LONGEST, ORDERS, PEER_TIMEOUT, check_end, check_shards, processes_of};
@@ -28,6 +29,16 @@ pub(crate) struct Recovery {
     faults: Vec<Fault>,
     /// The times at which further processes start.
     spares: Vec<Duration>,
+    elastic: Option<Elastic>,
+}
+
+/// What a job does that may have more or fewer processes in a later epoch.
+#[derive(Clone, Debug)]
+struct Elastic {
+    /// A number of processes with which the program does not go on.
+    refused: Option<usize>,
+    /// A process that asks to leave: (its place, the epoch, the step).
+    leaver: Option<(ProcessId, u64, u64)>,
 }
 
 /// The program.
@@ -39,6 +50,7 @@ struct Training {
     commits: At,
     columns: usize,
     arrays: Vec<Trained>,
+    elastic: Option<Elastic>,
 }
 
 /// The places of commits in a step.
@@ -86,11 +98,18 @@ const SURELY_WHOLE: u64 = 3;
 #[derive(Debug)]
 struct Trained {
     key: u64,
+    /// The shardings by number of devices: one that the job may have.
+    on: BTreeMap<usize, Shardings>,
+    is_donated: bool,
+}
+
+/// The shardings of an array on a number of devices.
+#[derive(Debug)]
+struct Shardings {
     /// The sharding in each epoch, in turns. All are on meshes.
     homes: Vec<Sharding>,
     /// The shardings through which each step moves it.
     ways: Vec<Sharding>,
-    is_donated: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -104,27 +123,38 @@ enum Fault {
 }
 
 impl Training {
-    fn of(seed: u64, devices: usize) -> Self {
+    /// Makes the training of a seed on `devices` devices. In a job that is `elastic` it may come to
+    /// run on as many as `others` has, too.
+    fn of(seed: u64, devices: usize, others: &[usize], elastic: Option<Elastic>) -> Self {
         let mut random = Rng::with_seed(seed);
         let columns = [8, 1024][usize::from(seed % 8 == 7)];
         let array = |random: &mut Rng| {
-            let any = shardings(random.fork(), devices, columns, 20);
-            let (homes, ways): (Vec<_>, Vec<_>) =
-                any.into_iter().partition(|sharding| sharding.mesh().is_some());
-            let homes = homes[..random.usize(1..4)].to_vec();
-            let ways = [ways, homes.clone()].concat();
-            Trained { key: random.u64(..1000), homes, ways, is_donated: random.bool() }
+            let fork = random.fork();
+            let count = random.usize(1..4);
+            let on = |devices: usize, fork: Rng| {
+                let any = shardings(fork, devices, columns, 20);
+                let (homes, ways): (Vec<_>, Vec<_>) =
+                    any.into_iter().partition(|sharding| sharding.mesh().is_some());
+                // Few devices have few meshes.
+                let homes = homes[..count.min(homes.len())].to_vec();
+                (devices, Shardings { ways: [ways, homes.clone()].concat(), homes })
+            };
+            let others = others.iter().map(|devices| on(*devices, fork.clone()));
+            let on = others.chain([on(devices, fork.clone())]).collect();
+            Trained { key: random.u64(..1000), on, is_donated: random.bool() }
         };
         let arrays = (0..random.usize(1..4)).map(|_| array(&mut random)).collect();
         let (steps, every) = (random.u64(3..9), random.u64(1..4));
         let commits = [At::End, At::Start, At::Halves, At::Never][random.usize(..4)];
-        Self { steps, every, commits, columns, arrays }
+        Self { steps, every, commits, columns, arrays, elastic }
     }
 
     /// Runs the training in an epoch. Returns the shards of this process at the end.
     fn run(&self, p: &mut Program, commits: &Commits, issued: &Issued) -> Result<Shards> {
+        let devices = p.topology().device_ids().len();
         let home = |trained: &Trained, epoch: u64| {
-            trained.homes[(epoch - 1) as usize % trained.homes.len()].clone()
+            let homes = &trained.on[&devices].homes;
+            homes[(epoch - 1) as usize % homes.len()].clone()
         };
         let mut state = State { arrays: Vec::new(), is_half: false };
         for trained in &self.arrays {
@@ -133,6 +163,10 @@ impl Training {
         }
         let first = self.restore(p, commits, &mut state, issued)?;
         for step in first..self.steps {
+            let leaver = self.elastic.as_ref().and_then(|elastic| elastic.leaver);
+            if leaver == Some((p.process(), p.epoch(), step)) {
+                commits.ask_to_leave();
+            }
             if matches!(self.commits, At::Start) {
                 self.commit(p, step, &state, issued)?;
             }
@@ -153,10 +187,25 @@ impl Training {
                 state.arrays[0].block_until_ready()?;
             }
         }
+        if self.elastic.is_some() {
+            return self.whole(p, &state.arrays);
+        }
         // At the end all epochs have the same shardings.
         let homes: Vec<Sharding> = self.arrays.iter().map(|trained| home(trained, 1)).collect();
         let state = p.device_put(&state.arrays, homes)?;
         shards_of(state.iter().map(Some))
+    }
+
+    /// Returns the whole arrays, as if they were on one device.
+    fn whole(&self, p: &mut Program, arrays: &[MpmdArray]) -> Result<Shards> {
+        let devices = p.topology().device_ids().len();
+        let everywhere = p.mesh(&[("x", devices)])?.replicated();
+        let whole = p.device_put(&arrays.to_vec(), everywhere)?;
+        let of = |(i, array): (usize, &MpmdArray)| {
+            let bytes = array.to_host()?.map(|host| host.bytes().to_vec());
+            Ok(((i, DeviceId(0)), bytes.unwrap_or_default()))
+        };
+        whole.iter().enumerate().map(of).collect()
     }
 
     /// Restores the newest commit. Fails with another error if the commits of the epoch before
@@ -169,7 +218,10 @@ impl Training {
         issued: &Issued,
     ) -> Result<u64> {
         let restored = commits.restore(p, state);
-        let lost = commits.last_recovery().map_or(0, |recovery| recovery.new.len());
+        let lost = commits.last_recovery().map_or(0, |recovery| {
+            let (before, now) = recovery.processes;
+            (before + recovery.new.len()).saturating_sub(now)
+        });
         let before = p.epoch() - 1;
         let most = |issued: &BTreeMap<(u64, ProcessId), u64>| {
             let of_epoch = issued.iter().filter(|((epoch, _), _)| *epoch == before);
@@ -200,7 +252,8 @@ impl Training {
             let jit = p.jit(Work { op: Op::Update, fails: None }).on(&mesh).outputs(&sharding);
             let update = if trained.is_donated { jit.donate("0") } else { jit }.build()?;
             *x = update.call(p, vec![x.clone()])?.remove(0);
-            let there = p.device_put(&*x, &trained.ways[way as usize % trained.ways.len()])?;
+            let ways = &trained.on[&p.topology().device_ids().len()].ways;
+            let there = p.device_put(&*x, &ways[way as usize % ways.len()])?;
             *x = p.device_put(&there, sharding)?;
         }
         Ok(())
@@ -209,17 +262,38 @@ impl Training {
 
 impl Recovery {
     pub(crate) fn new(seed: u64) -> Self {
+        Self::of(seed, false)
+    }
+
+    /// Returns a training in a job that shrinks and grows, and that a process may leave.
+    pub(crate) fn elastic(seed: u64) -> Self {
+        Self::of(seed, true)
+    }
+
+    fn of(seed: u64, is_elastic: bool) -> Self {
         let mut random = Rng::with_seed(!seed);
         let devices = [4, 6, 8, 4, 3][(seed / ORDERS) as usize % 5];
         let (processes, hosts, zero_copy) = processes_of(&mut random, devices);
-        let training = Training::of(seed / ORDERS, devices);
+        let each = devices / processes;
+        let elastic = is_elastic.then(|| {
+            let mut random = Rng::with_seed(seed);
+            let refused = (random.u8(..4) == 0).then(|| random.usize(1..=processes));
+            let place = ProcessId(random.u32(..processes as u32));
+            let leaver = (random.u8(..3) == 0).then(|| (place, random.u64(1..3), random.u64(..4)));
+            Elastic { refused, leaver }
+        });
+        let others: Vec<usize> = match is_elastic {
+            true => (1..processes).map(|size| size * each).collect(),
+            false => Vec::new(),
+        };
+        let training = Training::of(seed / ORDERS, devices, &others, elastic.clone());
         let count = random.usize(1..4);
         let all = (processes + count) as u32;
         let faults = (0..count).map(|_| Fault::random(&mut random, processes as u32, all));
         let faults: Vec<_> = faults.collect();
         // Some come while nobody is lost yet, others let the job wait.
         let spares = (0..count).map(|_| Duration::from_micros(1 << random.u32(4..24))).collect();
-        Self { seed, devices, processes, hosts, zero_copy, training, faults, spares }
+        Self { seed, devices, processes, hosts, zero_copy, training, faults, spares, elastic }
     }
 
     fn simulation(&self, processes: usize) -> Simulation {
@@ -236,6 +310,11 @@ impl Recovery {
                         simulation.stop_after(process, after, time)
                     }
                 };
+            }
+            if let Some(Elastic { refused, .. }) = &self.elastic {
+                let is_fit = |size: usize| size <= processes && Some(size) != *refused;
+                simulation = simulation
+                    .shrink(|size| if is_fit(size) { Ok(()) } else { Err("refused".to_owned()) });
             }
             simulation = self.spares.iter().fold(simulation, |all, after| all.spare_after(*after));
         }
@@ -262,16 +341,29 @@ impl Recovery {
         }
         // Both processes with copies of a region may be lost, or all of the job.
         let losses = self.faults.iter().filter(|fault| fault.is_loss()).count();
+        let leaves = self.elastic.as_ref().is_some_and(|elastic| elastic.leaver.is_some());
+        let refused = self.elastic.as_ref().is_some_and(|elastic| elastic.refused.is_some());
+        let gone = losses + usize::from(leaves);
         let is_explained = |error: &String| {
-            losses >= 2 && error.contains("no commit is whole")
-                || losses >= self.processes
+            gone >= 2 && error.contains("no commit is whole")
+                || (gone >= self.processes || refused && gone > 0)
                     && ["not joined after", "of the job are lost"].iter().any(|t| error.contains(t))
         };
         if !errors.iter().all(is_explained) {
             return Err(errors.join("\n  "));
         }
         let ended = found.len();
-        let is_over = losses >= self.processes;
+        let is_over = gone >= self.processes;
+        if self.elastic.is_some() {
+            if errors.is_empty() && ended == 0 && !is_over {
+                return Err(format!("no process ended well, and {dead} were lost"));
+            }
+            if let Some(wrong) = found.iter().find(|shards| *shards != alone) {
+                let wrong = wrong.iter().find(|(key, bytes)| alone.get(key) != Some(bytes));
+                return Err(format!("array {} has other bits", wrong.map_or(0, |(key, _)| key.0)));
+            }
+            return check_end(report, LONGEST);
+        }
         if errors.is_empty() && ended + dead < self.processes && !is_over {
             return Err(format!("{ended} processes ended well, and {dead} were lost"));
         }
@@ -346,6 +438,7 @@ impl fmt::Display for Recovery {
             "\n  {} arrays, {steps} steps, commits every {every}: {commits:?}",
             arrays.len()
         )?;
+        self.elastic.iter().try_for_each(|elastic| write!(f, "\n  {elastic:?}"))?;
         self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
     }
 }

@@ -16,7 +16,7 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
         }
     }
     // First large parts, then single steps.
-    let mut size = if arguments.recovery { 0 } else { STEPS / 2 };
+    let mut size = if arguments.kind().is_empty() { STEPS / 2 } else { 0 };
     while size > 0 {
         for from in (0..STEPS).step_by(size) {
             let steps = (from..STEPS.min(from + size)).filter(|step| !job.without.contains(step));
@@ -43,8 +43,7 @@ fn without(job: &Arguments) -> String {
             format!(" --{name} {}", numbers.join(","))
         }
     };
-    let recovery = if job.recovery { " --recovery" } else { "" };
-    recovery.to_owned()
+    job.kind().to_owned()
         + &option("without", &job.without)
         + &option("without-faults", &job.without_faults)
 }

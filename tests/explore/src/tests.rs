@@ -45,6 +45,11 @@ fn recoveries_0_to_99_are_green() {
     all_green(0..100, Recovery::new);
 }
 
+#[test]
+fn elastic_jobs_0_to_199_are_green() {
+    all_green(0..200, Recovery::elastic);
+}
+
 /// A process died before the first epoch (8, 27) or at the end of one (29, 272, 293). An error came
 /// a moment before its cause (95, 231). A value came never (396), or its process had become another
 /// (2519). A send of a process that had left never ended (15949). A job without processes kept its

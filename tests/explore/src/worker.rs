@@ -103,7 +103,8 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
 
 /// Returns the job of a seed, without the steps and faults that the arguments leave out.
 pub(crate) fn job_of(arguments: &Arguments, seed: u64) -> Box<dyn Job> {
-    let mut job: Box<dyn Job> = match arguments.recovery {
+    let mut job: Box<dyn Job> = match !arguments.kind().is_empty() {
+        true if arguments.elastic => Box::new(Recovery::elastic(seed)),
         true => Box::new(Recovery::new(seed)),
         false => {
             let mut case = Case::new(seed);
