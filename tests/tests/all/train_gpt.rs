@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::recovery::kill_in_turn;
 
@@ -327,4 +327,79 @@ fn elastic_training_has_the_same_losses_when_processes_are_killed() {
     assert_eq!(end.code(), 0, "{end:?}");
     let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
     assert_eq!(found.lines().collect::<Vec<_>>(), expected, "{end:?}");
+}
+
+/// Waits until the job has begun `epochs` epochs and the last one has `processes` processes.
+fn wait_for_size(launcher: &mut Watched, (epochs, processes): (usize, usize)) {
+    let until = Instant::now() + LONG;
+    let size = |said: &str| {
+        let changes = said.lines().filter(|line| line.contains(" goes on after step "));
+        let sizes = changes.filter_map(|line| line.split_once("; it has ")?.1.split(' ').next());
+        (sizes.clone().count(), sizes.last().and_then(|size| size.parse::<usize>().ok()))
+    };
+    loop {
+        let (begun, last) = size(&launcher.error_output());
+        if begun >= epochs && last == Some(processes) {
+            // A process is lost only after the state has two copies again.
+            std::thread::sleep(Duration::from_millis(400));
+            return;
+        }
+        let report = launcher.report();
+        assert!(Instant::now() < until && !launcher.has_ended(), "{processes}: {report}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The processes of a training die, leave and come: 4, 3, 4, 3, 2 and 4 again, without a restart.
+/// MPMD_TEST_CHANGES sets the number of changes.
+#[test]
+fn elastic_training_has_the_same_losses_with_fewer_and_more_processes() {
+    let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
+    let changes: usize = changes.unwrap_or(5);
+    let folder = folder();
+    let count = (800 + 250 * changes).to_string();
+    let steps = ["--steps", &count, "--schedule", "1f1b"];
+    let expected = losses(&folder, &[&steps[..], &["--stages", "1", "--processes", "1"]].concat());
+    let program = package_program("mpmd-examples", "train_gpt");
+    let mpmd = |args: &[&str]| {
+        let mut command = folder.command(package_program("mpmd-cli", "mpmd"));
+        command.arg("run").args(args).arg("--").arg(&program).args(SIZES).args(steps);
+        command.args(["--elastic", "--losses-out", "losses of survivors", "text"]);
+        Carrier::SHM.set(&mut command);
+        command
+    };
+    let mut launcher = folder.start(mpmd(&["-n", "4", "--no-prefix"]), "elastic").unwrap();
+    launcher.wait_for_output("\n", Instant::now() + LONG).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
+    let pids = || {
+        let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "train_gpt");
+        folder.processes().into_iter().filter(is_one).collect::<Vec<u32>>()
+    };
+    let mut added = Vec::new();
+    for change in 0..changes {
+        let all = pids();
+        let chosen = all[change * 7 % all.len()];
+        let victim = Pid::from_raw(chosen.cast_signed()).expect("no pid is 0");
+        match change % 5 {
+            0 | 2 => kill_process(victim, Signal::KILL).unwrap(),
+            3 => kill_process(victim, Signal::USR1).unwrap(),
+            more => {
+                let more = if more == 1 { "1" } else { "2" };
+                let command = mpmd(&["--add", more, "--job", &chosen.to_string(), "--no-prefix"]);
+                added.push(folder.start(command, "added").unwrap());
+            }
+        }
+        wait_for_size(&mut launcher, (change + 1, [3, 4, 3, 2, 4][change % 5]));
+    }
+    let end = launcher.wait(Instant::now() + LONG).unwrap();
+    assert_eq!(end.code(), 0, "{end:?}");
+    for mut added in added {
+        let end = added.wait(Instant::now() + LONG).unwrap();
+        assert!([0, 1].contains(&end.code()), "{end:?}");
+    }
+    let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
+    let wrong = found.lines().zip(&expected).find(|(found, expected)| found != expected);
+    assert_eq!((wrong, found.lines().count()), (None, expected.len()), "{}", end.stderr);
+    assert!(folder.processes().is_empty());
 }
