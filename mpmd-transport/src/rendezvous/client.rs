@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::clock::{ClockOffset, clock, quickest};
+use super::connect::is_gone;
 use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Request};
-use super::{Down, Identity, JoinConfig, Member, RendezvousError, Report};
+use super::{Down, Identity, JoinConfig, Joined, Member, RendezvousError, Report, Succession};
 use mpmd_proto::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). Any thread may call its
@@ -22,20 +23,6 @@ pub struct Rendezvous {
     /// The address of this end of the connection.
     pub(super) local: SocketAddr,
     pub(super) clock_offset: i64,
-}
-
-/// An epoch of the job, and this process's part in it.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Joined {
-    /// The number of this process. A spare gets that of the process that it replaces.
-    pub process: ProcessId,
-    /// The epoch.
-    pub epoch: u64,
-    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
-    /// that have the same token have different ones.
-    pub run: u128,
-    /// The descriptions of all processes, by process number.
-    pub members: Vec<Member>,
 }
 
 /// Time that the server has to take a report, without the slack. Short, as a failing process must
@@ -58,7 +45,17 @@ impl Rendezvous {
     /// - [`ServerGone`](RendezvousError::ServerGone) or
     ///   [`Environment`](RendezvousError::Environment) if the connection fails.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
-        let (link, local) = open(&config)?;
+        Self::open(config, false)
+    }
+
+    /// Connects to a server that was there before, as [`connect`](Self::connect) does. Does not
+    /// wait if nobody listens at its address.
+    pub(super) fn connect_again(config: JoinConfig) -> Result<Self, RendezvousError> {
+        Self::open(config, true)
+    }
+
+    fn open(config: JoinConfig, is_started: bool) -> Result<Self, RendezvousError> {
+        let (link, local) = open(&config, is_started)?;
         let mut this = Self { link, config, local, clock_offset: 0 };
         this.clock_offset = this.compare_clocks()?.offset;
         Ok(this)
@@ -284,6 +281,17 @@ impl Rendezvous {
     /// the connection it tells if the server has given this process up.
     pub fn is_server_alive(&self) -> bool {
         self.link.reaches_server(&self.config)
+    }
+
+    /// Returns true if the server is certainly gone: no process listens at its address.
+    pub fn is_server_gone(&self) -> bool {
+        is_gone(&self.config.server)
+    }
+
+    /// Returns the processes that can go on with the service, as far as this process has heard
+    /// while it waited for a place.
+    pub fn succession(&self) -> Option<Succession> {
+        self.link.state.lock().succession.clone()
     }
 
     /// Leaves the job in order: the others will not be told that this process is down. Waits for

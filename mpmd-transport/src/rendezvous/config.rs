@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::{RendezvousError, Token};
 use crate::token::random_bytes;
@@ -43,6 +44,13 @@ impl Identity {
     /// [`Environment`](RendezvousError::Environment) if the system gives no random numbers.
     pub fn random() -> Result<Self, RendezvousError> {
         Ok(Self { key: random()?, run: None })
+    }
+
+    /// Returns a number by which others can know this process again: it follows from the key, and
+    /// does not reveal it.
+    pub fn mark(&self) -> u128 {
+        let digest = Sha256::digest(self.key.to_le_bytes());
+        u128::from_le_bytes(std::array::from_fn(|i| digest[i]))
     }
 }
 

@@ -14,13 +14,20 @@ use crate::token::random_bytes;
 const TRIES: usize = 3;
 const BETWEEN_TRIES: Duration = Duration::from_millis(50);
 
-/// Connects to the server, which may start later. Both prove that they know the token. Returns the
-/// stream and the interval of the server's pings. Gives up after about the peer timeout.
-pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), RendezvousError> {
+/// Time limit for asking whether a process listens at an address.
+const PROBE_WITHIN: Duration = Duration::from_secs(1);
+
+/// Connects to the server, which may start later unless `is_started`. Both prove that they know the
+/// token. Returns the stream and the interval of the server's pings. Gives up after about the peer
+/// timeout.
+pub(super) fn meet(
+    config: &JoinConfig,
+    is_started: bool,
+) -> Result<(TcpStream, Duration), RendezvousError> {
     let until = after(Instant::now(), config.peer_timeout);
     let mut tries = 0;
     loop {
-        let mut stream = reach(&config.server, config.peer_timeout, until)?;
+        let mut stream = reach(&config.server, config.peer_timeout, until, is_started)?;
         tries += 1;
         match greet(&mut stream, config, until) {
             // The server may also have closed its oldest stranger, or have found this process too
@@ -33,20 +40,23 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
     }
 }
 
-/// Connects, with retries at growing intervals until `until`.
+/// Connects, with retries at growing intervals until `until`. Not if a server that has been started
+/// refuses the connection.
 fn reach(
     server: &str,
     peer_timeout: Duration,
     until: Instant,
+    is_started: bool,
 ) -> Result<TcpStream, RendezvousError> {
     let mut pause = Duration::from_millis(10);
     loop {
-        let why = match attempt(server, until) {
+        let error = match attempt(server, until) {
             Ok(stream) => return Ok(stream),
-            Err(e) => e.to_string(),
+            Err(e) => e,
         };
         let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        if left.is_zero() || (is_started && error.kind() == ErrorKind::ConnectionRefused) {
+            let why = error.to_string();
             return Err(RendezvousError::Unreachable { server: server.into(), peer_timeout, why });
         }
         std::thread::sleep(pause.min(left));
@@ -60,11 +70,7 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
     for address in addresses(server)? {
         let left = until.saturating_duration_since(Instant::now());
         let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
-        match TcpStream::connect_timeout(&address, wait) {
-            // If no process listens on a port of the dynamic range, a socket can connect to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = ErrorKind::ConnectionRefused.into();
-            }
+        match connect(&address, wait) {
             Ok(stream) => {
                 stream.set_nodelay(true)?;
                 return Ok(stream);
@@ -73,6 +79,52 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
         }
     }
     Err(last)
+}
+
+fn connect(address: &SocketAddr, within: Duration) -> std::io::Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(address, within)?;
+    // If no process listens on a port of the dynamic range, a socket can connect to itself.
+    match stream.local_addr()? == stream.peer_addr()? {
+        true => Err(ErrorKind::ConnectionRefused.into()),
+        false => Ok(stream),
+    }
+}
+
+/// What the system says about a listener.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Probe {
+    /// A process listens there, which may not accept connections at the moment.
+    Listens,
+    /// Its host is there, and no process listens.
+    Refused,
+    Silent,
+}
+
+/// Asks whether a process listens at an address, until about `until`, and at most for a second.
+pub(super) fn probe(server: &str, until: Instant) -> Probe {
+    let mut said = Probe::Silent;
+    for address in addresses(server).unwrap_or_default() {
+        let left = until.saturating_duration_since(Instant::now());
+        let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(1));
+        match connect(&address, wait).map_err(|e| e.kind()) {
+            Ok(_) => return Probe::Listens,
+            Err(ErrorKind::ConnectionRefused) => said = Probe::Refused,
+            Err(ErrorKind::TimedOut) => return Probe::Silent,
+            // Such as an address of IPv6 on a host that has none.
+            Err(_) => {}
+        }
+    }
+    said
+}
+
+/// Returns true if the system of a server's host says that no process listens at its address.
+pub(super) fn is_gone(server: &str) -> bool {
+    probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Refused
+}
+
+/// Returns true if a process listens at a server's address, even if it does not serve yet.
+pub(super) fn is_heard(server: &str) -> bool {
+    probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Listens
 }
 
 /// Returns the addresses of a server, those of IPv4 first: a name may have an IPv6 address that

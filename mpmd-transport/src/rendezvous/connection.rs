@@ -14,13 +14,16 @@ use super::clock::clock;
 use super::connect::meet;
 use super::hub::Line;
 use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
-use super::{Down, JoinConfig, Member, RendezvousError};
+use super::{Down, JoinConfig, Member, RendezvousError, Succession};
 use mpmd_proto::wire::ProcessId;
 
-/// Connects to the server and starts a thread that reads the connection. Returns the connection and
-/// the address of its end here.
-pub(super) fn open(config: &JoinConfig) -> Result<(Arc<Connection>, SocketAddr), RendezvousError> {
-    let (stream, ping) = meet(config)?;
+/// Connects to the server, which may start later unless `is_started`, and starts a thread that reads
+/// the connection. Returns the connection and the address of its end here.
+pub(super) fn open(
+    config: &JoinConfig,
+    is_started: bool,
+) -> Result<(Arc<Connection>, SocketAddr), RendezvousError> {
+    let (stream, ping) = meet(config, is_started)?;
     let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
         doing: format!("{doing} the connection to the rendezvous service"),
         why: e.to_string(),
@@ -85,6 +88,8 @@ pub(super) struct State {
     /// True once the loss of the server has been reported, which is done once.
     pub(super) loss_told: bool,
     pub(super) leaving: bool,
+    /// Who can go on with the service, as far as a process that waits for a place has heard.
+    pub(super) succession: Option<Succession>,
     /// Number of processes of the epoch that this process has joined, and of the next one if others
     /// wait for a place.
     pub(super) sizes: (usize, usize),
@@ -326,6 +331,9 @@ impl Connection {
                 self.tell(Down::Process(process, why));
             }
             Reply::CouldHave { processes } => self.state.lock().sizes.1 = processes as usize,
+            Reply::Heirs { run, addresses } => {
+                self.state.lock().succession = Some(Succession::told(run, addresses));
+            }
             Reply::Dropped { why } => {
                 let given_up = RendezvousError::GivenUp { server: self.server.clone(), why };
                 self.end(given_up.clone());
@@ -353,7 +361,8 @@ impl Connection {
         match &self.wire {
             Wire::Local(_) => true,
             Wire::Tcp { .. } => {
-                meet(&JoinConfig { peer_timeout: Duration::from_secs(1), ..config.clone() }).is_ok()
+                let peer_timeout = Duration::from_secs(1);
+                meet(&JoinConfig { peer_timeout, ..config.clone() }, true).is_ok()
             }
         }
     }

@@ -27,7 +27,7 @@ use self::epochs::{Entry, Epochs, HowEnded, Wish};
 use self::looks::Looks;
 use self::values::Values;
 use super::protocol::{Answer, Reply, Request};
-use super::{Member, RendezvousError};
+use super::{Identity, Joined, Member, RendezvousError};
 use crate::deadline::after;
 use crate::strangers::Link;
 use mpmd_proto::wire::ProcessId;
@@ -57,11 +57,26 @@ struct Client {
 impl Job {
     /// Creates the job of the run with this identity, which differs from that of every other run.
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
+        Self::of(Epochs::new(processes, peer_timeout, run, now), peer_timeout, now)
+    }
+
+    /// Creates the job that goes on after the epoch `past`, of which another service knew. The job
+    /// was started with `launched` processes. See `epochs::resumed`.
+    pub(super) fn resumed(
+        launched: usize,
+        peer_timeout: Duration,
+        past: (&Joined, &[bool]),
+        now: Instant,
+    ) -> Self {
+        Self::of(Epochs::resumed(launched, peer_timeout, past, now), peer_timeout, now)
+    }
+
+    fn of(epochs: Epochs, peer_timeout: Duration, now: Instant) -> Self {
         Self {
             peer_timeout,
             ping: ping_interval(peer_timeout),
             clients: BTreeMap::new(),
-            epochs: Epochs::new(processes, peer_timeout, run, now),
+            epochs,
             values: Values::default(),
             barriers: Barriers::default(),
             looks: Looks::default(),
@@ -119,6 +134,8 @@ impl Job {
                 member,
             } => {
                 let wait = Wait::new(ask, now, peer_timeout);
+                // A service that goes on knows nothing but marks.
+                let identity = Identity { key: identity.mark(), ..identity };
                 let wish = Wish { process, processes: processes as usize, epoch, identity, waits };
                 (ask, self.join(link, &wish, member, wait, now).map(|()| None))
             }

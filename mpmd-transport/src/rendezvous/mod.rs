@@ -1,6 +1,7 @@
 //! The rendezvous: the processes of a job meet here before there is a transport.
 //!
-//! One small service at one address, a [`Server`], runs in process 0 or in the launcher. Every
+//! One small service at one address, a [`Server`], runs in process 0 or in the launcher. If process
+//! 0 is lost, another one may go on with it, see `succession`. Every
 //! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
 //! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
 //! also hear at once when one of them dies. A process that fails reports the reason to the server's
@@ -24,6 +25,8 @@
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
 //! - `connect`: how a client connects to the server, by its `config`.
+//! - `succession`: who goes on with the service if its process is gone, and `seeker`: a process that
+//!   finds it there.
 
 mod client;
 mod clock;
@@ -36,14 +39,16 @@ mod job;
 mod local;
 mod observer;
 mod protocol;
+mod seeker;
 mod server;
+mod succession;
 
 use serde::{Deserialize, Serialize};
 
 use mpmd_proto::router::Failure;
 use mpmd_proto::wire::ProcessId;
 
-pub use client::{Joined, Rendezvous};
+pub use client::Rendezvous;
 pub use clock::ClockOffset;
 pub use config::{Identity, JoinConfig};
 pub use connect::split_address;
@@ -51,7 +56,9 @@ pub use error::RendezvousError;
 pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
+pub use seeker::Seeker;
 pub use server::{Server, ServerConfig};
+pub use succession::{Heir, Succession};
 
 pub use crate::token::{Token, TokenError};
 
@@ -78,6 +85,23 @@ pub struct Member {
     pub sizes: Vec<u32>,
     /// True if the process was added to the job: it may make it larger than it was at first.
     pub is_added: bool,
+    /// What the others must know if the process can go on with the service: in a job whose service
+    /// moves, all but the one that runs it.
+    pub heir: Option<Heir>,
+}
+
+/// An epoch of the job, and this process's part in it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Joined {
+    /// The number of this process. A spare gets that of the process that it replaces.
+    pub process: ProcessId,
+    /// The epoch.
+    pub epoch: u64,
+    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
+    /// that have the same token have different ones.
+    pub run: u128,
+    /// The descriptions of all processes, by process number.
+    pub members: Vec<Member>,
 }
 
 /// The part of a process in its job, as the server's owner sees it.

@@ -37,7 +37,7 @@ impl Observer {
             token,
             peer_timeout: timeout,
         };
-        let (link, local) = open(&config)?;
+        let (link, local) = open(&config, false)?;
         Ok(Self { link, local })
     }
 

@@ -143,6 +143,13 @@ pub(super) enum Reply {
         process: ProcessId,
         status: ProcessStatus,
     },
+    /// The addresses of the processes that can go on with the service, in their order. Said to a
+    /// client that waits for a place.
+    Heirs {
+        /// The identity of the job's run.
+        run: u128,
+        addresses: Vec<String>,
+    },
 }
 
 /// The answer to a successful request.
@@ -242,6 +249,7 @@ impl Frames {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Heir;
     use super::*;
 
     #[test]
@@ -335,6 +343,7 @@ mod tests {
             trouble: Some("none".into()),
             sizes: vec![1, 2],
             is_added: true,
+            heir: Some(Heir { address: "10.0.0.1:78".into(), mark: 1 << 80, since: 2 }),
         };
         let (epoch, waits, processes) = (1, true, 2);
         let joining = member.clone();
@@ -384,6 +393,7 @@ mod tests {
             Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
             Reply::Status { ask: 7, process, status: Err(why.clone()) },
             Reply::Dropped { why },
+            Reply::Heirs { run: 5, addresses: vec!["10.0.0.1:78".into(); 2] },
         ];
         let mut samples: Vec<Vec<u8>> =
             requests.iter().map(|request| frame(request).unwrap()).collect();

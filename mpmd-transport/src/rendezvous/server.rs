@@ -23,7 +23,8 @@ use super::clock::clock;
 use super::config::random;
 use super::job::{Action, Job, Phase, ping_interval};
 use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
-use super::{Part, RendezvousError, Report, Token};
+use super::succession::Deputy;
+use super::{Part, RendezvousError, Report, Succession, Token};
 use crate::deadline::after;
 use crate::handshake::Handshake;
 use crate::handshake::stream::shake_hands;
@@ -66,6 +67,41 @@ impl Server {
     /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
     /// random numbers.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
+        let ServerConfig { processes, peer_timeout, .. } = config;
+        let job = Job::new(processes, peer_timeout, random()?, Instant::now());
+        Self::start(address, config, job, || bind(address))
+    }
+
+    /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
+    /// processes of the epoch of `succession` join the next one here, except for those that are gone.
+    /// `config` is that of the job's start. Asks for a few seconds at most who is gone.
+    pub(super) fn resume(
+        deputy: Deputy,
+        succession: &Succession,
+        config: ServerConfig,
+    ) -> Result<Self, RendezvousError> {
+        let past = succession.past.as_ref().ok_or_else(|| RendezvousError::OutOfTurn {
+            what: "going on with the rendezvous service".into(),
+            when: "for a process that had a place".into(),
+        })?;
+        let lives = deputy.lives(past);
+        let Deputy { listener, address } = deputy;
+        tracing::info!(%address, past.epoch, ?lives, "goes on with the rendezvous service");
+        let (processes, peer_timeout, now) =
+            (config.processes, config.peer_timeout, Instant::now());
+        let job = Job::resumed(processes, peer_timeout, (past, &lives), now);
+        Self::start(address, config, job, || {
+            listener.set_nonblocking(true)?;
+            TcpListener::from_std(listener)
+        })
+    }
+
+    fn start(
+        address: SocketAddr,
+        config: ServerConfig,
+        job: Job,
+        listen: impl FnOnce() -> std::io::Result<TcpListener>,
+    ) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
             address: address.to_string(),
             why: e.to_string(),
@@ -78,12 +114,11 @@ impl Server {
             .enable_all()
             .build()
             .map_err(|e| environment("starting the rendezvous service", e))?;
-        let listener = runtime.block_on(async { bind(address) }).map_err(failed)?;
+        let listener = runtime.block_on(async { listen() }).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let run = random()?;
         let stage = Arc::new(Stage::default());
         let (stop, stopped) = oneshot::channel();
-        let hub = Hub::new(config, run, stage.clone());
+        let hub = Hub::new(config, job, stage.clone());
         let thread = std::thread::Builder::new()
             .name("mpmd-rendezvous-server".into())
             .spawn(move || runtime.block_on(hub.run(listener, stopped)))
@@ -280,8 +315,7 @@ struct Hub {
 }
 
 impl Hub {
-    fn new(config: ServerConfig, run: u128, stage: Arc<Stage>) -> Self {
-        let job = Job::new(config.processes, config.peer_timeout, run, Instant::now());
+    fn new(config: ServerConfig, job: Job, stage: Arc<Stage>) -> Self {
         Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
     }
 

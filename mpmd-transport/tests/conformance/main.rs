@@ -8,6 +8,7 @@ mod recorder;
 mod rendezvous;
 mod rerun;
 mod soak;
+mod succession;
 mod tcp;
 #[cfg(feature = "ucx")]
 mod ucx;

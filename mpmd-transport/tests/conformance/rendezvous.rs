@@ -316,7 +316,7 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     // Join {ask 1, process 1, processes 2, epoch 1, identity {key 7, run None}, waits false,
     // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
     stopped
-        .write_all(&[18, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+        .write_all(&[19, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
         .unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;

@@ -1,9 +1,11 @@
-//! `recovering STEPS`: a job that goes on after the loss of a process. Each process prints the sum
-//! of the final values. Some steps after the start of an epoch it prints the bytes of shared memory
+//! `recovering STEPS [shrink|leave]`: a job that goes on after the loss of a process. With `shrink` it
+//! goes on with fewer ones, and with `leave` its first process leaves it. Each process prints the sum of
+//! the final values. Some steps after the start of an epoch it prints the bytes of shared memory
 //! that it has mapped, its own and that of others.
 
 use std::time::Duration;
 
+use mpmd_core::OnLoss;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
 
@@ -18,17 +20,21 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let steps: u64 = std::env::args().nth(1).ok_or("the number of steps is missing")?.parse()?;
-    let sum = Program::builder().spares(1).run(|p, commits| -> Result<Option<f64>> {
+    let mode = std::env::args().nth(2).unwrap_or_default();
+    let (shrinks, leaves) = (!mode.is_empty(), mode == "leave");
+    let on_loss = if shrinks { OnLoss::Shrink } else { OnLoss::Wait };
+    let builder = Program::builder().spares(1).on_loss(on_loss);
+    let sum = builder.run(|p, commits| -> Result<Option<f64>> {
         println!("process {} has pid {} in epoch {}", p.process(), std::process::id(), p.epoch());
         let n = p.processes() as u32;
         let mesh = p.mesh(&[("x", n as usize)])?;
         let here = mesh.sharding(spec!["x"]);
         let turned = (0..n).map(|device| DeviceId((device + 1) % n)).collect::<Vec<_>>();
         let there = p.mesh_of(&[("x", n as usize)], &turned)?.sharding(spec!["x"]);
-        let mut state =
-            p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
-                Ok(values.fill(region.range(0).start as f32)?)
-            })?;
+        let parts = if shrinks { 3 } else { n as usize };
+        let mut state = p.array_from_fn(f32s([parts * EACH]), &here, |region, mut values| {
+            Ok(values.fill(region.range(0).start as f32)?)
+        })?;
         let first = commits.restore(p, &mut state)?;
         let change = elementwise(|x: f32| x * 1.001 + 0.5);
         let change = p.jit(change).on(&mesh).outputs(here.clone()).build()?;
@@ -37,6 +43,9 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
             let moved = p.device_put(&state, &there)?;
             state = p.device_put(&moved, &here)?;
             p.step_end()?;
+            if leaves && step == 100 && (p.epoch(), p.process().0) == (1, 0) {
+                commits.ask_to_leave();
+            }
             p.commit(step + 1, &state)?;
             if step == first + WARM {
                 println!("epoch {}: {} bytes are mapped", p.epoch(), mapped()?);

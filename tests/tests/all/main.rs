@@ -27,6 +27,7 @@ mod recovery;
 mod resources;
 mod sending;
 mod soak;
+mod succession;
 mod traces;
 mod train_gpt;
 mod transfers;

@@ -11,17 +11,17 @@ over_each_carrier! {
     stopped_process_is_replaced_and_changes_nothing_when_it_wakes
 }
 
-const PROCESSES: usize = 3;
-const STEPS: usize = 1500;
+pub(crate) const PROCESSES: usize = 3;
+pub(crate) const STEPS: usize = 1500;
 
 /// Elements of each process in the program.
 const EACH: usize = 64 << 10;
 
 /// Time in which all regions have two copies again: until then a region may have one.
-const UNTIL_COPIED: Duration = Duration::from_millis(600);
+pub(crate) const UNTIL_COPIED: Duration = Duration::from_millis(600);
 
 /// The longest time for a job.
-const LONG: Duration = Duration::from_secs(100);
+pub(crate) const LONG: Duration = Duration::from_secs(100);
 
 /// Starts the program under `mpmd run` with these options.
 fn start(carrier: Carrier, site: &Sandbox, options: &[&str]) -> Watched {
@@ -42,7 +42,7 @@ fn wait(launcher: &mut Watched, site: &Sandbox) -> (Vec<String>, String) {
 }
 
 /// Returns the sums that the program prints, computed without it.
-fn expected() -> Vec<String> {
+pub(crate) fn expected() -> Vec<String> {
     let last =
         |process: usize| (0..STEPS).fold((process * EACH) as f32, |value, _| value * 1.001 + 0.5);
     let values = (0..PROCESSES).flat_map(|process| std::iter::repeat_n(last(process), EACH));

@@ -10,7 +10,7 @@ use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
-    Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server,
+    Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server, Succession,
 };
 
 use super::builder::gpus_of;
@@ -69,8 +69,14 @@ impl Candidate {
             Err(error) if self.waits && is_cut(&error) => {
                 let message = format!("process {process} could not join: {error}");
                 let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
-                let returning =
-                    Returning { process, epoch: epoch - 1, identity, server: self.server };
+                let returning = Returning {
+                    process,
+                    epoch: epoch - 1,
+                    identity,
+                    server: self.server,
+                    succession: self.rendezvous.succession(),
+                    service_leaves: false,
+                };
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
             }
             // A difference between the programs is reported before a missing transport or device.
@@ -86,8 +92,16 @@ impl Candidate {
         let identity = Identity { run: Some(run), ..identity };
         let rendezvous = Arc::new(rendezvous);
         let places = members.iter().map(|member| (member.host.clone(), member.pid)).collect();
-        let membership =
-            Membership { rendezvous, server, identity, neighbours, places, peer_timeout };
+        let succession = Succession::of(&joined);
+        let membership = Membership {
+            rendezvous,
+            server,
+            succession,
+            identity,
+            neighbours,
+            places,
+            peer_timeout,
+        };
         let returns = |error: &Error| waits && is_loss(error);
         let agreed = || {
             let rendezvous = &membership.rendezvous;

@@ -8,7 +8,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_transport::rendezvous::{
-    Identity, JoinConfig, Member, Rendezvous, Server, ServerConfig, Token,
+    Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig, Token,
 };
 
 use super::builder::has_cuda;
@@ -33,6 +33,7 @@ pub(super) fn from_env(builder: Builder) -> Result<Program> {
 pub(crate) struct Job {
     builder: Builder,
     env: JobEnv,
+    seeker: Seeker,
 }
 
 impl Job {
@@ -44,7 +45,8 @@ impl Job {
             Some(env) => env.with_spares(spares)?,
             None => JobEnv::alone()?,
         };
-        Ok(Self { builder: with_env(builder, &env)?, env })
+        let seeker = Seeker::new(env.coordinator.clone());
+        Ok(Self { builder: with_env(builder, &env)?, env, seeker })
     }
 
     /// Lets later epochs have the numbers of processes that `layout` allows.
@@ -58,17 +60,31 @@ impl Job {
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
     /// first. Blocks until all processes are connected, on a spare until there is a place for it.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
-        let (mut identity, mut server) = (None, None);
-        if let Some(returning) = returning {
-            self.env.process = returning.process;
-            self.builder.epoch = returning.epoch + 1;
-            (identity, server) = (Some(returning.identity), returning.server);
+        if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
+            return Ok(Start::Program(Box::new(start(self.builder.clone(), &self.env)?)));
         }
-        let (builder, env) = (self.builder.clone(), &self.env);
-        if env.dry_run.is_none() && (env.processes > 1 || env.hosted) {
-            return join(builder, env, identity, server, true);
+        let Some(returning) = returning else { return self.join_as(None) };
+        self.env.process = returning.process;
+        self.builder.epoch = returning.epoch + 1;
+        self.seeker.hear(returning.succession);
+        if returning.service_leaves {
+            self.seeker.leaves();
         }
-        Ok(Start::Program(Box::new(start(builder, env)?)))
+        let run = returning.identity.run.or(self.seeker.run());
+        let identity = Identity { run, ..returning.identity };
+        match self.join_as(Some((identity, returning.server))) {
+            // Process 0 was started again, and with it another service. That of this job is not it.
+            Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::OtherRun { .. })))
+                if self.seeker.leaves() =>
+            {
+                self.join_as(Some((identity, None)))
+            }
+            started => started,
+        }
+    }
+
+    fn join_as(&mut self, returning: Option<(Identity, Option<Server>)>) -> Result<Start> {
+        join(self.builder.clone(), &self.env, returning, Some(&mut self.seeker))
     }
 }
 
@@ -131,7 +147,7 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
         let topology = builder.topology(env.processes, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
-    match join(builder, env, None, None, false)? {
+    match join(builder, env, None, None)? {
         Start::Program(program) => Ok(*program),
         Start::NoPlace | Start::Lost { .. } => unreachable!("for a process that waits"),
     }
@@ -145,15 +161,16 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
     builder.start_dry_run(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job. `identity` is that of a process that returns, and `server`
-/// the service, if this process hosts it already. See [`Candidate`] for processes that wait.
+/// Joins the builder's epoch of a job. A process that is `returning` has an identity, and the
+/// service if it hosts that already. One with a `seeker` waits for a place, see [`Candidate`], and
+/// may go on with the service of another process.
 fn join(
     builder: Builder,
     env: &JobEnv,
-    identity: Option<Identity>,
-    server: Option<Server>,
-    waits: bool,
+    returning: Option<(Identity, Option<Server>)>,
+    seeker: Option<&mut Seeker>,
 ) -> Result<Start> {
+    let waits = seeker.is_some();
     let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
@@ -175,18 +192,29 @@ fn join(
             mpmd_launch::variables::JOB_TOKEN
         ));
     }
-    let server = match server {
-        None if !env.hosted && env.process.index() == 0 => Some(host(env, peer_timeout)?),
-        server => server,
+    let (identity, mut server) = match returning {
+        Some((identity, server)) => (identity, server),
+        None => {
+            let hosts = !env.hosted && env.process.index() == 0;
+            let server = hosts.then(|| host(env, peer_timeout)).transpose()?;
+            (Identity::random().map_err(wrong)?, server)
+        }
     };
-    let rendezvous = Rendezvous::connect(JoinConfig {
+    let config = JoinConfig {
         server: env.coordinator.clone(),
         process: env.process,
         processes: env.processes,
         token: env.token.clone(),
         peer_timeout,
-    })
-    .map_err(wrong)?;
+    };
+    let (rendezvous, heir) = match seeker.filter(|_| !env.hosted) {
+        Some(seeker) => {
+            let rendezvous = seeker.connect(&config, &mut server).map_err(wrong)?;
+            let at = rendezvous.local_address();
+            (rendezvous, seeker.heir(at, &identity, server.as_ref()).map_err(wrong)?)
+        }
+        None => (Rendezvous::connect(config).map_err(wrong)?, None),
+    };
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
     let opened = has_cuda(env.process, &topology)
         .and_then(|()| Opened::open(name, env.processes, rendezvous.local_address()));
@@ -201,13 +229,14 @@ fn join(
         trouble: opened.as_ref().err().map(lack),
         sizes: builder.sizes.to_vec(),
         is_added: env.is_added,
+        heir,
     };
     let candidate = Candidate {
         rendezvous,
         server,
         waits,
         process: env.process,
-        identity: identity.map_or_else(Identity::random, Ok).map_err(wrong)?,
+        identity,
         member,
         opened,
         token: *env.token.bytes(),

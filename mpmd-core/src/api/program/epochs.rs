@@ -8,7 +8,7 @@ use mpmd_base::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;
-use super::membership::Returning;
+use super::membership::{Membership, Returning};
 use crate::api::recover::Change;
 use crate::error::Error;
 use crate::exec::kept::Kept;
@@ -93,8 +93,13 @@ impl Program {
         let me = self.process();
         self.runtime.leave(failure.as_deref());
         if !change.is_end_of(me) {
-            let change = Failure::new(FailureKind::PeerLost, me, 0, change.why());
-            return self.return_later(failure.unwrap_or_else(|| Arc::new(change)));
+            let host = self.membership.as_ref().and_then(Membership::host);
+            let leaves = Failure::new(FailureKind::PeerLost, me, 0, change.why());
+            let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(leaves)));
+            if let EpochEnd::Lost { returning, .. } = &mut end {
+                returning.service_leaves = host.is_some_and(|host| change.is_end_of(host));
+            }
+            return end;
         }
         self.ended = true;
         self.runtime.trace.close();

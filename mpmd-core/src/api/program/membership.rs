@@ -7,7 +7,9 @@ use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
-use mpmd_transport::rendezvous::{Down, Identity, Rendezvous, RendezvousError, Report, Server};
+use mpmd_transport::rendezvous::{
+    Down, Identity, Rendezvous, RendezvousError, Report, Server, Succession,
+};
 
 use super::neighbours::Neighbours;
 use crate::error::Error;
@@ -22,6 +24,8 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) struct Membership {
     pub(super) rendezvous: Arc<Rendezvous>,
     pub(super) server: Option<Server>,
+    /// Who can go on with the service. `None` if nobody can.
+    pub(super) succession: Option<Succession>,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
     /// The host and the system's id of each process, for messages.
@@ -36,6 +40,10 @@ pub(crate) struct Returning {
     pub(super) epoch: u64,
     pub(super) identity: Identity,
     pub(super) server: Option<Server>,
+    /// Who can go on with the service, if this process has heard of them.
+    pub(super) succession: Option<Succession>,
+    /// True if the process that ran the service leaves the job.
+    pub(super) service_leaves: bool,
 }
 
 impl Membership {
@@ -43,6 +51,7 @@ impl Membership {
     /// process, or is lost itself. The other tells observers the activity of this process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
         let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
+        let host = self.host();
         let observed = runtime.clone();
         self.rendezvous.on_look(move |_| {
             let activity = observed.upgrade().map(|runtime| runtime.activity());
@@ -55,7 +64,10 @@ impl Membership {
                     runtime.peer_ended(process, &why);
                 }
                 Down::Process(process, why) => runtime.suspect(process, &why),
-                Down::Server(why) => runtime.rendezvous_lost(&why),
+                Down::Server(why) => {
+                    host.iter().for_each(|host| runtime.suspect(*host, &why));
+                    runtime.rendezvous_lost(&why);
+                }
             }
         }));
     }
@@ -88,7 +100,7 @@ impl Membership {
 
     /// Waits until all processes are at the end of an epoch, at most for the peer timeout. Returns
     /// a failure if one was lost before, or if the others have gone on without this process. The
-    /// loss of the service is only logged: without it nobody returns.
+    /// loss of the service is only logged if nobody can go on with it: then nobody returns.
     pub(super) fn wait_for_all(&self, me: ProcessId, epoch: u64) -> Option<Arc<Failure>> {
         let waited = self.rendezvous.barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
         let (process, why) = match waited {
@@ -97,12 +109,12 @@ impl Membership {
                 (process, format!("process {process} was lost at the end: {why}"))
             }
             Err(error @ (RendezvousError::ServerGone { .. } | RendezvousError::Stopped))
-                if !self.rendezvous.is_server_alive() =>
+                if !self.is_followed() && !self.rendezvous.is_server_alive() =>
             {
                 tracing::debug!(process = me.0, %error, "waiting for the end of an epoch");
                 return None;
             }
-            // The others have gone on without this process.
+            // The service has died with its process, or the others have gone on without this one.
             Err(error) => (me, error.to_string()),
         };
         Some(Arc::new(Failure::new(FailureKind::PeerLost, process, 0, why)))
@@ -127,7 +139,18 @@ impl Membership {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
         }
-        Returning { process, epoch, identity: self.identity, server: self.server }
+        let Self { identity, server, succession, .. } = self;
+        Returning { process, epoch, identity, server, succession, service_leaves: false }
+    }
+
+    /// Returns the other process that runs the service. `None` if that is none of the job, or this.
+    pub(super) fn host(&self) -> Option<ProcessId> {
+        self.succession.as_ref().filter(|_| self.server.is_none())?.host()
+    }
+
+    /// True if the service is gone, and others can go on with it.
+    fn is_followed(&self) -> bool {
+        self.succession.is_some() && self.rendezvous.is_server_gone()
     }
 
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process

@@ -2,7 +2,7 @@
 //!
 //! A job begins in epoch 1, in which a process has the place of its number. After the loss of a
 //! process the others may return: the first of them to join epoch `n + 1` begins it. Nobody else
-//! can. A process is known by the secret key of its [`Identity`], and gets the place that it had.
+//! can. A process is known by the mark of its [`Identity`], and gets the place that it had.
 //! The places of processes that do not return go to spares, which wait for one. A process that was
 //! given up has no place in a later epoch, unless its old one is still free. A process that still
 //! runs code of its own is awaited as long as its old connection stands. Where the program allows
@@ -63,6 +63,8 @@ pub(in crate::rendezvous) struct Epochs {
     known: BTreeMap<u128, Known>,
     /// (Process, its failure), in order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
+    /// The addresses of processes that can go on with the service, by the last epoch that has begun.
+    heirs: Vec<String>,
 }
 
 impl Epochs {
@@ -84,6 +86,7 @@ impl Epochs {
             joined: BTreeMap::new(),
             known: BTreeMap::new(),
             reports: Vec::new(),
+            heirs: Vec::new(),
         }
     }
 
@@ -230,6 +233,9 @@ impl Epochs {
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
         check_sizes(&member.sizes)?;
+        if let Some(heir) = &member.heir {
+            check_name("the address of a process", &heir.address)?;
+        }
         if believes != self.launched {
             return Err(RendezvousError::Count { process, believes, job: self.launched });
         }
@@ -514,6 +520,7 @@ fn is_gone(seat: &Option<Seat>) -> bool {
 }
 
 mod places;
+mod resumed;
 mod sizes;
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use super::super::super::protocol::Answer;
+use super::super::super::succession::in_order;
 use super::super::super::{Identity, Member, Part, RendezvousError};
 use super::super::actions::{Actions, Wait, processes};
 use super::{Epochs, Phase};
@@ -49,8 +50,9 @@ pub(super) struct Known {
     /// The process number with which it joined first.
     pub(super) number: ProcessId,
     pub(super) part: Part,
-    /// True if it had a place in an epoch that has begun, so that it may have copies of its state.
-    has_been: bool,
+    /// The first epoch that has begun with it, if there was one: it may have copies of its state.
+    /// Else 0.
+    pub(super) since: u64,
 }
 
 /// A client's wish to join a job.
@@ -120,7 +122,9 @@ impl Epochs {
     /// Returns the place that a process may have at once: by its number in the first epoch, and in
     /// later ones the place that it had before. `None` if there is none or another has it.
     fn place_for(&self, wish: &Wish) -> Option<ProcessId> {
-        if self.phase != Phase::Gathering || wish.epoch != self.epoch {
+        // In a later epoch its key tells enough. It may not know which one gathers: if a service is
+        // lost, some of its clients have heard of the last epoch and some have not.
+        if self.phase != Phase::Gathering || (self.epoch == 1 && wish.epoch > 1) {
             return None;
         }
         let key = wish.identity.key;
@@ -176,6 +180,7 @@ impl Epochs {
         self.check_is_new(link)?;
         let waits = Wait { until: after(now, Duration::MAX), ..waits };
         self.knows(wish, Part::Waits);
+        self.tell_heirs(link, actions);
         self.spares.push(Seat { link, key: wish.identity.key, member, waits, ended: None });
         self.place_spares(actions);
         self.tell_size(actions);
@@ -232,10 +237,13 @@ impl Epochs {
     pub(super) fn begin(&mut self, actions: &mut Actions) {
         self.seats.retain(Option::is_some);
         self.grow(actions);
+        self.note_since();
         self.phase = Phase::Running;
         self.vacant = vec![false; self.seats.len()];
         let members: Arc<[Member]> =
             self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+        self.heirs = in_order(&members);
+        self.spares.iter().for_each(|spare| self.tell_heirs(spare.link, actions));
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
         let told: Vec<_> =
             seats.map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask)).collect();
@@ -247,7 +255,6 @@ impl Epochs {
         for (process, link, key, ask) in told {
             self.joined.insert(link, process);
             if let Some(known) = self.known.get_mut(&key) {
-                known.has_been = true;
                 known.part = Part::Holds(process);
             }
             let (members, epoch, run) = (members.clone(), self.epoch, self.run);
@@ -285,14 +292,14 @@ impl Epochs {
             return;
         }
         match self.known.get_mut(&key) {
-            Some(known) if !known.has_been => drop(self.known.remove(&key)),
+            Some(known) if known.since == 0 => drop(self.known.remove(&key)),
             Some(known) if known.part == Part::Waits => known.part = Part::Out,
             _ => {}
         }
     }
 
     fn knows(&mut self, wish: &Wish, part: Part) {
-        let new = Known { number: wish.process, part, has_been: false };
+        let new = Known { number: wish.process, part, since: 0 };
         self.known.entry(wish.identity.key).or_insert(new).part = part;
     }
 
@@ -301,7 +308,7 @@ impl Epochs {
     }
 
     fn has_been(&self, key: u128) -> bool {
-        self.known.get(&key).is_some_and(|known| known.has_been)
+        self.known.get(&key).is_some_and(|known| known.since > 0)
     }
 }
 

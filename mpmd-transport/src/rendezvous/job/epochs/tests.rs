@@ -1,5 +1,7 @@
 //! Jobs that lose processes and go on in the next epoch.
 
+mod resumed;
+
 use super::super::super::protocol::Request;
 use super::super::{Action, Job};
 use super::*;
@@ -17,6 +19,8 @@ struct Table {
     /// The key of each process that has joined, by epoch and place. That of a new process is the
     /// number of its link.
     keys: BTreeMap<(u64, u32), u128>,
+    /// The key with which each link has joined.
+    joined_with: BTreeMap<Link, u128>,
     /// What each process that joins says.
     sizes: Vec<u32>,
     is_added: bool,
@@ -26,7 +30,8 @@ impl Table {
     fn new() -> Self {
         let now = Instant::now();
         let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
-        Self { job, now, keys, sizes: Vec::new(), is_added: false }
+        let joined_with = BTreeMap::new();
+        Self { job, now, keys, joined_with, sizes: Vec::new(), is_added: false }
     }
 
     /// Returns a job of three that runs.
@@ -59,6 +64,7 @@ impl Table {
 
     fn join_with(&mut self, link: Link, epoch: u64, process: u32, identity: Identity) {
         self.job.opened(link, self.now);
+        self.joined_with.insert(link, identity.key);
         let (sizes, is_added) = (self.sizes.clone(), self.is_added);
         let member = Member { pid: link as u32, sizes, is_added, ..Member::default() };
         let join = Request::Join {
@@ -97,7 +103,8 @@ impl Table {
     /// Takes the answers to requests to join since the last call.
     fn answers(&mut self) -> Vec<(Link, Result<Answer, RendezvousError>)> {
         for (process, seat) in (0..).zip(&self.job.epochs.seats) {
-            let key = seat.as_ref().map(|seat| ((self.job.epochs.epoch, process), seat.key));
+            let key = seat.as_ref().map(|seat| self.joined_with[&seat.link]);
+            let key = key.map(|key| ((self.job.epochs.epoch, process), key));
             self.keys.extend(key);
         }
         let answers = self.job.actions().into_iter().filter_map(|action| match action {

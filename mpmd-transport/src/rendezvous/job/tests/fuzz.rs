@@ -5,7 +5,7 @@ use mpmd_fuzz::{Rng, integer};
 
 use crate::rendezvous::job::*;
 use crate::rendezvous::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
-use crate::rendezvous::{Identity, Report};
+use crate::rendezvous::{Heir, Identity, Report};
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -135,6 +135,10 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 1 => member.host = text(rng),
                 2 => member.trouble = Some(text(rng)),
                 3..6 => member.sizes = vec![1, 2, 3],
+                6 => {
+                    let (address, mark) = (text(rng), rng.u128(..8));
+                    member.heir = Some(Heir { address, mark, since: integer(rng) });
+                }
                 _ => {}
             }
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);

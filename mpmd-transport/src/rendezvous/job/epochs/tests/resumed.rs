@@ -1,0 +1,138 @@
+//! Jobs that go on at another service.
+
+use super::super::super::super::{Heir, Joined};
+use super::*;
+
+/// The key of the process that had this place in the epoch before.
+fn key(process: u32) -> u128 {
+    u128::from(process) + 50
+}
+
+/// Returns the member with this key, which has been in the job since an epoch.
+fn heir(key: u128, since: u64) -> Option<Heir> {
+    let mark = Identity { key, run: None }.mark();
+    Some(Heir { address: format!("host:{key}"), mark, since })
+}
+
+/// Returns a job that goes on after epoch 4 of these members, of whom some live.
+fn resumed(members: Vec<Member>, lives: &[bool], sizes: &[u32]) -> Table {
+    let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members };
+    let mut table = Table { sizes: sizes.to_vec(), ..Table::new() };
+    table.job = Job::resumed(3, TIME_LIMIT, (&past, lives), table.now);
+    table
+}
+
+/// Returns a job of three the first of which ran the service.
+fn after_the_first(lives: &[bool], sizes: &[u32]) -> Table {
+    let member = |process| Member {
+        heir: (process > 0).then(|| heir(key(process), 1)).flatten(),
+        ..Member::default()
+    };
+    resumed((0..3).map(member).collect(), lives, sizes)
+}
+
+impl Table {
+    fn returns(&mut self, link: Link, process: u32, epoch: u64) {
+        let identity = Identity { key: key(process), run: Some(RUN) };
+        self.join_with(link, epoch, process, identity);
+    }
+
+    fn spare(&mut self, link: Link) {
+        self.join_with(link, 1, 7, Identity { key: link.into(), run: None });
+    }
+}
+
+#[test]
+fn processes_keep_their_places_and_a_spare_gets_that_of_the_host() {
+    let mut table = after_the_first(&[false, true, true], &[]);
+    assert_eq!((table.job.epochs.wanted(), table.job.epochs.has_begun()), (1, true));
+    table.returns(52, 2, 5);
+    table.spare(90);
+    assert_eq!(table.joined(), []);
+    table.returns(51, 1, 5);
+    assert_eq!(table.joined(), [(90, 0, 5), (51, 1, 5), (52, 2, 5)]);
+}
+
+#[test]
+fn job_that_may_shrinks_at_once_without_those_that_are_gone() {
+    let mut table = after_the_first(&[false, false, true], &[1, 2, 3]);
+    table.returns(52, 2, 5);
+    assert_eq!(table.joined(), [(52, 0, 5)]);
+    let mut table = after_the_first(&[false, true, true], &[1, 2, 3]);
+    table.returns(52, 2, 5);
+    assert_eq!(table.joined(), [], "process 1 is awaited");
+    table.pass(TIME_LIMIT, &[52]);
+    assert_eq!(table.joined(), [(52, 0, 5)]);
+}
+
+#[test]
+fn job_without_a_process_for_a_place_fails_in_time() {
+    let mut table = after_the_first(&[false, true, true], &[]);
+    table.returns(51, 1, 5);
+    table.returns(52, 2, 5);
+    table.pass(TIME_LIMIT, &[51, 52]);
+    let answers = table.answers();
+    assert_eq!(answers.len(), 2);
+    let missing = |answer: &Result<_, RendezvousError>| matches!(answer, Err(RendezvousError::Missing { missing, .. }) if missing == &[ProcessId(0)]);
+    assert!(answers.iter().all(|(_, answer)| missing(answer)), "{answers:?}");
+}
+
+#[test]
+fn processes_that_know_other_epochs_keep_their_places() {
+    let mut table = after_the_first(&[false, true, true], &[2]);
+    // The first service was lost while it told the members of epoch 5.
+    table.returns(51, 1, 6);
+    table.returns(52, 2, 4);
+    assert_eq!(table.joined(), [(51, 0, 5), (52, 1, 5)]);
+}
+
+#[test]
+fn process_of_another_run_or_with_another_key_has_no_place() {
+    let mut table = after_the_first(&[false, true, true], &[]);
+    let identity = Identity { key: key(1), run: Some(RUN + 1) };
+    table.join_with(51, 5, 1, identity);
+    let other = RendezvousError::OtherRun { process: ProcessId(1) };
+    assert_eq!(table.answers(), [(51, Err(other))]);
+    // What all members know is not the key itself.
+    let mark = Identity { key: key(1), run: None }.mark();
+    table.join_with(53, 5, 1, Identity { key: mark, run: Some(RUN) });
+    table.returns(52, 2, 5);
+    table.returns(61, 1, 5);
+    assert_eq!(table.joined(), [(53, 0, 5), (61, 1, 5), (52, 2, 5)]);
+}
+
+#[test]
+fn those_who_were_there_first_are_first_in_the_succession() {
+    let mut table = Table::new();
+    let join = |table: &mut Table, link: Link, epoch, process, key| {
+        table.job.opened(link, table.now);
+        let (identity, peer_timeout) = (Identity { key, run: None }, TIME_LIMIT);
+        let heir = heir(key, 77).filter(|_| key != 50);
+        let member = Member { pid: link as u32, heir, ..Member::default() };
+        let (ask, process, processes, waits) = (1, ProcessId(process), 3, true);
+        let join =
+            Request::Join { ask, process, processes, epoch, identity, waits, peer_timeout, member };
+        table.job.said(link, join, table.now);
+    };
+    (0..3).for_each(|process| join(&mut table, 10 + u64::from(process), 1, process, key(process)));
+    table.job.actions();
+    let told = |table: &mut Table, link| {
+        let actions = table.job.actions().into_iter();
+        let told = actions.filter_map(|action| match action {
+            Action::Say(to, Reply::Heirs { run: RUN, addresses }) if to == link => Some(addresses),
+            _ => None,
+        });
+        told.collect::<Vec<_>>()
+    };
+    join(&mut table, 90, 1, 3, 90);
+    assert_eq!(told(&mut table, 90), [["host:51", "host:52"]]);
+    join(&mut table, 91, 1, 4, 91);
+    assert_eq!(told(&mut table, 91), [["host:51", "host:52"]]);
+    table.die(11);
+    table.leave(10, true);
+    table.leave(12, true);
+    join(&mut table, 20, 2, 0, key(0));
+    join(&mut table, 22, 2, 2, key(2));
+    // The first spare has place 1, and is behind process 2.
+    assert_eq!(told(&mut table, 91), [["host:52", "host:90"]]);
+}

@@ -1,0 +1,135 @@
+//! A process that finds the service of its job again: where it was, or where it goes on.
+
+use std::net::SocketAddr;
+
+use super::connect::{is_gone, is_heard};
+use super::succession::{Deputy, Place};
+use super::{
+    Heir, Identity, JoinConfig, Rendezvous, RendezvousError, Server, ServerConfig, Succession,
+};
+
+/// What a process knows of the place of its job's service, over the epochs of the job.
+#[derive(Debug)]
+pub struct Seeker {
+    service: String,
+    /// True if the process at `service` runs it no more, or runs that of another job.
+    is_left: bool,
+    /// `None` on a process that runs the service, and on one that cannot go on with it.
+    deputy: Option<Deputy>,
+    succession: Option<Succession>,
+}
+
+impl Seeker {
+    /// Creates the knowledge of a process that starts: the address of the service.
+    pub fn new(service: String) -> Self {
+        Self { service, is_left: false, deputy: None, succession: None }
+    }
+
+    /// Notes who can go on with the service. Those that this process has heard of while it waited
+    /// for a place are less than those of an epoch in which it was.
+    pub fn hear(&mut self, succession: Option<Succession>) {
+        match (&mut self.succession, succession) {
+            (Some(known), Some(told)) => known.hear(told),
+            (known, told) => *known = told.or(known.take()),
+        }
+    }
+
+    /// Returns the identity of the job's run, as far as this process knows it.
+    pub fn run(&self) -> Option<u128> {
+        self.succession.as_ref().map(Succession::run)
+    }
+
+    /// Notes that the service is no longer where it was, though a process may listen there. Returns
+    /// false if there is no other place.
+    pub fn leaves(&mut self) -> bool {
+        let elsewhere = |succession: &Succession| !succession.contains(&self.service);
+        self.is_left = self.succession.as_ref().is_some_and(elsewhere);
+        self.is_left
+    }
+
+    /// Listens at an address of the interface `at`, unless it does so already, so that this process
+    /// can go on with the service. Returns what the others must know. `None` if it runs the service
+    /// itself.
+    ///
+    /// # Errors
+    ///
+    /// [`RendezvousError::Bind`] if the system allows no listener.
+    pub fn heir(
+        &mut self,
+        at: SocketAddr,
+        identity: &Identity,
+        server: Option<&Server>,
+    ) -> Result<Option<Heir>, RendezvousError> {
+        if server.is_some() {
+            return Ok(None);
+        }
+        let deputy = match self.deputy.take() {
+            Some(deputy) => deputy,
+            None => Deputy::bind(at)?,
+        };
+        let address = self.deputy.insert(deputy).address();
+        Ok(Some(Heir { address, mark: identity.mark(), since: 0 }))
+    }
+
+    /// Connects to the service. If its process is gone, connects to the one that goes on with it.
+    /// That may be this process: then it puts the service into `server`. `config` is that of the
+    /// job's start; its server counts for nothing.
+    ///
+    /// Waits for a process that is to go on with the service, but has not come to it, at most for
+    /// the peer timeout. One that waits for a place waits for as long as that process lives.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Rendezvous::connect`], and of [`Server::bind`] if this process goes on with the
+    /// service.
+    pub fn connect(
+        &mut self,
+        config: &JoinConfig,
+        server: &mut Option<Server>,
+    ) -> Result<Rendezvous, RendezvousError> {
+        loop {
+            if std::mem::take(&mut self.is_left) {
+                self.find(config, server)?;
+            }
+            let config = JoinConfig { server: self.service.clone(), ..config.clone() };
+            let Some(succession) = self.succession.as_ref().filter(|_| server.is_none()) else {
+                return Rendezvous::connect(config);
+            };
+            match Rendezvous::connect_again(config) {
+                Err(_) if is_gone(&self.service) => self.is_left = true,
+                Err(RendezvousError::Unreachable { .. })
+                    if succession.is_of_spare() && is_heard(&self.service) => {}
+                connected => return connected,
+            }
+        }
+    }
+
+    /// Finds the place where the service goes on.
+    fn find(
+        &mut self,
+        config: &JoinConfig,
+        server: &mut Option<Server>,
+    ) -> Result<(), RendezvousError> {
+        let own = self.deputy.as_ref().map(Deputy::address);
+        let place = self.succession.as_ref().map(|succession| succession.find(own.as_deref()));
+        match (place, &self.succession) {
+            (Some(Place::At(address)), _) => self.service = address,
+            (Some(Place::Here), Some(succession)) => {
+                let JoinConfig { processes, ref token, peer_timeout, .. } = *config;
+                let config = ServerConfig { processes, token: token.clone(), peer_timeout };
+                let deputy = self.deputy.take();
+                let resume = |deputy| Server::resume(deputy, succession, config);
+                let resumed = deputy.map(resume).transpose()?;
+                self.service = own.unwrap_or_default();
+                *server = resumed;
+            }
+            _ => {
+                return Err(RendezvousError::ServerGone {
+                    server: self.service.clone(),
+                    why: "its process has ended, and so have all that could go on with it".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+}

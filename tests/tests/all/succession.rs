@@ -1,0 +1,109 @@
+//! The process that runs the rendezvous service is lost, as under a launcher that runs none. Another one
+//! goes on with it, and the results have the bits of an undisturbed job.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier};
+use rustix::process::Signal;
+
+use crate::recovery::{LONG, PROCESSES, STEPS, UNTIL_COPIED, expected};
+
+over_each_carrier! {
+    each_process_that_runs_the_service_is_killed
+    job_shrinks_without_the_process_that_runs_the_service
+}
+
+/// The processes of a job, by the numbers with which they were started.
+struct Ranks {
+    ranks: Vec<Watched>,
+    until: Instant,
+    site: Sandbox,
+}
+
+impl Ranks {
+    /// Starts the program with these spares. Process 0 runs the rendezvous service.
+    fn start(carrier: Carrier, spares: usize, args: &[&str]) -> Self {
+        let site = Sandbox::new().unwrap();
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        let coordinator = free.local_addr().expect("it is bound").to_string();
+        drop(free);
+        let start = |rank: usize| {
+            let mut command = site.command(env!("CARGO_BIN_EXE_recovering"));
+            command.arg(STEPS.to_string()).args(args);
+            carrier.set(&mut command);
+            command.env(variables::RANK, rank.to_string());
+            command.env(variables::WORLD_SIZE, PROCESSES.to_string());
+            command.env(variables::SPARES, spares.to_string());
+            command.env(variables::COORDINATOR, &coordinator);
+            command.env(variables::JOB_TOKEN, "5".repeat(64));
+            site.start(command, &format!("rank-{rank}")).unwrap()
+        };
+        let ranks: Vec<Watched> = (0..PROCESSES + spares).map(start).collect();
+        Self { ranks, until: Instant::now() + LONG, site }
+    }
+
+    fn said(&self) -> String {
+        let said = |rank: &Watched| rank.output() + &rank.error_output();
+        self.ranks.iter().map(said).collect::<Vec<_>>().join("\n--\n")
+    }
+
+    /// Waits until some process has said this.
+    fn wait_for(&self, text: &str) {
+        while !self.said().contains(text) {
+            assert!(Instant::now() < self.until, "{text}: {}", self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        std::thread::sleep(UNTIL_COPIED);
+    }
+
+    /// Kills a process, and waits until the others are in this epoch.
+    fn kill(&mut self, rank: usize, epoch: u64) {
+        assert!(!self.ranks[rank].has_ended(), "{}", self.said());
+        self.ranks[rank].signal(Signal::KILL).unwrap();
+        self.wait_for(&format!("epoch {epoch} goes on after step "));
+    }
+
+    /// Waits for the end of all processes. Returns the sums of those that end well.
+    fn sums(mut self) -> (Vec<String>, String) {
+        let until = self.until;
+        let ends: Vec<_> = self.ranks.iter_mut().map(|rank| rank.wait(until).unwrap()).collect();
+        let said = self.said();
+        assert_eq!(self.site.processes(), [0; 0], "nothing is left");
+        let well = ends.iter().filter(|end| end.code() == 0);
+        let sums = well.flat_map(|end| end.stdout.lines().filter(|line| line.starts_with("sum ")));
+        (sums.map(str::to_owned).collect(), said)
+    }
+}
+
+/// At the end only spares are left.
+fn each_process_that_runs_the_service_is_killed(carrier: Carrier) {
+    let mut job = Ranks::start(carrier, 3, &[]);
+    job.wait_for(" in epoch 1\n");
+    for (rank, epoch) in (0..PROCESSES).zip(2..) {
+        job.kill(rank, epoch);
+    }
+    let (sums, said) = job.sums();
+    assert_eq!(sums, expected(), "{said}");
+}
+
+fn job_shrinks_without_the_process_that_runs_the_service(carrier: Carrier) {
+    let mut job = Ranks::start(carrier, 0, &["shrink"]);
+    job.wait_for(" in epoch 1\n");
+    job.kill(0, 2);
+    job.kill(1, 3);
+    let (sums, said) = job.sums();
+    assert_eq!(sums, expected()[..1], "{said}");
+}
+
+/// Another process runs the service as soon as the first has left, and is lost later.
+#[test]
+fn process_that_runs_the_service_leaves() {
+    let mut job = Ranks::start(Carrier::TCP, 1, &["leave"]);
+    job.wait_for("epoch 2 goes on after step 101");
+    job.kill(1, 3);
+    let (sums, said) = job.sums();
+    assert!(said.contains("it was not needed"), "{said}");
+    assert_eq!(sums, expected()[..2], "{said}");
+}
