@@ -7,21 +7,18 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use anyhow::Context as _;
 use mpmd_launch::{EXEC, JobEnv};
 
-use crate::top::find::process_of_only_job;
-
 /// Starts `count` processes of `program`, the running job's program, on this machine. They wait for
-/// places in the job of process `job`, or in the only job of this user. Blocks until all have
-/// ended. The exit code is the first that is not 0.
+/// places in the job of process `job`. Blocks until all have ended. The exit code is the first that
+/// is not 0.
 pub(crate) fn add(
     count: u32,
-    job: Option<u32>,
+    job: u32,
     (program, args): (&Path, &[OsString]),
 ) -> anyhow::Result<ExitCode> {
-    let pid = job.map_or_else(process_of_only_job, Ok)?;
     let this = std::env::current_exe().context("finding this program, to start it again")?;
     let mut children = Children(Vec::new());
     for index in 0..count {
-        let variables = JobEnv::for_added(pid, index)?;
+        let variables = JobEnv::for_added(job, index)?;
         let mut command = Command::new(&this);
         command.arg(EXEC).arg("--").arg(program).args(args).envs(variables);
         let child = command.stdin(Stdio::null()).spawn();

@@ -57,7 +57,7 @@ fn main() -> ExitCode {
     mpmd_launch::log_to_stderr();
     mpmd_launch::end_with_stdout();
     let done = match Cli::parse().command {
-        Command::Run(run) => run.run(),
+        Command::Run(run) => run.run(top::find::process_of_only_job),
         Command::Top(args) => top::top(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Trace(args) => trace::trace(&args),

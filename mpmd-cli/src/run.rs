@@ -92,7 +92,13 @@ impl Run {
     /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
     /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if
     /// it cannot be executed.
-    pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
+    ///
+    /// With `--add`, adds processes to a job instead: by default the one of the process that
+    /// `of_only_job` returns.
+    pub(crate) fn run(
+        self,
+        of_only_job: impl FnOnce() -> anyhow::Result<u32>,
+    ) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
         };
@@ -105,7 +111,8 @@ impl Run {
             }
         };
         if let Some(count) = self.add {
-            return crate::add::add(count, self.job, (&found, args));
+            let job = self.job.map_or_else(of_only_job, Ok)?;
+            return crate::add::add(count, job, (&found, args));
         }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let processes = self.processes.unwrap_or(1) as usize;

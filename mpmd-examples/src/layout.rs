@@ -32,8 +32,8 @@ pub struct Layouts {
 pub struct Layout {
     /// The schedule.
     pub schedule: Schedule,
-    /// By rank of the schedule: the group of devices that has its stages. Several ranks may have one
-    /// group.
+    /// By rank of the schedule: the group of devices that has its stages. Several ranks may have
+    /// one group.
     pub groups: Vec<usize>,
     /// Devices of a group that share the sequences of a microbatch.
     pub fsdp: usize,

@@ -33,8 +33,9 @@ cargo xtask explore [--seeds N] [--from S] [--recovery | --elastic] [--shrink] [
 simulated world that
                              its seed decides; --recovery: trainings that lose processes and go \
 on; --elastic: and that
-                             shrink and grow; --shrink: makes red ones smaller; --twice: compares two runs of each; --planted: \
-checks that planted
+                             shrink and grow; --shrink: makes red ones smaller; \
+--twice: compares two runs of each; \
+--planted: checks that planted
                              bugs are found
 cargo xtask soak --minutes N  long jobs over every transport, whose memory must stay flat; \
 then tests of

@@ -9,10 +9,10 @@ use mpmd_proto::router::Failure;
 use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
 
-use crate::api::recover::Paces;
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use crate::exec::job::job_time::JobTime;
+use crate::exec::slow::Paces;
 
 /// The number of commits that may be unconfirmed: not known to be whole on every process. Each
 /// holds a copy of the state on both processes, and on its way between them.

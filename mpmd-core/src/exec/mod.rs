@@ -19,6 +19,7 @@ mod job;
 pub(crate) mod kept;
 mod memory;
 mod moves;
+pub(crate) mod slow;
 #[cfg(test)]
 mod tests;
 mod waits;

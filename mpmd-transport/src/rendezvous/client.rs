@@ -163,8 +163,8 @@ impl Rendezvous {
         Ok((answer, joined))
     }
 
-    /// Returns the number of processes that the next epoch of the job could have: more than this one
-    /// if others wait for a place that [`Member::sizes`] allows. Only process 0 hears of them.
+    /// Returns the number of processes that the next epoch of the job could have: more than this
+    /// one if others wait for a place that [`Member::sizes`] allows. Only process 0 hears of them.
     pub fn could_have(&self) -> usize {
         self.link.state.lock().sizes.1
     }

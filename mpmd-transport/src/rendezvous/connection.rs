@@ -17,8 +17,8 @@ use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
 use super::{Down, JoinConfig, Member, RendezvousError, Succession};
 use mpmd_proto::wire::ProcessId;
 
-/// Connects to the server, which may start later unless `is_started`, and starts a thread that reads
-/// the connection. Returns the connection and the address of its end here.
+/// Connects to the server, which may start later unless `is_started`, and starts a thread that
+/// reads the connection. Returns the connection and the address of its end here.
 pub(super) fn open(
     config: &JoinConfig,
     is_started: bool,

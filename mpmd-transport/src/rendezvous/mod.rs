@@ -25,8 +25,8 @@
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
 //! - `connect`: how a client connects to the server, by its `config`.
-//! - `succession`: who goes on with the service if its process is gone, and `seeker`: a process that
-//!   finds it there.
+//! - `succession`: who goes on with the service if its process is gone, and `seeker`: a process
+//!   that finds it there.
 
 mod client;
 mod clock;

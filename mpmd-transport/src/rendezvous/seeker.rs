@@ -80,8 +80,8 @@ impl Seeker {
     ///
     /// # Errors
     ///
-    /// The errors of [`Rendezvous::connect`], and of [`Server::bind`] if this process goes on with the
-    /// service.
+    /// The errors of [`Rendezvous::connect`], and of [`Server::bind`] if this process goes on with
+    /// the service.
     pub fn connect(
         &mut self,
         config: &JoinConfig,

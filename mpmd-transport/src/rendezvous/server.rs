@@ -73,8 +73,8 @@ impl Server {
     }
 
     /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
-    /// processes of the epoch of `succession` join the next one here, except for those that are gone.
-    /// `config` is that of the job's start. Asks for a few seconds at most who is gone.
+    /// processes of the epoch of `succession` join the next one here, except for those that are
+    /// gone. `config` is that of the job's start. Asks for a few seconds at most who is gone.
     pub(super) fn resume(
         deputy: Deputy,
         succession: &Succession,
@@ -293,7 +293,7 @@ struct StageState {
 /// An event of a connection, sent to the hub.
 enum Event {
     Opened(Link, mpsc::UnboundedSender<Reply>),
-    Said(Link, Request),
+    Said(Link, Box<Request>),
     Closed(Link, String),
 }
 
@@ -382,7 +382,7 @@ impl Hub {
                 self.says.insert(link, says);
                 self.job.opened(link, Instant::now());
             }
-            Event::Said(link, request) => self.job.said(link, request, Instant::now()),
+            Event::Said(link, request) => self.job.said(link, *request, Instant::now()),
             Event::Closed(link, why) => {
                 self.says.remove(&link);
                 self.job.closed(link, &why);
@@ -516,7 +516,7 @@ async fn listen(
                         let _ =
                             says.send(Reply::Answer { ask, result: Ok(Answer::Clock(clock())) });
                     }
-                    if events.send(Event::Said(link, request)).await.is_err() {
+                    if events.send(Event::Said(link, Box::new(request))).await.is_err() {
                         return "the rendezvous service has ended".into();
                     }
                 }

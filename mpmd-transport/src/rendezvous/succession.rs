@@ -2,9 +2,9 @@
 //!
 //! A process that could do so listens at an address of its own from the time that it joins, as a
 //! [`Deputy`], and tells the address with its [`Member`]. All members of an epoch know the same
-//! list of such addresses, their [`Succession`]. The processes that have been in the job for longest come first: so
-//! the lists of two epochs have the same order, and a process that has not heard of the newest one
-//! goes to the same place as the others.
+//! list of such addresses, their [`Succession`]. The processes that have been in the job for
+//! longest come first: so the lists of two epochs have the same order, and a process that has not
+//! heard of the newest one goes to the same place as the others.
 //!
 //! An address that refuses connections is that of a process that is gone, since the system answers
 //! for a living one even if its program does not. The first in the list that refuses none is the

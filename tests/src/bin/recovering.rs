@@ -1,7 +1,7 @@
-//! `recovering STEPS [shrink|leave]`: a job that goes on after the loss of a process. With `shrink` it
-//! goes on with fewer ones, and with `leave` its first process leaves it. Each process prints the sum of
-//! the final values. Some steps after the start of an epoch it prints the bytes of shared memory
-//! that it has mapped, its own and that of others.
+//! `recovering STEPS [shrink|leave]`: a job that goes on after the loss of a process. With `shrink`
+//! it goes on with fewer ones, and with `leave` its first process leaves it. Each process prints
+//! the sum of the final values. Some steps after the start of an epoch it prints the bytes of
+//! shared memory that it has mapped, its own and that of others.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The process that runs the rendezvous service is lost, as under a launcher that runs none. Another one
-//! goes on with it, and the results have the bits of an undisturbed job.
+//! The process that runs the rendezvous service is lost, as under a launcher that runs none.
+//! Another one goes on with it, and the results have the bits of an undisturbed job.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};

@@ -334,8 +334,9 @@ fn wait_for_size(launcher: &mut Watched, (epochs, processes): (usize, usize)) {
     let until = Instant::now() + LONG;
     let size = |said: &str| {
         let changes = said.lines().filter(|line| line.contains(" goes on after step "));
-        let sizes = changes.filter_map(|line| line.split_once("; it has ")?.1.split(' ').next());
-        (sizes.clone().count(), sizes.last().and_then(|size| size.parse::<usize>().ok()))
+        let mut sizes =
+            changes.filter_map(|line| line.split_once("; it has ")?.1.split(' ').next());
+        (sizes.clone().count(), sizes.next_back().and_then(|size| size.parse::<usize>().ok()))
     };
     loop {
         let (begun, last) = size(&launcher.error_output());

@@ -45,7 +45,7 @@ pub(crate) enum Start {
     /// The job has ended without this process.
     NoPlace,
     /// A process was lost before the epoch had begun. This one may return in the next epoch.
-    Lost { failure: Arc<Failure>, returning: Returning },
+    Lost { failure: Arc<Failure>, returning: Box<Returning> },
 }
 
 impl Candidate {
@@ -77,6 +77,7 @@ impl Candidate {
                     succession: self.rendezvous.succession(),
                     service_leaves: false,
                 };
+                let returning = Box::new(returning);
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
             }
             // A difference between the programs is reported before a missing transport or device.
@@ -142,7 +143,7 @@ impl Membership {
     /// Leaves an epoch that could not begin, since a process was lost.
     fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> Start {
         let failure = Arc::new(blame(process, error));
-        Start::Lost { failure, returning: self.return_later(process, epoch) }
+        Start::Lost { failure, returning: Box::new(self.return_later(process, epoch)) }
     }
 }
 

@@ -16,10 +16,12 @@ use super::candidate::{Candidate, Start};
 use super::membership::Returning;
 use super::transports::{self, Opened};
 use super::{Builder, Program, version};
-use crate::api::recover::sizes;
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
+
+/// The largest number of processes, in multiples of those of the start, that a job may come to.
+const MOST_TIMES: usize = 4;
 
 /// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
 /// this process alone. Blocks until all processes are connected.
@@ -86,6 +88,13 @@ impl Job {
     fn join_as(&mut self, returning: Option<(Identity, Option<Server>)>) -> Result<Start> {
         join(self.builder.clone(), &self.env, returning, Some(&mut self.seeker))
     }
+}
+
+/// Returns the numbers of processes with which the program goes on, for a job that was started with
+/// `launched`.
+pub(crate) fn sizes(launched: usize, layout: &dyn Fn(usize) -> Result<(), String>) -> Vec<u32> {
+    let all = 1..=launched.saturating_mul(MOST_TIMES);
+    all.filter(|size| layout(*size).is_ok()).map(|size| size as u32).collect()
 }
 
 /// Returns the builder with the settings of the environment that the program has not set itself.

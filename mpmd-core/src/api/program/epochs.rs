@@ -4,12 +4,12 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
+use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;
 use super::membership::{Membership, Returning};
-use crate::api::recover::Change;
 use crate::error::Error;
 use crate::exec::kept::Kept;
 
@@ -18,9 +18,29 @@ pub(crate) enum EpochEnd<T, E> {
     /// The job is over.
     Over(Result<T, E>),
     /// A process was lost, or the job changes. This one may return in the next epoch.
-    Lost { failure: Arc<Failure>, returning: Returning },
+    Lost { failure: Arc<Failure>, returning: Box<Returning> },
     /// This process has left the job, as it had asked to.
     Left,
+}
+
+/// A change that the processes of an epoch have agreed on.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Change {
+    /// The processes that leave the job.
+    pub(crate) leave: Vec<ProcessId>,
+    /// The reasons, one for each of them, or that others are taken in.
+    pub(crate) why: Vec<String>,
+}
+
+impl Change {
+    /// True if `process` leaves the job.
+    pub(crate) fn is_end_of(&self, process: ProcessId) -> bool {
+        self.leave.contains(&process)
+    }
+
+    pub(crate) fn why(&self) -> String {
+        self.why.join("; ")
+    }
 }
 
 impl Program {
@@ -117,7 +137,7 @@ impl Program {
         match self.runtime.wait_for_kernels() {
             Ok(()) => {
                 let returning = membership.return_later(self.process(), self.epoch());
-                EpochEnd::Lost { failure, returning }
+                EpochEnd::Lost { failure, returning: Box::new(returning) }
             }
             // The service hears that this process is gone, and gives its place to another.
             Err(error) => EpochEnd::Over(Err(error.into())),

@@ -41,7 +41,7 @@ pub use builder::Builder;
 pub(crate) use candidate::Start;
 pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
 pub(crate) use connect::{Job, join_beside};
-pub(crate) use epochs::EpochEnd;
+pub(crate) use epochs::{Change, EpochEnd};
 use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};
 use membership::Membership;
@@ -57,7 +57,6 @@ pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 use values::LargeValueCalls;
 
-use crate::api::recover::Change;
 use crate::error::{Error, Result};
 use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::kept::Kept;

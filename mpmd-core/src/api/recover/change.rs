@@ -12,7 +12,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
 use super::Commits;
-use crate::api::program::Program;
+use crate::api::program::{Change, Program};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
@@ -24,15 +24,6 @@ const TIME_BITS: u32 = 8;
 
 /// The number of commits after which the words of one are read. At most as many are on their way.
 const DELAY: usize = 2;
-
-/// A change that the processes of an epoch have agreed on.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Change {
-    /// The processes that leave the job.
-    leave: Vec<ProcessId>,
-    /// The reasons, one for each of them, or that others are taken in.
-    why: Vec<String>,
-}
 
 impl Commits {
     /// Asks the job to go on without this process, such as before its machine is taken away. It
@@ -68,24 +59,14 @@ impl Commits {
     }
 }
 
-impl Change {
-    /// True if `process` leaves the job.
-    pub(crate) fn is_end_of(&self, process: ProcessId) -> bool {
-        self.leave.contains(&process)
-    }
-
-    pub(crate) fn why(&self) -> String {
-        self.why.join("; ")
-    }
-}
-
 impl Program {
     /// Returns the word of this process for its next commit.
     pub(super) fn word(&self, kept: &Mutex<Kept>) -> u64 {
         let could_grow = self.could_have() > self.processes();
         let asks = kept.lock().asks_to_leave;
         let micros = self.runtime.kernel_nanos.load(Ordering::Relaxed) / 1000;
-        COULD_GROW * u64::from(could_grow) + ASKS_TO_LEAVE * u64::from(asks) | micros << TIME_BITS
+        let asks = COULD_GROW * u64::from(could_grow) + ASKS_TO_LEAVE * u64::from(asks);
+        asks | (micros << TIME_BITS)
     }
 
     /// Returns the change on which the processes have agreed by the commit before the last, if any.

@@ -22,12 +22,8 @@ mod report;
 mod restore;
 mod run;
 mod simulate;
-mod slow;
 
-pub(crate) use change::Change;
 pub use commit::Committed;
 pub(crate) use inventory::tell;
 pub use report::Recovery;
-pub(crate) use run::sizes;
 pub use run::{Commits, OnLoss, RecoveringBuilder};
-pub(crate) use slow::Paces;

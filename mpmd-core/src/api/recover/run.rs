@@ -7,10 +7,11 @@ use mpmd_base::block::Mutex;
 use mpmd_launch::LaunchError;
 use mpmd_transport::rendezvous::RendezvousError;
 
-use super::{Paces, Recovery};
+use super::Recovery;
 use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
+use crate::exec::slow::Paces;
 
 /// Settings of a program that survives lost processes: see [`Builder::spares`].
 #[derive(Clone, Debug)]
@@ -66,9 +67,6 @@ impl fmt::Debug for Layout {
     }
 }
 
-/// The largest number of processes, in multiples of those of the start, that a job may come to.
-const MOST_TIMES: usize = 4;
-
 /// The commits of a job, as far as this process has them in its memory.
 ///
 /// [`Program::commit`] adds one. After the loss of a process, [`Commits::restore`] continues from
@@ -123,12 +121,12 @@ impl RecoveringBuilder {
         self
     }
 
-    /// Drops a process whose kernels have become slower by more than `factor`, at least 1.5: a spare
-    /// has its place then, or the job [shrinks](OnLoss::Shrink). Off by default.
+    /// Drops a process whose kernels have become slower by more than `factor`, at least 1.5: a
+    /// spare has its place then, or the job [shrinks](OnLoss::Shrink). Off by default.
     ///
     /// Compared is the time of a process's kernels from commit to commit, on CPU devices: the
-    /// median of the last twelve with that of the first twelve of the epoch, beyond the change of the
-    /// other processes. A line on process 0 says which process it was, with the times. On the
+    /// median of the last twelve with that of the first twelve of the epoch, beyond the change of
+    /// the other processes. A line on process 0 says which process it was, with the times. On the
     /// process that is dropped, [`RecoveringBuilder::run`] returns `None`. Only in a job that
     /// shrinks.
     pub fn drop_slow(mut self, factor: f64) -> Self {
@@ -171,13 +169,6 @@ impl RecoveringBuilder {
         let rules = EpochRules { every: self.every, may_change, slow: self.slow };
         run_epochs(rules, join, program)
     }
-}
-
-/// Returns the numbers of processes with which the program goes on, for a job that was started with
-/// `launched`.
-pub(crate) fn sizes(launched: usize, layout: &dyn Fn(usize) -> Result<(), String>) -> Vec<u32> {
-    let all = 1..=launched.saturating_mul(MOST_TIMES);
-    all.filter(|size| layout(*size).is_ok()).map(|size| size as u32).collect()
 }
 
 /// Adds to the error of a job that lacks processes the reason why it does not go on with the rest.
@@ -236,7 +227,7 @@ where
         };
         tracing::info!(%failure, "an epoch of the job has ended");
         commits.kept.lock().end_epoch(failure);
-        returns = Some(returning);
+        returns = Some(*returning);
     }
 }
 

@@ -63,7 +63,8 @@ pub(in crate::rendezvous) struct Epochs {
     known: BTreeMap<u128, Known>,
     /// (Process, its failure), in order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
-    /// The addresses of processes that can go on with the service, by the last epoch that has begun.
+    /// The addresses of processes that can go on with the service, by the last epoch that has
+    /// begun.
     heirs: Vec<String>,
 }
 

@@ -8,12 +8,12 @@ use mpmd_base::block::{join_group, note, simulated};
 use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
 use super::super::candidate::{Candidate, Start};
+use super::super::connect::sizes;
 use super::super::membership::Returning;
 use super::super::transports::{self, Opened};
 use super::faults::{Over, Parts};
 use super::life::Network;
 use super::{Simulation, SimulationReport, Thread};
-use crate::api::recover::sizes;
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
