@@ -259,7 +259,7 @@ mod tests {
         let mesh = p.mesh(&[("x", devices)])?;
         // Twelve is not divisible by five; such a job uses four of its devices.
         let mesh = match devices {
-            5 => p.mesh_of(&[("x", 4)], &p.topology().device_ids()[..4].to_vec())?,
+            5 => p.mesh_of(&[("x", 4)], &p.topology().device_ids()[..4])?,
             _ => mesh,
         };
         let here = mesh.sharding(spec!["x"]);
@@ -356,7 +356,8 @@ mod tests {
 
     #[test]
     fn sizes_that_the_layout_refuses_are_not_taken() {
-        let even = |size: usize| if size % 2 == 0 { Ok(()) } else { Err("odd".to_owned()) };
+        let even =
+            |size: usize| if size.is_multiple_of(2) { Ok(()) } else { Err("odd".to_owned()) };
         let job = Simulation::new(4, 4).seed(5).shrink(even);
         let lost = Duration::from_millis(50);
         let job = job.lose_after(ProcessId(0), lost).lose_after(ProcessId(2), lost);
