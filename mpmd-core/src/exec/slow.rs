@@ -26,7 +26,8 @@ pub(crate) struct Paces {
     factor: f64,
     /// By process: its kernels' time so far, in microseconds.
     totals: Vec<u64>,
-    /// By process: the times of the first commits after the warm-up, and of the last ones.
+    /// By process: the times of the first commits after the warm-up; and the changes since then, by
+    /// a factor, at the last commits, beyond those of the other processes.
     windows: Vec<(Vec<f64>, VecDeque<f64>)>,
     commits: usize,
     /// The process that was too slow at the last commits, and their number.
@@ -58,54 +59,49 @@ impl Paces {
         if self.commits <= WARM_UP {
             return None;
         }
-        for ((first, last), (now, before)) in self.windows.iter_mut().zip(totals.iter().zip(before))
-        {
-            let time = now.saturating_sub(before) as f64;
-            if first.len() < WINDOW {
-                first.push(time);
-                continue;
-            }
-            last.push_back(time);
+        let times =
+            totals.iter().zip(before).map(|(now, before)| now.saturating_sub(before) as f64);
+        let times: Vec<f64> = times.collect();
+        if self.commits <= WARM_UP + WINDOW {
+            self.windows.iter_mut().zip(times).for_each(|((first, _), time)| first.push(time));
+            return None;
+        }
+        // The load of the machine is that of all processes: it goes out commit by commit.
+        let usual: Vec<f64> =
+            self.windows.iter().map(|(first, _)| median(&mut first.clone()).max(1.0)).collect();
+        let changes: Vec<f64> =
+            times.iter().zip(&usual).map(|(time, first)| time / first).collect();
+        for (process, (_, last)) in self.windows.iter_mut().enumerate() {
+            let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
+            let mut others: Vec<f64> = others.map(|(_, change)| *change).collect();
+            let load = if others.is_empty() { 1.0 } else { median(&mut others) };
+            last.push_back(changes[process] / load.max(1.0));
             if last.len() > WINDOW {
                 last.pop_front();
             }
         }
-        let changes: Option<Vec<(f64, f64)>> = self.windows.iter().map(change).collect();
-        let changes = changes?;
-        let (process, (first, last)) =
-            changes.iter().copied().enumerate().max_by(|(_, one), (_, other)| {
-                let ratio = |(first, last): &(f64, f64)| last / first;
-                ratio(one).total_cmp(&ratio(other))
-            })?;
-        let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
-        let mut others: Vec<f64> = others.map(|(_, (first, last))| last / first).collect();
-        let usual = if others.is_empty() { 1.0 } else { median(&mut others) };
-        let slower = last / first / usual.max(1.0);
-        if slower <= self.factor || first < SHORTEST {
+        let slower = self.windows.iter().map(|(_, last)| {
+            let mut last: Vec<f64> = last.iter().copied().collect();
+            if last.len() < WINDOW { 0.0 } else { median(&mut last) }
+        });
+        let (process, slower) =
+            slower.enumerate().max_by(|(_, one), (_, other)| one.total_cmp(other))?;
+        if slower <= self.factor || usual[process] < SHORTEST {
             self.streak = (process, 0);
             return None;
         }
         let before = if self.streak.0 == process { self.streak.1 } else { 0 };
         self.streak = (process, before + 1);
         (self.streak.1 >= STREAK).then(|| {
-            let (first, last) = (first / 1000.0, last / 1000.0);
+            let (first, last) = (usual[process] / 1000.0, times[process] / 1000.0);
             let why = format!(
                 "process {process} has become slow: its kernels took {first:.1} ms from commit to \
-                 commit, and now {last:.1} ms, {slower:.1} times as long, where the others' \
-                 changed by {usual:.2}"
+                 commit at first, and {last:.1} ms at the last one; in the median of {WINDOW} \
+                 commits {slower:.1} times as long, beyond the change of the others"
             );
             SlowProcess { process, why }
         })
     }
-}
-
-/// Returns the median times of the first commits and of the last ones. `None` if there were too
-/// few.
-fn change((first, last): &(Vec<f64>, VecDeque<f64>)) -> Option<(f64, f64)> {
-    (last.len() == WINDOW).then(|| {
-        let mut last: Vec<f64> = last.iter().copied().collect();
-        (median(&mut first.clone()).max(1.0), median(&mut last))
-    })
 }
 
 fn median(values: &mut [f64]) -> f64 {

@@ -171,8 +171,8 @@ fn versions_come_in_any_layout_whole_or_as_changes() {
     // A version in between is missed, while the one before is not taken.
     versions.send(7).unwrap();
     assert_eq!(changes.wait(7, LONG), Some(7));
-    versions.send(8).unwrap();
     assert_eq!(whole.wait(7, LONG), Some(7));
+    versions.send(8).unwrap();
     check_all(&next(&mut p, &mut changes, 7), 7);
     check_all(&next(&mut p, &mut whole, 7), 7);
     check_all(&next(&mut p, &mut changes, 8), 8);

@@ -206,9 +206,15 @@ impl Runtime {
     ///
     /// If an operation has not ended by then.
     pub(crate) fn wait_for_kernels(&self) -> Result<(), Error> {
-        let until = after(now(), self.config.peer_timeout);
-        if self.in_flight.wait_until(until, |counts| counts.ops == 0 && counts.reads == 0) {
-            return Ok(());
+        // In short waits: time in which this process was stopped hardly counts.
+        let mut left = self.config.peer_timeout;
+        while !left.is_zero() {
+            let slice = left.min(TICK);
+            let until = after(now(), slice);
+            if self.in_flight.wait_until(until, |counts| counts.ops == 0 && counts.reads == 0) {
+                return Ok(());
+            }
+            left -= slice;
         }
         Err(Error::Environment(format!(
             "process {}: an operation of the failed epoch has not ended within {:?}; {}",
