@@ -13,6 +13,9 @@ const WINDOW: usize = 12;
 /// The number of commits at the start of an epoch that are not counted.
 const WARM_UP: usize = 3;
 
+/// The least factor by which the other processes' times are taken to have changed.
+const LEAST_CHANGE: f64 = 0.1;
+
 /// The number of commits in a row at which a process must be too slow.
 const STREAK: usize = 3;
 
@@ -75,7 +78,7 @@ impl Paces {
             let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
             let mut others: Vec<f64> = others.map(|(_, change)| *change).collect();
             let load = if others.is_empty() { 1.0 } else { median(&mut others) };
-            last.push_back(changes[process] / load.max(1.0));
+            last.push_back(changes[process] / load.max(LEAST_CHANGE));
             if last.len() > WINDOW {
                 last.pop_front();
             }
