@@ -253,6 +253,7 @@ fn flipped_bit_is_refused_by_name_and_asked_for_again() {
     let why = why.unwrap();
     assert!(version == 2 && why.starts_with("0 [0..6, 0..320] arrived with other bits"), "{why}");
     assert_eq!(next(), (2, None));
+    assert_eq!(subscription.wait(2, LONG), Some(2));
     let state = subscription.state();
     assert_eq!((state.version, state.refused, state.trouble), (Some(2), 1, None));
     drop((versions, subscription));
