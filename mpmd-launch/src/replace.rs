@@ -181,6 +181,13 @@ impl Standing {
         is_over && alive.all(|number| self.place(number).is_none())
     }
 
+    /// True if the job goes on with processes that were added to it from elsewhere. `ours` are the
+    /// numbers of the launcher's processes.
+    pub(super) fn goes_on_elsewhere(&self, ours: &[usize]) -> bool {
+        let mut holders = self.parts.iter().filter(|(_, part)| matches!(part, Part::Holds(_)));
+        !self.is_over && holders.any(|(number, _)| !ours.contains(&number.index()))
+    }
+
     /// True if a process that was added to the job from elsewhere has left it in order, in this
     /// place. `ours` are the numbers of the launcher's processes.
     pub(super) fn has_left_elsewhere(&self, place: ProcessId, ours: &[usize]) -> bool {
@@ -287,6 +294,8 @@ mod tests {
         assert!(!ended(&[(0, 1)], 0));
         assert!(!ended(&[(3, 0)], 1), "it has not left in order");
         assert!(!ended(&[(2, 0), (5, 0)], 0), "they have no place");
+        assert!(standing().goes_on_elsewhere(&[0, 1]), "3 is none of ours");
+        assert!(!standing().goes_on_elsewhere(&[0, 1, 3]));
         assert!(standing().has_left_elsewhere(ProcessId(0), &[1, 3]), "it is none of ours");
         assert!(!standing().has_left_elsewhere(ProcessId(0), &[0, 1, 3]));
         let program_without_mpmd = Standing { is_complete: false, parts: Vec::new(), ..standing() };

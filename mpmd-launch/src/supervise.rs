@@ -235,7 +235,13 @@ impl Processes {
         // The errors that are held back are shown at the end, or now if that is late.
         let mut show_at: Option<Instant> = None;
         let mut shown: Vec<(usize, Vec<String>)> = Vec::new();
-        while self.running.iter().any(|running| running.how.is_none()) {
+        while self.running.iter().any(|running| running.how.is_none())
+            // Its rendezvous service is needed.
+            || (matches!(ending, Ending::NotYet)
+                && replacing.recovers()
+                && Standing::of(server, launch.processes)
+                    .goes_on_elsewhere(&self.running.iter().map(|one| one.number).collect::<Vec<_>>()))
+        {
             if replacing.recovers() {
                 let job = Standing::of(server, launch.processes);
                 let joins =
