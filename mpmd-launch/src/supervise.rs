@@ -237,10 +237,10 @@ impl Processes {
         let mut shown: Vec<(usize, Vec<String>)> = Vec::new();
         while self.running.iter().any(|running| running.how.is_none())
             // Its rendezvous service is needed.
-            || (matches!(ending, Ending::NotYet)
-                && replacing.recovers()
-                && Standing::of(server, launch.processes)
-                    .goes_on_elsewhere(&self.running.iter().map(|one| one.number).collect::<Vec<_>>()))
+            || (matches!(ending, Ending::NotYet) && replacing.recovers() && {
+                let ours: Vec<_> = self.running.iter().map(|running| running.number).collect();
+                Standing::of(server, launch.processes).goes_on_elsewhere(&ours)
+            })
         {
             if replacing.recovers() {
                 let job = Standing::of(server, launch.processes);
