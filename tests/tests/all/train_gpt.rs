@@ -329,26 +329,29 @@ fn elastic_training_has_the_same_losses_when_processes_are_killed() {
     assert_eq!(found.lines().collect::<Vec<_>>(), expected, "{end:?}");
 }
 
-/// Waits until the job has begun `epochs` epochs and the last one has `processes` processes.
-fn wait_for_size(launcher: &mut Watched, (epochs, processes): (usize, usize)) {
+/// Waits until the job has so many processes, in an epoch after `epoch`, and sets `epoch` to that.
+/// `commands` are the one that started the job and those that added processes: process 0, which
+/// says it, may be of any of them.
+fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) {
     let until = Instant::now() + LONG;
-    let size = |said: &str| {
-        let changes = said.lines().filter(|line| line.contains(" goes on after step "));
-        let mut sizes =
-            changes.filter_map(|line| line.split_once("; it has ")?.1.split(' ').next());
-        (sizes.clone().count(), sizes.next_back().and_then(|size| size.parse::<usize>().ok()))
+    let has = format!("; it has {processes} processes, ");
+    let epoch_of = |line: &str| -> Option<usize> {
+        let (_, said) = line.split_once("mpmd: epoch ")?;
+        said.contains(&has).then(|| said.split(' ').next()?.parse().ok())?
     };
     loop {
-        let (begun, last) = size(&launcher.error_output());
-        if begun >= epochs && last == Some(processes) {
-            // A process is lost only after the state has two copies again.
-            std::thread::sleep(Duration::from_millis(400));
-            return;
+        let said: Vec<String> = commands.iter().map(Watched::error_output).collect();
+        let newest = said.iter().flat_map(|said| said.lines()).filter_map(epoch_of).max();
+        if let Some(newest) = newest.filter(|newest| *newest > *epoch) {
+            *epoch = newest;
+            break;
         }
-        let report = launcher.report();
-        assert!(Instant::now() < until && !launcher.has_ended(), "{processes}: {report}");
+        let is_over = Instant::now() >= until || commands[0].has_ended();
+        assert!(!is_over, "{processes} after epoch {epoch}:\n{}", said.join("\n"));
         std::thread::sleep(Duration::from_millis(10));
     }
+    // A process is lost only after the state has two copies again.
+    std::thread::sleep(Duration::from_millis(400));
 }
 
 /// The processes of a training die, leave and come: 4, 3, 4, 3, 2 and 4 again, without a restart.
@@ -371,13 +374,13 @@ fn elastic_training_has_the_same_losses_with_fewer_and_more_processes() {
     };
     let mut launcher = folder.start(mpmd(&["-n", "4", "--no-prefix"]), "elastic").unwrap();
     launcher.wait_for_output("\n", Instant::now() + LONG).unwrap();
+    let (mut commands, mut epoch) = (vec![launcher], 1);
     std::thread::sleep(Duration::from_millis(300));
     let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
     let pids = || {
         let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "train_gpt");
         folder.processes().into_iter().filter(is_one).collect::<Vec<u32>>()
     };
-    let mut added = Vec::new();
     for change in 0..changes {
         let all = pids();
         let chosen = all[change * 7 % all.len()];
@@ -388,19 +391,19 @@ fn elastic_training_has_the_same_losses_with_fewer_and_more_processes() {
             more => {
                 let more = if more == 1 { "1" } else { "2" };
                 let command = mpmd(&["--add", more, "--job", &chosen.to_string(), "--no-prefix"]);
-                added.push(folder.start(command, "added").unwrap());
+                commands.push(folder.start(command, "added").unwrap());
             }
         }
-        wait_for_size(&mut launcher, (change + 1, [3, 4, 3, 2, 4][change % 5]));
+        // Two that are added may come in two epochs.
+        wait_for_size(&mut commands, [3, 4, 3, 2, 4][change % 5], &mut epoch);
     }
-    let end = launcher.wait(Instant::now() + LONG).unwrap();
-    assert_eq!(end.code(), 0, "{end:?}");
-    for mut added in added {
-        let end = added.wait(Instant::now() + LONG).unwrap();
-        assert!([0, 1].contains(&end.code()), "{end:?}");
-    }
+    let ends = commands.iter_mut().map(|command| command.wait(Instant::now() + LONG).unwrap());
+    let ends: Vec<_> = ends.collect();
+    assert_eq!(ends[0].code(), 0, "{ends:?}");
+    // That of a command whose process was killed is 1.
+    assert!(ends.iter().all(|end| [0, 1].contains(&end.code())), "{ends:?}");
     let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
     let wrong = found.lines().zip(&expected).find(|(found, expected)| found != expected);
-    assert_eq!((wrong, found.lines().count()), (None, expected.len()), "{}", end.stderr);
+    assert_eq!((wrong, found.lines().count()), (None, expected.len()), "{ends:?}");
     assert!(folder.processes().is_empty());
 }
