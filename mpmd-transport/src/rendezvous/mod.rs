@@ -85,8 +85,8 @@ pub struct Member {
     pub sizes: Vec<u32>,
     /// True if the process was added to the job: it may make it larger than it was at first.
     pub is_added: bool,
-    /// What the others must know if the process can go on with the service: in a job whose service
-    /// moves, all but the one that runs it.
+    /// The place where the process can go on with the service. `None` on the one that runs it, and
+    /// in a job whose service does not move.
     pub heir: Option<Heir>,
 }
 

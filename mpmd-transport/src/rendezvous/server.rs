@@ -74,7 +74,7 @@ impl Server {
 
     /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
     /// processes of the epoch of `succession` join the next one here, except for those that are
-    /// gone. `config` is that of the job's start. Asks for a few seconds at most who is gone.
+    /// gone. `config` is that of the job's start. Probes for two seconds at most which are gone.
     pub(super) fn resume(
         deputy: Deputy,
         succession: &Succession,

@@ -1,4 +1,4 @@
-//! Who goes on with the service of a job if the process that runs it is gone.
+//! The order in which processes go on with the service of a job after the loss of its process.
 //!
 //! A process that could do so listens at an address of its own from the time that it joins, as a
 //! [`Deputy`], and tells the address with its [`Member`]. All members of an epoch know the same

@@ -176,7 +176,7 @@ fn next_one_in_the_list_goes_on_if_the_first_is_dead_too() {
 }
 
 #[test]
-fn service_that_dies_while_others_join_there_is_followed_by_the_next() {
+fn service_that_dies_while_others_join_is_followed_by_the_next() {
     let (mut parts, _) = start(&[1, 2, 3]);
     let last = parts.pop().unwrap().go_on();
     let mut second = parts.pop().unwrap();
@@ -221,7 +221,7 @@ fn nobody_goes_on_for_a_service_that_is_only_silent() {
 }
 
 #[test]
-fn process_that_is_left_alone_without_a_part_hears_that_all_are_gone() {
+fn process_left_alone_without_a_part_hears_that_all_are_gone() {
     let (parts, at) = start(&[]);
     let spare = spare(3, &at);
     drop(parts);

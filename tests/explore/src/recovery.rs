@@ -32,7 +32,7 @@ pub(crate) struct Recovery {
     elastic: Option<Elastic>,
 }
 
-/// What a job does that may have more or fewer processes in a later epoch.
+/// The settings of a job that may have more or fewer processes in a later epoch.
 #[derive(Clone, Debug)]
 struct Elastic {
     /// A number of processes with which the program does not go on.

@@ -357,7 +357,7 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
 /// The processes of a training die, leave and come: 4, 3, 4, 3, 2 and 4 again, without a restart.
 /// MPMD_TEST_CHANGES sets the number of changes.
 #[test]
-fn elastic_training_has_the_same_losses_with_fewer_and_more_processes() {
+fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
     let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
     let changes: usize = changes.unwrap_or(5);
     let folder = folder();

@@ -133,9 +133,11 @@ impl<K: Kernel> DeviceCall<K> {
         })?;
         runtime.trace_start(seat.local_index, call.op, started, asked, last);
         let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
-        let began = now();
+        let began = runtime.times_kernels.load(Ordering::Relaxed).then(now);
         let ran = call.run(context, arrived, outputs, made);
-        runtime.kernel_nanos.fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
+        if let Some(began) = began {
+            runtime.kernel_nanos.fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
+        }
         drop(span);
         arrived.clear();
         ran

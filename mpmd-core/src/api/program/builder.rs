@@ -445,13 +445,13 @@ impl Builder {
         self.topology_of(&vec![devices / processes; processes])
     }
 
-    /// Returns the devices of an epoch with `processes` processes, each with as many as in
-    /// `topology`.
+    /// Returns the devices of the builder's epoch, which has `processes` processes, each with as
+    /// many as in `topology`, that of the first epoch.
     pub(super) fn resized(&mut self, topology: Topology, processes: usize) -> Result<Topology> {
-        if topology.processes() == processes {
+        if self.epoch == 1 || self.sizes.is_empty() {
             return Ok(topology);
         }
-        // Those of the processes of the first epoch. The members tell their own.
+        // Processes may have other numbers than in the first epoch. The members tell their hosts.
         self.hosts = None;
         let each = topology.devices().len() / topology.processes();
         self.topology_of(&vec![each; processes])

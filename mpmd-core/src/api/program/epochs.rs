@@ -80,9 +80,16 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
-        if let Some(change) = self.change.take() {
+        // A program that has returned a value is over, whatever the others wanted.
+        if let Some(change) = self.change.take().filter(|_| result.is_err()) {
             let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
-            return self.end_by_change(&change, is_over.err());
+            return match is_over {
+                // A failure of a kernel ends the job also here.
+                Err(failure) if failure.kind != FailureKind::PeerLost => {
+                    EpochEnd::Over(self.conclude(Err(Error::failed(failure).into())))
+                }
+                is_over => self.end_by_change(&change, is_over.err()),
+            };
         }
         let (result, failure) = match result {
             Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),

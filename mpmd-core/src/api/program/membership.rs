@@ -24,7 +24,7 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) struct Membership {
     pub(super) rendezvous: Arc<Rendezvous>,
     pub(super) server: Option<Server>,
-    /// Who can go on with the service. `None` if nobody can.
+    /// The processes that can go on with the service. `None` if there are none.
     pub(super) succession: Option<Succession>,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
@@ -40,7 +40,7 @@ pub(crate) struct Returning {
     pub(super) epoch: u64,
     pub(super) identity: Identity,
     pub(super) server: Option<Server>,
-    /// Who can go on with the service, if this process has heard of them.
+    /// The processes that can go on with the service, if this process has heard of them.
     pub(super) succession: Option<Succession>,
     /// True if the process that ran the service leaves the job.
     pub(super) service_leaves: bool,

@@ -1,5 +1,6 @@
-//! The check of kernel calls by recomputation: which calls are recomputed and where, and what the
-//! comparisons say about the processes. `api/jit/recompute.rs` issues the operations.
+//! The check of kernel calls by recomputation: the choice of calls and of the processes that
+//! recompute them, and the verdicts from the comparisons. `api/jit/recompute.rs` issues the
+//! operations.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use mpmd_base::block::Mutex;
 use mpmd_launch::LaunchError;
@@ -214,6 +215,7 @@ where
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept, may_change);
                 commits.kept.lock().paces = slow.map(Paces::new);
+                p.runtime.times_kernels.store(slow.is_some(), Ordering::Relaxed);
                 let (result, processes) = (program(&mut p, &commits), p.processes());
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),
@@ -241,6 +243,7 @@ mod tests {
     use mpmd_layout::spec;
 
     use super::*;
+    use crate::exec::array::MpmdArray;
     use crate::{Simulation, SimulationReport};
 
     const STEPS: u64 = 100;
@@ -257,11 +260,6 @@ mod tests {
     ) -> Result<(Vec<f32>, Epochs)> {
         let devices = p.topology().device_ids().len();
         let mesh = p.mesh(&[("x", devices)])?;
-        // Twelve is not divisible by five; such a job uses four of its devices.
-        let mesh = match devices {
-            5 => p.mesh_of(&[("x", 4)], &p.topology().device_ids()[..4])?,
-            _ => mesh,
-        };
         let here = mesh.sharding(spec!["x"]);
         let mut x = p.array_from_fn(f32s([12]), &here, |region, mut values| {
             for (value, at) in values.as_mut_slice::<f32>()?.iter_mut().zip(region.range(0)) {
@@ -385,6 +383,60 @@ mod tests {
             assert_eq!(sizes_of(&ends, STEPS), [3, 2]);
             let (_, epochs) = ends[0].as_ref().unwrap().as_ref().unwrap();
             assert!(epochs.contains(&(2, 3)), "{epochs:?}: two commits later");
+        }
+    }
+
+    /// Runs a program that commits a number until an epoch ends by a change. `last` is issued
+    /// before the last commit, and `end` makes the program's result of its error.
+    fn until_a_change(
+        last: impl Fn(&mut Program) -> Result<()> + Sync,
+        end: impl Fn(Error) -> Result<u64> + Sync,
+    ) -> Vec<Result<Option<u64>>> {
+        let job = Simulation::new(3, 3).seed(4).shrink(any);
+        let program = |p: &mut Program, commits: &Commits| {
+            if p.process() == ProcessId(1) {
+                commits.ask_to_leave();
+            }
+            let everywhere = p.mesh(&[("x", 3)])?.replicated();
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), everywhere)?;
+            for step in 1..=3 {
+                if step == 3 {
+                    last(p)?;
+                }
+                if let Err(error) = p.commit(step, &x) {
+                    return end(error);
+                }
+            }
+            Ok(0)
+        };
+        job.run_recovering(1, program).0
+    }
+
+    #[test]
+    fn program_that_ends_instead_of_a_change_has_its_value() {
+        let ends = until_a_change(
+            |_| Ok(()),
+            |error| match error {
+                Error::EpochOver { why } if why == "process 1 has asked to leave" => Ok(7),
+                error => Err(error),
+            },
+        );
+        assert!(ends.iter().all(|end| matches!(end, Ok(Some(7)))), "{ends:?}");
+    }
+
+    #[test]
+    fn kernel_that_fails_before_a_change_ends_the_job() {
+        let fails = |p: &mut Program| {
+            let everywhere = p.mesh(&[("x", 3)])?.replicated();
+            let made = p.array_from_fn(f32s([1]), &everywhere, |_, _| {
+                thread::sleep(Duration::from_millis(50));
+                Err(Error::kernel("it cannot divide"))
+            });
+            made.map(drop)
+        };
+        for end in until_a_change(fails, Err) {
+            let said = end.expect_err("no process goes on").to_string();
+            assert!(said.contains("it cannot divide"), "{said}");
         }
     }
 

@@ -10,7 +10,7 @@
 //! - the *ticker*: heartbeats, probes, hang reports;
 //! - *callbacks*: user closures that wait for arrays.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -83,6 +83,7 @@ impl Runtime {
         }
         let runtime = Arc::new(Self {
             me,
+            times_kernels: AtomicBool::new(false),
             kernel_nanos: AtomicU64::new(0),
             bytes_sent: counters(&topology),
             messages_sent: counters(&topology),

@@ -1,5 +1,5 @@
-//! The number of processes of an epoch: with less than it was where processes are gone for good,
-//! and with more where others wait.
+//! The number of processes of an epoch: fewer than before if some are gone for good, and more if
+//! others wait.
 //!
 //! The first epoch has as many as the job was started with. A later one has another number only if
 //! all its processes say so: [`Member::sizes`]. No process that is left is turned away, since it

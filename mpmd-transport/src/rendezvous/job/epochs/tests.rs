@@ -21,7 +21,7 @@ struct Table {
     keys: BTreeMap<(u64, u32), u128>,
     /// The key with which each link has joined.
     joined_with: BTreeMap<Link, u128>,
-    /// What each process that joins says.
+    /// The fields of these names in the description of each process that joins.
     sizes: Vec<u32>,
     is_added: bool,
 }

@@ -43,7 +43,7 @@ impl Table {
 }
 
 #[test]
-fn processes_keep_their_places_and_a_spare_gets_that_of_the_host() {
+fn processes_keep_places_and_a_spare_gets_that_of_the_host() {
     let mut table = after_the_first(&[false, true, true], &[]);
     assert_eq!((table.job.epochs.wanted(), table.job.epochs.has_begun()), (1, true));
     table.returns(52, 2, 5);
