@@ -1,5 +1,5 @@
 //! The check of kernel calls by recomputation: the choice of calls and of the processes that
-//! recompute them, and the verdicts from the comparisons. `api/jit/recompute.rs` issues the
+//! recompute them, and the verdicts from the comparisons. `api/jit/recompute/` issues the
 //! operations.
 
 use std::collections::{BTreeMap, VecDeque};
