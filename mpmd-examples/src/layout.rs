@@ -1,118 +1,110 @@
-//! The layouts in which a training goes on with fewer or more devices than at first.
+//! The schedules with which a training goes on with fewer or more processes than at first.
 
+use mpmd::ProcessId;
 use mpmd::pipeline::Schedule;
+use mpmd::topology::Topology;
 use mpmd_base::bytes_text;
 
 use crate::training;
 
-/// What decides on the layouts of a training.
+/// What decides on the schedules of a training.
 #[derive(Clone, Debug)]
 pub struct Layouts {
     /// The name of the schedule, or its file.
     pub schedule: String,
     /// Stages of each rank, if they are given.
     pub chunks: Option<usize>,
-    /// The schedule with all devices.
+    /// The schedule of the start.
     pub first: Schedule,
     /// Number of blocks of the model.
     pub layers: usize,
-    /// Devices that share the sequences of a microbatch, with all devices.
-    pub fsdp: usize,
-    /// Devices over which a stage's matrices are sharded.
-    pub tensor_parallel: usize,
+    /// Devices of each rank.
+    pub devices: usize,
     /// The bytes that a training needs for all parameters, their gradients and the optimiser's
     /// state.
     pub bytes: u64,
-    /// Memory of a device for them, in bytes, if it is limited.
+    /// Memory of a process for them, in bytes, if it is limited.
     pub memory: Option<u64>,
 }
 
-/// A layout of a training.
-#[derive(Clone, Debug)]
-pub struct Layout {
-    /// The schedule.
-    pub schedule: Schedule,
-    /// By rank of the schedule: the group of devices that has its stages. Several ranks may have
-    /// one group.
-    pub groups: Vec<usize>,
-    /// Devices of a group that share the sequences of a microbatch.
-    pub fsdp: usize,
-}
-
 impl Layouts {
-    /// Returns the layout with which a training on so many devices takes the least time, by the
-    /// blocks of the device with most work; among equals the one with most devices for a
-    /// microbatch, since losses keep their bits only with all of them.
-    ///
-    /// There are fewer stages, several ranks to a group, or fewer devices that share a microbatch.
-    /// With more devices than at first there are more stages.
+    /// Returns the schedule with which a training on so many processes takes the least time, by the
+    /// blocks of the process with most work. Among equals it is that of the start, then the one
+    /// with the fewest ranks. Processes may have the devices of several ranks. The losses keep
+    /// their bits with any of them.
     ///
     /// # Errors
     ///
-    /// With the reason, if there is none: too few devices, or too little memory.
-    pub fn of(&self, devices: usize) -> Result<Layout, String> {
-        let rows = (1..=self.fsdp).rev().filter(|rows| self.fsdp.is_multiple_of(*rows));
-        let mut best: Option<(f64, Layout)> = None;
-        let mut refused = None;
-        for rows in rows {
-            let each = rows * self.tensor_parallel;
-            let most = devices / each;
-            let layouts = [self.recut(most), self.folded(most)].into_iter().flatten();
-            for (schedule, groups) in layouts {
-                let layout = Layout { schedule, groups, fsdp: rows };
-                let blocks = self.most_blocks(&layout);
-                let needs = self.bytes * blocks as u64 / (self.layers * each) as u64;
-                if let Some(memory) = self.memory.filter(|memory| needs > *memory) {
-                    refused.get_or_insert(format!(
-                        "a device needs {} for its parameters, gradients and the optimiser's \
-                         state, and has {}",
-                        bytes_text(needs),
-                        bytes_text(memory)
-                    ));
-                    continue;
-                }
-                let time = blocks as f64 / rows as f64;
-                if best.as_ref().is_none_or(|(least, _)| time < *least) {
-                    best = Some((time, layout));
-                }
-            }
-        }
-        best.map(|(_, layout)| layout).ok_or_else(|| {
-            refused.unwrap_or_else(|| {
-                let least = self.tensor_parallel;
-                format!("{devices} devices are too few: a stage needs {least} (--tensor-parallel)")
-            })
-        })
-    }
-
-    /// Cuts the model into stages for `groups` ranks, if the schedule can be made for them.
-    fn recut(&self, groups: usize) -> Option<(Schedule, Vec<usize>)> {
+    /// With the reason, if each needs too much memory.
+    pub fn of(&self, processes: usize) -> Result<Schedule, String> {
         let chunks = self.first.stages() / self.first.ranks();
-        let ranks = groups.min(self.first.ranks().max(self.layers / chunks));
-        if ranks == self.first.ranks() {
-            return Some((self.first.clone(), (0..ranks).collect()));
+        let most = self.first.ranks().max(self.layers / chunks);
+        let recut = (1..=most).filter_map(|ranks| {
+            let (stages, microbatches) = (Some(ranks * chunks), Some(self.first.microbatches()));
+            training::schedule(&self.schedule, self.chunks, stages, microbatches).ok()
+        });
+        let all = std::iter::once(self.first.clone()).chain(recut);
+        let all = all.map(|schedule| (self.most_blocks(&schedule, processes), schedule));
+        let (blocks, best) = all.min_by_key(|(blocks, _)| *blocks).ok_or("no schedule")?;
+        let needs = self.bytes * blocks as u64 / (self.layers * self.devices) as u64;
+        match self.memory.filter(|memory| needs > *memory) {
+            None => Ok(best),
+            Some(memory) => Err(format!(
+                "a process needs {} for its parameters, gradients and the optimiser's state, and \
+                 has {}",
+                bytes_text(needs),
+                bytes_text(memory)
+            )),
         }
-        let (stages, microbatches) = (Some(ranks * chunks), Some(self.first.microbatches()));
-        let schedule = training::schedule(&self.schedule, self.chunks, stages, microbatches);
-        Some((schedule.ok().filter(|_| ranks > 0)?, (0..ranks).collect()))
     }
 
-    /// Keeps the stages, and gives groups several ranks.
-    fn folded(&self, groups: usize) -> Option<(Schedule, Vec<usize>)> {
-        let ranks = self.first.ranks();
-        let groups = groups.min(ranks);
-        (groups > 0)
-            .then(|| (self.first.clone(), (0..ranks).map(|rank| rank * groups / ranks).collect()))
+    /// Returns the number of blocks of the process with most of them, at least 1, times the devices
+    /// of a rank, over which the work of each block is divided.
+    fn most_blocks(&self, schedule: &Schedule, processes: usize) -> usize {
+        let (stages, mut of_ranks) = (schedule.stages(), vec![0; schedule.ranks()]);
+        let bound = |stage: usize| stage * self.layers / stages;
+        for (stage, rank) in schedule.ranks_of_stages().iter().enumerate() {
+            of_ranks[*rank] += bound(stage + 1) - bound(stage);
+        }
+        let topology = Topology::spread(of_ranks.len() * self.devices, processes);
+        let work = |process: u32| -> usize {
+            let ranks = topology.devices_of(ProcessId(process)).iter();
+            ranks.filter_map(|device| of_ranks.get(device.0 as usize / self.devices)).sum()
+        };
+        (0..processes as u32).map(work).max().unwrap_or(0).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The ranks with which a pipeline of 4 ranks and `layers` blocks goes on.
+    fn ranks(layers: usize, devices: usize, memory: Option<u64>) -> Vec<Result<usize, String>> {
+        let first = training::schedule("1f1b", None, Some(4), Some(8)).unwrap();
+        let (schedule, chunks, bytes) = ("1f1b".to_owned(), None, 8 << 30);
+        let layouts = Layouts { schedule, chunks, first, layers, devices, bytes, memory };
+        let ranks = |processes| layouts.of(processes).map(|schedule| schedule.ranks());
+        (1..=8).map(ranks).collect()
     }
 
-    /// Returns the number of blocks of the group with most of them, at least 1.
-    fn most_blocks(&self, layout: &Layout) -> usize {
-        let stages = layout.schedule.stages();
-        let mut blocks = vec![0; layout.groups.iter().max().map_or(0, |last| last + 1)];
-        for (stage, rank) in layout.schedule.ranks_of_stages().iter().enumerate() {
-            let bound = |stage: usize| stage * self.layers / stages;
-            blocks[layout.groups[*rank]] += bound(stage + 1) - bound(stage);
-        }
-        blocks.into_iter().max().unwrap_or(0).max(1)
+    #[test]
+    fn stages_are_cut_anew_where_that_takes_less_time() {
+        let found = |layers, devices| -> Vec<usize> {
+            ranks(layers, devices, None).into_iter().map(Result::unwrap).collect()
+        };
+        assert_eq!(found(4, 1), [4; 8]);
+        assert_eq!(found(8, 1), [4, 4, 3, 4, 4, 4, 4, 8]);
+        // Two devices of a rank may be on different processes.
+        assert_eq!(found(8, 2), [4, 4, 4, 4, 4, 4, 4, 8]);
+    }
+
+    #[test]
+    fn schedule_that_needs_too_much_memory_is_refused() {
+        let found = ranks(8, 1, Some(3 << 30));
+        let said = "a process needs 4.00 GiB for its parameters, gradients and the optimiser's \
+                    state, and has 3.00 GiB";
+        assert_eq!(found[1], Err(said.to_owned()));
+        assert_eq!(found[2], Ok(3));
     }
 }

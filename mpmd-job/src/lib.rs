@@ -292,15 +292,15 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
-/// A function that says if a program can go on with a number of devices: see [`Elastic`].
-pub type Layout = Box<dyn Fn(usize) -> Result<(), String> + Send + Sync>;
+/// A function that says with how many devices a program goes on with a number of processes: see
+/// [`RecoveringBuilder::layout`](mpmd::RecoveringBuilder::layout).
+pub type Layout = Box<dyn Fn(usize) -> Result<usize, String> + Send + Sync>;
 
 /// Settings of a job that goes on when it loses processes.
 #[derive(Default)]
 pub struct Elastic {
     /// The layout of a program that goes on with fewer processes if none is left for a free place:
-    /// see [`OnLoss::Shrink`]. It returns the reason if the program cannot go on with so many
-    /// devices. `None` for a program that waits for a process.
+    /// see [`OnLoss::Shrink`]. `None` for a program that waits for a process.
     pub layout: Option<Layout>,
     /// The factor of [`RecoveringBuilder::drop_slow`](mpmd::RecoveringBuilder::drop_slow), if slow
     /// processes are dropped.
@@ -330,9 +330,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
         let mut builder = Program::builder().devices(devices).spares(1);
         if let Some(layout) = elastic.layout {
-            let started = env.clone().with_spares(1)?.processes;
-            let each = devices / started.max(1);
-            builder = builder.on_loss(OnLoss::Shrink).layout(move |size| layout(size * each));
+            builder = builder.on_loss(OnLoss::Shrink).layout(layout);
         }
         if let Some(factor) = elastic.drop_slow {
             builder = builder.drop_slow(factor);

@@ -109,8 +109,9 @@ pub struct TrainArgs {
     /// Write a line of JSON for each update to this file
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
-    /// Go on when a process is lost: its place goes to a spare, or the layers are divided anew over
-    /// the processes that are left, within --memory. Processes that come later are taken in.
+    /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
+    /// over its stages, or the layers are divided anew, within --memory. Processes that come later
+    /// are taken in.
     /// SIGTERM and SIGUSR1 end one process in order
     #[arg(long, conflicts_with = "publish")]
     pub elastic: bool,
@@ -166,33 +167,48 @@ impl Divided {
         Ok(Self { model, schedule, devices, meshes })
     }
 
-    /// Divides a model over this number of devices, as those of a job that has lost or got
-    /// processes: over more or fewer stages.
+    /// Divides a model over the processes of a job that has lost or got some. They have equally many
+    /// of the stages, or else the layers are divided anew, over a stage for each process. Where that
+    /// is not possible some processes have more stages than others.
     ///
     /// # Errors
     ///
-    /// As for [`Divided::new`]. If stages have unequal numbers of devices, or there are too few.
+    /// As for [`Divided::new`].
     fn over(
         source: &Folder,
         args: &TrainArgs,
         cut: &CutArgs,
-        devices: usize,
+        processes: usize,
     ) -> anyhow::Result<Self> {
-        let all = Self::new(source, args, cut)?;
-        if all.devices.iter().sum::<usize>() == devices {
-            return Ok(all);
+        let first = Self::new(source, args, cut)?;
+        let ranks = first.schedule.ranks();
+        // A process with more stages than at the start may have too little memory.
+        if processes == ranks || ranks.is_multiple_of(processes) && cut.memory.is_empty() {
+            return Ok(first);
         }
-        let each = all.devices[0];
+        match first.anew(source, args, cut, processes) {
+            Err(_) if cut.memory.is_empty() => Ok(first),
+            anew => anew,
+        }
+    }
+
+    /// Divides the model over more or fewer ranks.
+    fn anew(
+        &self,
+        source: &Folder,
+        args: &TrainArgs,
+        cut: &CutArgs,
+        ranks: usize,
+    ) -> anyhow::Result<Self> {
+        let mut pairs = self.devices.windows(2);
         ensure!(
-            all.devices.iter().all(|count| *count == each) && cut.cut.is_empty(),
-            "the layers cannot be divided anew: with --elastic, leave --cut out, and give one \
-             number of devices for all stages"
+            pairs.all(|pair| pair[0] == pair[1]) && cut.cut.is_empty(),
+            "the layers cannot be divided anew: with --elastic and --memory, leave --cut out, and \
+             give one number of devices for all stages"
         );
-        let chunks = all.schedule.stages() / all.schedule.ranks();
+        let chunks = self.schedule.stages() / self.schedule.ranks();
         let most = source.config().num_hidden_layers / chunks;
-        let ranks = (devices / each).min(most.max(all.schedule.ranks()));
-        ensure!(ranks > 0, "{devices} devices are too few: a stage has {each}");
-        let stages = ranks * chunks;
+        let stages = ranks.min(most.max(self.schedule.ranks())) * chunks;
         // A device that may come to have another stage has no more memory than before.
         let memory = cut.memory.iter().min().map_or(Vec::new(), |least| vec![*least; stages]);
         Self::new(source, args, &CutArgs { stages, memory, ..cut.clone() })
@@ -263,9 +279,9 @@ pub fn run(
         for to in args.save.iter().chain(&args.save_adapter) {
             check_folder(p, to)?;
         }
-        let divided = match commits {
-            Some(_) => Divided::over(source, args, cut, p.topology().devices().len())?,
-            None => Divided::new(source, args, cut)?,
+        let divided = match p.epoch() {
+            1 => Divided::new(source, args, cut)?,
+            _ => Divided::over(source, args, cut, p.processes())?,
         };
         let Divided { model, schedule, meshes, .. } = divided;
         let data = data(p, source, args)?;
@@ -338,9 +354,9 @@ pub fn run(
         false => mpmd_job::run(job, devices.len(), devices, |p| program(p, None)),
         true => {
             let (source, args, cut) = (source.clone(), args.clone(), cut.clone());
-            let layout: mpmd_job::Layout = Box::new(move |devices| {
-                let divided = Divided::over(&source, &args, &cut, devices);
-                divided.map(drop).map_err(|why| format!("{why:#}"))
+            let layout: mpmd_job::Layout = Box::new(move |processes| {
+                let divided = Divided::over(&source, &args, &cut, processes);
+                divided.map(|all| all.devices.iter().sum()).map_err(|why| format!("{why:#}"))
             });
             let elastic = Elastic { layout: Some(layout), drop_slow: None };
             let (processes, devices) = (devices.len(), devices.iter().sum());

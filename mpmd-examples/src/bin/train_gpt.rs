@@ -22,7 +22,7 @@ use mpmd::aval::DType;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
 use mpmd::cuda::Math;
-use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline};
+use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
@@ -33,7 +33,7 @@ use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, ProcessId};
 use mpmd_base::parse_bytes;
 use mpmd_examples::kernel_gpt;
-use mpmd_examples::layout::{Layout, Layouts};
+use mpmd_examples::layout::Layouts;
 use mpmd_examples::sample::{next_byte, printable};
 use mpmd_examples::training::{self, Figures};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
@@ -132,13 +132,13 @@ struct Args {
     /// Write each step's number, its loss, and the bits of the loss in hexadecimal to this file
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
-    /// Go on when a process is lost: its place goes to a spare, or the training is cut anew for the
-    /// processes that are left. It continues from the last step that two processes have of each
+    /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
+    /// over its devices, or the stages are cut anew for them. It continues from the last step that two processes have of each
     /// region, and takes in processes that come later. SIGTERM and SIGUSR1 end one process in order
     #[arg(long, conflicts_with = "seconds")]
     elastic: bool,
-    /// Memory of a device for parameters, gradients and the optimiser's state, as in 8GiB: with
-    /// --elastic, no layout that needs more is taken
+    /// Memory of a process for parameters, gradients and the optimiser's state, as in 8GiB: with
+    /// --elastic, the training does not go on with processes that need more
     #[arg(long, value_name = "BYTES", requires = "elastic", value_parser = parse_bytes)]
     memory: Option<u64>,
     /// Drop a process whose kernels have become slower than the others' by more than this factor
@@ -188,12 +188,14 @@ fn main() -> anyhow::Result<ExitCode> {
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
-    let ranks = plan.layout.schedule.ranks();
-    let devices = ranks * args.fsdp * args.tensor_parallel;
+    let each = args.fsdp * args.tensor_parallel;
+    let devices = plan.schedule.ranks() * each;
     let program = |p: &mut Program, commits: Option<&Commits>| {
-        let layout = plan.layouts()?.of(p.topology().devices().len());
-        let layout = layout.map_err(|why| anyhow::anyhow!(why))?;
-        let plan = Plan { args: &args, layout, strategy: plan.strategy.clone() };
+        let schedule = match p.epoch() {
+            1 => plan.schedule.clone(),
+            _ => plan.layouts()?.of(p.processes()).map_err(|why| anyhow::anyhow!(why))?,
+        };
+        let plan = Plan { args: &args, schedule, strategy: plan.strategy.clone() };
         let signal = run(p, &args, &plan, &text, commits)?;
         signal.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
@@ -202,7 +204,8 @@ fn main() -> anyhow::Result<ExitCode> {
     let code = match args.elastic {
         true => {
             let layouts = plan.layouts()?;
-            let layout: mpmd_job::Layout = Box::new(move |devices| layouts.of(devices).map(drop));
+            let layout: mpmd_job::Layout =
+                Box::new(move |processes| Ok(layouts.of(processes)?.ranks() * each));
             let elastic = Elastic { layout: Some(layout), drop_slow: args.drop_slow };
             mpmd_job::run_recovering(&args.job, processes, devices, elastic, |p, commits| {
                 program(p, Some(commits))
@@ -224,12 +227,12 @@ fn run(
     commits: Option<&Commits>,
 ) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
-    let Layout { schedule, groups, fsdp } = &plan.layout;
-    let count = groups.iter().max().map_or(0, |last| last + 1);
-    let axes = [("group", count), (DATA_AXIS, *fsdp), (MODEL_AXIS, args.tensor_parallel)];
-    let devices = &p.topology().device_ids()[..count * fsdp * args.tensor_parallel];
-    let by_group = p.mesh_of(&axes, devices)?.split("group")?;
-    let mesh = |rank: &usize| by_group[groups[*rank]].clone();
+    let (schedule, ranks) = (&plan.schedule, plan.schedule.ranks());
+    let axes = [("rank", ranks), (DATA_AXIS, args.fsdp), (MODEL_AXIS, args.tensor_parallel)];
+    // An epoch with more processes than devices has further devices.
+    let devices = &p.topology().device_ids()[..ranks * args.fsdp * args.tensor_parallel];
+    let by_rank = p.mesh_of(&axes, devices)?.split("rank")?;
+    let mesh = |rank: &usize| by_rank[*rank].clone();
     let meshes: Vec<Mesh> = schedule.ranks_of_stages().iter().map(mesh).collect();
     let (total, peak) = (args.steps as u64, args.learning_rate);
     let rate = Rate::WarmupCosine { peak, floor: 0.05 * peak, warmup: 40.min(total / 4), total };
@@ -289,7 +292,7 @@ fn run(
         let params = (0..meshes.len()).map(|i| trainer.pipeline().params(i).into_iter().collect());
         let model =
             plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| part.logits(x, cx))?;
-        let continuation = sample(p, model, args, *fsdp, &stop)?;
+        let continuation = sample(p, model, args, &stop)?;
         signal = stop.agree(p)?;
         if let (true, Some(signal)) = (first, signal) {
             say(&format!("stopped by {} after step {}", stop_name(signal), trainer.steps()));
@@ -311,7 +314,7 @@ fn loss(part: &Part, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Tensor>>
 /// The arguments, with the files that they name.
 struct Plan<'a> {
     args: &'a Args,
-    layout: Layout,
+    schedule: Schedule,
     strategy: Option<Vec<Rule>>,
 }
 
@@ -330,28 +333,25 @@ impl<'a> Plan<'a> {
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
         let Args { schedule, chunks, stages, microbatches, .. } = args;
         let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;
-        let groups = (0..schedule.ranks()).collect();
-        let layout = Layout { schedule, groups, fsdp: *fsdp };
-        let plan = Self { args, layout, strategy };
+        let plan = Self { args, schedule, strategy };
         plan.sharding_tables()?;
         Ok(plan)
     }
 
-    /// Returns the layouts in which the training may go on.
+    /// Returns the schedules with which the training may go on.
     fn layouts(&self) -> anyhow::Result<Layouts> {
         let Args { sizes, schedule, chunks, fsdp, tensor_parallel, memory, .. } = self.args;
         let mut elements = 0;
-        for i in 0..self.layout.schedule.stages() {
+        for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
             elements += part.shapes().values().map(ShapedArray::elements).sum::<usize>();
         }
         Ok(Layouts {
             schedule: schedule.clone(),
             chunks: *chunks,
-            first: self.layout.schedule.clone(),
+            first: self.schedule.clone(),
             layers: sizes.layers,
-            fsdp: *fsdp,
-            tensor_parallel: *tensor_parallel,
+            devices: fsdp * tensor_parallel,
             // Each parameter, its gradient, and two moments, in f32.
             bytes: 16 * elements as u64,
             memory: *memory,
@@ -393,7 +393,7 @@ impl<'a> Plan<'a> {
             let leaves = params.map(|(path, array)| (path, array.aval().clone())).collect();
             let Some([compute, stored]) = self.shardings(leaves, mesh)? else { continue };
             let storage = ParamSharding::new(compute.shardings().collect());
-            if self.layout.fsdp > 1 {
+            if self.args.fsdp > 1 {
                 pipeline.store(i, storage.partial_over(&[DATA_AXIS])?)?;
             } else if !compute.shardings().eq(stored.shardings()) {
                 pipeline.store(i, storage)?;
@@ -432,13 +432,13 @@ impl<'a> Plan<'a> {
 
     /// Returns the blocks of a stage.
     fn blocks(&self, stage: usize) -> Range<usize> {
-        let bound = |stage: usize| stage * self.args.sizes.layers / self.layout.schedule.stages();
+        let bound = |stage: usize| stage * self.args.sizes.layers / self.schedule.stages();
         bound(stage)..bound(stage + 1)
     }
 
     /// Returns the constructor of a stage's part of the model.
     fn part(&self, stage: usize) -> impl Fn(VarBuilder<'static>) -> candle::Result<Part> + use<> {
-        let (sizes, stages) = (self.args.sizes, self.layout.schedule.stages());
+        let (sizes, stages) = (self.args.sizes, self.schedule.stages());
         let blocks = self.blocks(stage);
         move |vb| Part::new(&vb, sizes, blocks.clone(), [stage == 0, stage + 1 == stages])
     }
@@ -490,7 +490,7 @@ impl<'a> Plan<'a> {
         });
         let stored = match &self.strategy {
             Some(strategy) => strategy,
-            None if self.layout.fsdp > 1 => &divided[..],
+            None if self.args.fsdp > 1 => &divided[..],
             None => &compute,
         };
         Ok(Some([inferred(&compute)?, inferred(stored)?]))
@@ -499,10 +499,10 @@ impl<'a> Plan<'a> {
     /// Returns a text that lists, for each stage, the stored and the computed shardings of its
     /// parameters.
     fn sharding_tables(&self) -> anyhow::Result<String> {
-        let (axes, mut text) = ([self.layout.fsdp, self.args.tensor_parallel], String::new());
+        let (axes, mut text) = ([self.args.fsdp, self.args.tensor_parallel], String::new());
         let devices = (0..(axes[0] * axes[1]) as u32).map(DeviceId).collect();
         let mesh = Mesh::new(&[(DATA_AXIS, axes[0]), (MODEL_AXIS, axes[1])], devices)?;
-        for i in 0..self.layout.schedule.stages() {
+        for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
             match self.shardings(part.shapes().into_iter().collect(), &mesh)? {
                 None => text += &format!("stage {i} has no parameters\n"),
@@ -530,12 +530,11 @@ fn sample(
     p: &mut Program,
     mut model: Model<MpmdArray>,
     args: &Args,
-    copies: usize,
     stop: &StopFlag,
 ) -> Result<Vec<u8>> {
     let time = args.sizes.time;
     let rows = model.mesh(0).sharding(spec![DATA_AXIS]);
-    let shape = ShapedArray::new(&[copies, time], DType::U8);
+    let shape = ShapedArray::new(&[args.fsdp, time], DType::U8);
     let first = Sharding::single_device(p.topology().devices_of(ProcessId(0))[0]);
     model.probe(p, &MicrobatchShapes::new(shape.clone()))?;
     let mut bytes = args.prompt.clone().into_bytes();

@@ -266,6 +266,20 @@ impl Topology {
         Self::with_devices(&vec![devices_per_process; processes])
     }
 
+    /// Creates a job of `processes` processes on one host, over which so many CPU devices are divided
+    /// as evenly as possible; there is at least one for each process. Ids ascend: process 0 owns the
+    /// first devices.
+    ///
+    /// # Panics
+    ///
+    /// If there would be more than `u32::MAX` devices or processes.
+    pub fn spread(devices: usize, processes: usize) -> Self {
+        let devices = devices.max(processes);
+        let bound = |process: usize| process * devices / processes;
+        let counts = (0..processes).map(|process| bound(process + 1) - bound(process));
+        Self::with_devices(&counts.collect::<Vec<_>>())
+    }
+
     /// Creates a job on one host with a process for each number of CPU devices. Ids ascend: process
     /// 0 owns the first devices. A process may own none.
     ///
@@ -338,9 +352,9 @@ impl Topology {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }
 
-    /// True if every process owns as many devices.
-    pub fn is_even(&self) -> bool {
-        self.inner.owned.windows(2).all(|pair| pair[0].len() == pair[1].len())
+    /// Returns the number of devices of each process.
+    pub fn counts(&self) -> Vec<usize> {
+        self.inner.owned.iter().map(Vec::len).collect()
     }
 
     /// Returns the number of a process's host. Hosts are numbered in the order of their first

@@ -39,6 +39,8 @@ struct Elastic {
     refused: Option<usize>,
     /// A process that asks to leave: (its place, the epoch, the step).
     leaver: Option<(ProcessId, u64, u64)>,
+    /// True if the devices stay, false if each process has as many as at the start.
+    keeps_devices: bool,
 }
 
 /// The program.
@@ -280,11 +282,13 @@ impl Recovery {
             let refused = (random.u8(..4) == 0).then(|| random.usize(1..=processes));
             let place = ProcessId(random.u32(..processes as u32));
             let leaver = (random.u8(..3) == 0).then(|| (place, random.u64(1..3), random.u64(..4)));
-            Elastic { refused, leaver }
+            Elastic { refused, leaver, keeps_devices: random.bool() }
         });
-        let others: Vec<usize> = match is_elastic {
-            true => (1..processes).map(|size| size * each).collect(),
-            false => Vec::new(),
+        let others: Vec<usize> = match &elastic {
+            Some(Elastic { keeps_devices: false, .. }) => {
+                (1..processes).map(|size| size * each).collect()
+            }
+            _ => Vec::new(),
         };
         let training = Training::of(seed / ORDERS, devices, &others, elastic.clone());
         let count = random.usize(1..4);
@@ -311,10 +315,14 @@ impl Recovery {
                     }
                 };
             }
-            if let Some(Elastic { refused, .. }) = &self.elastic {
-                let is_fit = |size: usize| size <= processes && Some(size) != *refused;
-                simulation = simulation
-                    .shrink(|size| if is_fit(size) { Ok(()) } else { Err("refused".to_owned()) });
+            if let Some(Elastic { refused, keeps_devices, .. }) = self.elastic {
+                let (all, each) = (self.devices, self.devices / processes);
+                simulation = simulation.shrink(move |size| match size <= processes {
+                    true if Some(size) == refused => Err("refused".to_owned()),
+                    true if keeps_devices => Ok(all),
+                    true => Ok(size * each),
+                    false => Err("more than at the start".to_owned()),
+                });
             }
             simulation = self.spares.iter().fold(simulation, |all, after| all.spare_after(*after));
         }

@@ -26,13 +26,12 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let builder = Program::builder().spares(1).on_loss(on_loss);
     let sum = builder.run(|p, commits| -> Result<Option<f64>> {
         println!("process {} has pid {} in epoch {}", p.process(), std::process::id(), p.epoch());
-        let n = p.processes() as u32;
+        let n = p.topology().devices().len() as u32;
         let mesh = p.mesh(&[("x", n as usize)])?;
         let here = mesh.sharding(spec!["x"]);
         let turned = (0..n).map(|device| DeviceId((device + 1) % n)).collect::<Vec<_>>();
         let there = p.mesh_of(&[("x", n as usize)], &turned)?.sharding(spec!["x"]);
-        let parts = if shrinks { 3 } else { n as usize };
-        let mut state = p.array_from_fn(f32s([parts * EACH]), &here, |region, mut values| {
+        let mut state = p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
             Ok(values.fill(region.range(0).start as f32)?)
         })?;
         let first = commits.restore(p, &mut state)?;

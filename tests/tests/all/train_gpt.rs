@@ -355,15 +355,16 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
 }
 
 /// The processes of a training die, leave and come: 4, 3, 4, 3, 2 and 4 again, without a restart.
-/// MPMD_TEST_CHANGES sets the number of changes.
+/// Two devices share each microbatch, whichever processes have them. MPMD_TEST_CHANGES sets the
+/// number of changes.
 #[test]
 fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
     let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
     let changes: usize = changes.unwrap_or(5);
     let folder = folder();
     let count = (800 + 250 * changes).to_string();
-    let steps = ["--steps", &count, "--schedule", "1f1b"];
-    let expected = losses(&folder, &[&steps[..], &["--stages", "1", "--processes", "1"]].concat());
+    let steps = ["--steps", &count, "--schedule", "1f1b", "--stages", "2", "--fsdp", "2"];
+    let expected = losses(&folder, &[&steps[..], &["--processes", "1"]].concat());
     let program = package_program("mpmd-examples", "train_gpt");
     let mpmd = |args: &[&str]| {
         let mut command = folder.command(package_program("mpmd-cli", "mpmd"));

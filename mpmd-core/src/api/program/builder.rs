@@ -21,6 +21,13 @@ use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
 use mpmd_record::trace::About;
 
+/// The largest number of processes, in multiples of those of the start, that a job may come to.
+const MOST_TIMES: usize = 4;
+
+/// The number of devices with which a program goes on with a number of processes, or the reason why
+/// it does not.
+pub(crate) type Layout = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
+
 /// Settings of a [`Program`], with defaults that suit most.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it starts a program"]
@@ -45,9 +52,9 @@ pub struct Builder {
     pub(super) check_replay: Option<u64>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
-    /// The numbers of processes that later epochs of the job may have, ascending. Empty if they all
-    /// have as many as the first.
-    pub(crate) sizes: Arc<[u32]>,
+    /// The numbers of processes that later epochs of the job may have, ascending, each with the
+    /// number of devices. Empty if all epochs have as many as the first.
+    pub(crate) sizes: Arc<[(u32, u32)]>,
 }
 
 impl Default for Builder {
@@ -445,28 +452,45 @@ impl Builder {
         self.topology_of(&vec![devices / processes; processes])
     }
 
-    /// Returns the devices of the builder's epoch, which has `processes` processes, each with as
-    /// many as in `topology`, that of the first epoch.
+    /// Returns the devices of the builder's epoch, which has `processes` processes. `topology` is
+    /// that of the first epoch.
     pub(super) fn resized(&mut self, topology: Topology, processes: usize) -> Result<Topology> {
         if self.epoch == 1 || self.sizes.is_empty() {
             return Ok(topology);
         }
         // Processes may have other numbers than in the first epoch. The members tell their hosts.
         self.hosts = None;
-        let each = topology.devices().len() / topology.processes();
-        self.topology_of(&vec![each; processes])
+        self.kinds.iter_mut().for_each(|kinds| kinds.truncate(1));
+        let size = self.sizes.iter().find(|(size, _)| *size as usize == processes);
+        let devices = size.map_or(processes, |(_, devices)| *devices as usize);
+        let counts = match (processes, devices) == (topology.processes(), topology.devices().len())
+        {
+            true => topology.counts(),
+            false => Topology::spread(devices, processes).counts(),
+        };
+        self.topology_of(&counts)
     }
 
-    /// Checks that later epochs of a job with this topology may have other numbers of processes.
-    pub(crate) fn can_resize(&self, topology: &Topology) -> Result<()> {
-        let kinds = self.kinds.as_deref().unwrap_or_default();
-        let is_mixed = kinds.iter().any(|kind| *kind != kinds[0]);
-        let why = match (topology.is_even(), is_mixed) {
-            (false, _) => "as many devices on each process",
-            (true, true) => "devices of one kind",
-            (true, false) => return Ok(()),
-        };
-        Err(Error::Environment(format!("a job that shrinks (`OnLoss::Shrink`) needs {why}")))
+    /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
+    /// of devices that it returns; by default as many as in `topology`, that of the first epoch.
+    ///
+    /// # Errors
+    ///
+    /// If the devices are of several kinds.
+    pub(crate) fn set_sizes(&mut self, topology: &Topology, layout: Option<&Layout>) -> Result<()> {
+        let mut pairs = topology.devices().windows(2);
+        if !pairs.all(|pair| pair[0].kind == pair[1].kind) {
+            return Err(Error::Environment(
+                "a job that shrinks (`OnLoss::Shrink`) needs devices of one kind".to_owned(),
+            ));
+        }
+        let all = topology.devices().len();
+        let sizes = (1..=topology.processes().saturating_mul(MOST_TIMES)).filter_map(|size| {
+            let devices = layout.map_or(Ok(all), |layout| layout(size)).ok()?;
+            Some((size as u32, devices.max(size) as u32))
+        });
+        self.sizes = sizes.collect();
+        Ok(())
     }
 
     /// Returns the devices of a job with so many devices on each process, with the kinds, hosts and

@@ -11,6 +11,7 @@ use mpmd_transport::rendezvous::{
     Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig, Token,
 };
 
+use super::builder::Layout;
 use super::builder::has_cuda;
 use super::candidate::{Candidate, Start};
 use super::membership::Returning;
@@ -19,9 +20,6 @@ use super::{Builder, Program, version};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
 use crate::warning::warn_user;
-
-/// The largest number of processes, in multiples of those of the start, that a job may come to.
-const MOST_TIMES: usize = 4;
 
 /// Joins the job that the environment names, or starts its dry run. Without one, starts a job of
 /// this process alone. Blocks until all processes are connected.
@@ -51,12 +49,12 @@ impl Job {
         Ok(Self { builder: with_env(builder, &env)?, env, seeker })
     }
 
-    /// Lets later epochs have the numbers of processes that `layout` allows.
-    pub(crate) fn set_sizes(&mut self, layout: &dyn Fn(usize) -> Result<(), String>) -> Result<()> {
+    /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
+    /// of devices that it returns. By default the devices are those of the first epoch.
+    pub(crate) fn set_sizes(&mut self, layout: Option<&Layout>) -> Result<()> {
         let (processes, each) = (self.env.processes, self.env.devices_per_process);
-        self.builder.can_resize(&self.builder.topology(processes, each)?)?;
-        self.builder.sizes = sizes(processes, layout).into();
-        Ok(())
+        let topology = self.builder.topology(processes, each)?;
+        self.builder.set_sizes(&topology, layout)
     }
 
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
@@ -88,13 +86,6 @@ impl Job {
     fn join_as(&mut self, returning: Option<(Identity, Option<Server>)>) -> Result<Start> {
         join(self.builder.clone(), &self.env, returning, Some(&mut self.seeker))
     }
-}
-
-/// Returns the numbers of processes with which the program goes on, for a job that was started with
-/// `launched`.
-pub(crate) fn sizes(launched: usize, layout: &dyn Fn(usize) -> Result<(), String>) -> Vec<u32> {
-    let all = 1..=launched.saturating_mul(MOST_TIMES);
-    all.filter(|size| layout(*size).is_ok()).map(|size| size as u32).collect()
 }
 
 /// Returns the builder with the settings of the environment that the program has not set itself.
@@ -236,7 +227,7 @@ fn join(
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
         trouble: opened.as_ref().err().map(lack),
-        sizes: builder.sizes.to_vec(),
+        sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
         is_added: env.is_added,
         heir,
     };

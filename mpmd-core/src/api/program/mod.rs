@@ -38,6 +38,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Pool;
 
 pub use builder::Builder;
+pub(crate) use builder::Layout;
 pub(crate) use candidate::Start;
 pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
 pub(crate) use connect::{Job, join_beside};

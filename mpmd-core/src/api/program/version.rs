@@ -7,7 +7,6 @@ use std::path::Path;
 
 use super::transports::listed;
 use crate::exec::Rolling;
-use mpmd_base::ProcessId;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 
 /// The running executable, also if its file was replaced since.
@@ -36,7 +35,7 @@ pub(super) struct Checks {
 /// mpmd, the executable, the devices, and the checks.
 /// Command-line arguments are not included, since some may concern only one process. Their effect
 /// on the program is compared as operations are issued.
-pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[u32]) -> String {
+pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u32)]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name =
@@ -54,10 +53,11 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[u32]) ->
         0 => String::new(),
         every => format!(", one kernel call in {every} recomputed"),
     };
-    let sizes: Vec<usize> = sizes.iter().map(|size| *size as usize).collect();
+    let size = |(size, devices): &(u32, u32)| format!("{size} ({devices} devices)");
+    let sizes = sizes.iter().map(size).collect::<Vec<_>>().join(", ");
     let sizes = match sizes.is_empty() {
-        true => String::new(),
-        false => format!(", goes on with {} processes", listed(&sizes)),
+        true => sizes,
+        false => format!(", goes on with processes {sizes}"),
     };
     format!(
         "{name}, build {build}, mpmd {}, {}{compared}{replicas}{replay}{sizes}",
@@ -76,9 +76,8 @@ pub(super) fn fingerprint_beside(topology: &Topology) -> String {
 /// processes have unequal numbers, also these.
 fn devices(topology: &Topology) -> String {
     let mut devices = kinds(topology);
-    if !topology.is_even() {
-        let processes = (0..topology.processes() as u32).map(ProcessId);
-        let counts: Vec<_> = processes.map(|process| topology.devices_of(process).len()).collect();
+    let counts = topology.counts();
+    if counts.windows(2).any(|pair| pair[0] != pair[1]) {
         devices += &format!(", by process {counts:?}");
     }
     match topology.cuda_collectives() {

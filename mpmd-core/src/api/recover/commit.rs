@@ -1,5 +1,6 @@
 //! Commits: copies of the state of a step, in the memory of two processes for each region.
 
+use std::collections::BTreeSet;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{MemoryKind, Sharding};
-use mpmd_layout::topology::{DeviceId, Topology};
+use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 use mpmd_layout::tree::Tree;
 
 use crate::api::program::Program;
@@ -88,22 +89,15 @@ impl Program {
     /// [`Error::EpochOver`] after a commit at which the processes of the job change: it is whole,
     /// and the program is called again. Every process gets it at the same step.
     ///
-    /// If processes have unequal numbers of devices. If an array has partial sums, was donated, or
-    /// belongs to an earlier epoch. If an earlier commit has failed for which this call waits, such
-    /// as by the loss of a process. Processes may see this last error at different steps.
+    /// If an array has partial sums, was donated, or belongs to an earlier epoch. If an earlier
+    /// commit has failed for which this call waits, such as by the loss of a process. Processes may
+    /// see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
         let keeps = self.processes() > 1 || self.may_change;
         let Some(kept) = self.kept.clone().filter(|_| keeps) else { return Ok(()) };
         self.refuse_in_capture(at, "commit")?;
-        if !self.topology().is_even() {
-            return Err(Error::Environment(
-                "a job that recovers needs as many devices on each process: leave \
-                 `Builder::devices_by_process` out"
-                    .to_owned(),
-            ));
-        }
         if !kept.lock().reach(step) {
             return Ok(());
         }
@@ -131,6 +125,7 @@ impl Program {
     ) -> Result<()> {
         let arrays = state.arrays();
         let first = self.topology().device_ids()[0];
+        let distance = distance(self.topology());
         let (mut homes, mut buddies) = (Vec::new(), Vec::new());
         for array in &arrays {
             let sharding = array.sharding().cloned();
@@ -140,7 +135,7 @@ impl Program {
                 return Err(Error::kernel(problem));
             }
             let owned = sharding.first_holders(array.shape())?;
-            buddies.push(with_buddies(&owned, array.aval(), self.topology())?);
+            buddies.push(with_buddies(&owned, array.aval(), self.topology(), distance)?);
             homes.push(owned.layout(array.shape())?);
         }
         let buddies = self.device_put(&arrays, buddies)?;
@@ -168,31 +163,60 @@ pub(super) fn first_devices(topology: &Topology) -> Vec<DeviceId> {
     processes.filter_map(|process| topology.devices_of(process).first().copied()).collect()
 }
 
-/// Returns the sharding in which the buddy of each device holds its region. The buddies of the
-/// devices of a process are those of another process, in order.
-fn with_buddies(owned: &Sharding, aval: &ShapedArray, topology: &Topology) -> Result<Sharding> {
-    let distance = distance(topology);
-    let buddy = |device: DeviceId| {
-        let process = topology.device(device)?.process;
-        let place = topology.devices_of(process).iter().position(|own| *own == device)?;
-        let buddy = (process.index() + distance) % topology.processes();
-        topology.devices_of(ProcessId(buddy as u32)).get(place).copied()
+/// Returns the sharding in which the buddy of each device holds its region. Without a `distance`, a
+/// device of each process has the whole array.
+fn with_buddies(
+    owned: &Sharding,
+    aval: &ShapedArray,
+    topology: &Topology,
+    distance: Option<usize>,
+) -> Result<Sharding> {
+    let Some(distance) = distance else {
+        let devices = first_devices(topology);
+        let processes = Mesh::new(&[("process", devices.len())], devices)?;
+        return Ok(processes.replicated().with_memory_kind(MemoryKind::Host));
+    };
+    let devices = topology.device_ids();
+    let buddy = |device: &DeviceId| {
+        let place = devices.binary_search(device).ok()?;
+        Some(devices[(place + distance) % devices.len()])
     };
     let layout = owned.layout(aval.shape())?;
     let shards =
-        layout.iter().filter_map(|(device, region)| Some((buddy(device)?, region.clone())));
+        layout.iter().filter_map(|(device, region)| Some((buddy(&device)?, region.clone())));
     Ok(Sharding::enumerated(shards.collect())?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Returns the distance between the numbers of a process and its buddy, modulo the number of
-/// processes: the smallest with which most buddies are on another host.
-fn distance(topology: &Topology) -> usize {
-    let processes = topology.processes();
-    let host = |process: usize| topology.host_of(ProcessId((process % processes) as u32));
-    let apart = |distance: &usize| {
-        (0..processes).filter(|process| host(*process) != host(process + distance)).count()
-    };
-    (1..processes).rev().max_by_key(apart).unwrap_or(0)
+/// Returns the distance between the numbers of a device and its buddy, modulo the number of devices:
+/// the smallest with which all buddies are on other processes, and most on other hosts. `None` if
+/// there is none, since a process has more than half of the devices; 0 for a job of one process.
+fn distance(topology: &Topology) -> Option<usize> {
+    if topology.processes() == 1 {
+        return Some(0);
+    }
+    let owners: Vec<ProcessId> = topology.devices().iter().map(|device| device.process).collect();
+    let all = owners.len();
+    let hosts: Vec<u32> = owners.iter().map(|owner| topology.host_of(*owner)).collect();
+    let of_host = |host: &u32| hosts.iter().filter(|other| *other == host).count();
+    // All devices of a host have buddies on others, if these have enough.
+    let most: usize = (hosts.iter().collect::<BTreeSet<_>>().into_iter().map(of_host))
+        .map(|devices| devices.min(all - devices))
+        .sum();
+    let mut best = None;
+    for distance in 1..all {
+        let pairs = (0..all).map(|place| (place, (place + distance) % all));
+        if pairs.clone().any(|(place, buddy)| owners[place] == owners[buddy]) {
+            continue;
+        }
+        let apart = pairs.filter(|(place, buddy)| hosts[*place] != hosts[*buddy]).count();
+        if best.is_none_or(|(most, _)| apart > most) {
+            best = Some((apart, distance));
+        }
+        if apart == most {
+            break;
+        }
+    }
+    best.map(|(_, distance)| distance)
 }
 
 #[cfg(test)]
@@ -210,13 +234,27 @@ mod tests {
     #[test]
     fn buddies_are_on_other_hosts_where_possible() {
         let of = |hosts: &[usize]| distance(&topology(hosts.len(), hosts.len(), hosts));
-        assert_eq!(of(&[0]), 0);
-        assert_eq!(of(&[0, 0, 0]), 1);
-        assert_eq!(of(&[0, 1, 2]), 1);
-        assert_eq!(of(&[0, 0, 1, 1]), 2);
-        assert_eq!(of(&[0, 0, 0, 1, 1, 1]), 3);
+        assert_eq!(of(&[0]), Some(0));
+        assert_eq!(of(&[0, 0, 0]), Some(1));
+        assert_eq!(of(&[0, 1, 2]), Some(1));
+        assert_eq!(of(&[0, 0, 1, 1]), Some(2));
+        assert_eq!(of(&[0, 0, 0, 1, 1, 1]), Some(3));
         // Two of three.
-        assert_eq!(of(&[0, 0, 1]), 1);
+        assert_eq!(of(&[0, 0, 1]), Some(1));
+        assert_eq!(distance(&topology(2, 6, &[0, 1])), Some(3));
+    }
+
+    #[test]
+    fn buddies_are_on_other_processes_if_no_process_has_more_than_half() {
+        let of = |counts: &[usize]| {
+            let builder = Builder::default().devices_by_process(counts);
+            distance(&builder.topology(counts.len(), None).unwrap())
+        };
+        assert_eq!(of(&[1, 1, 2]), Some(2));
+        assert_eq!(of(&[2, 1, 2, 1]), Some(2));
+        assert_eq!(of(&[3, 1, 2]), Some(3));
+        assert_eq!(of(&[2, 1]), None);
+        assert_eq!(of(&[1, 4, 1]), None);
     }
 
     #[test]
@@ -227,7 +265,7 @@ mod tests {
         let owned = [(3, region(0)), (0, region(1)), (2, region(2)), (1, region(3))];
         let owned = owned.into_iter().map(|(device, region)| (DeviceId(device), region));
         let owned = Sharding::enumerated(owned.collect()).unwrap();
-        let buddies = with_buddies(&owned, &aval, &topology).unwrap();
+        let buddies = with_buddies(&owned, &aval, &topology, distance(&topology)).unwrap();
         let layout = buddies.layout(&[4]).unwrap();
         let mut found: Vec<_> = layout.iter().map(|(device, r)| (device.0, r.clone())).collect();
         found.sort_by_key(|(device, _)| *device);

@@ -8,6 +8,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
+use mpmd_device::copy::copy_region;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind};
@@ -31,7 +32,9 @@ struct Source {
     array: usize,
     is_own: bool,
     region: Region,
-    bytes: usize,
+    /// The region of the slot's bytes, which contains the copied one, and the bytes of an element.
+    held: Region,
+    item: usize,
     /// True if the region is in the memory of a CUDA device.
     on_accelerator: bool,
     slot: AsyncBuffer,
@@ -79,7 +82,8 @@ impl Program {
             .enumerate()
             .flat_map(|(number, array)| Source::of_array(&runtime, number, array))
             .collect();
-        let bytes: usize = sources.iter().map(|source| source.bytes).sum();
+        let bytes: usize =
+            sources.iter().map(|source| source.region.elements() * source.item).sum();
         let what = Arc::new(CopyWhat { step: id.step, arrays: arrays.len() });
         let descriptor = || {
             let results = vec![dry_run::shards(&layout, 1, |_| Memory::Host)];
@@ -118,36 +122,49 @@ impl Source {
         number: usize,
         ((array, buddies), layout): &ArrayToCopy<'_>,
     ) -> Vec<Self> {
-        let source = |is_own, region: &Region, on_accelerator, slot| {
-            let bytes = region.elements() * array.dtype().size();
-            Self { array: number, is_own, region: region.clone(), bytes, on_accelerator, slot }
+        let source = |is_own, region: &Region, held: &Region, on_accelerator, slot| Self {
+            array: number,
+            is_own,
+            region: region.clone(),
+            held: held.clone(),
+            item: array.dtype().size(),
+            on_accelerator,
+            slot,
         };
         let own = layout.iter().filter(|(device, _)| runtime.local_index(*device).is_some());
         let own = own.filter_map(|(device, region)| match &array.repr {
             Repr::Host(host) => {
-                Some(source(true, region, false, AsyncBuffer::filled(host.bytes().clone())))
+                let slot = AsyncBuffer::filled(host.bytes().clone());
+                Some(source(true, region, region, false, slot))
             }
             Repr::Placed(placed) => {
                 let kind = placed.made.sharding.memory_kind();
                 let on_accelerator = runtime.accelerator_of(device, kind).is_some();
-                Some(source(true, region, on_accelerator, placed.slot(device)?.clone()))
+                let slot = placed.slot(device)?.clone();
+                Some(source(true, region, region, on_accelerator, slot))
             }
         });
         // A process alone has no buddy.
         let has_buddies = runtime.topology.processes() > 1;
-        let of_buddies = buddies.shards().iter().filter(|_| has_buddies).filter_map(|shard| {
-            let Repr::Placed(placed) = &buddies.repr else { return None };
-            let region = placed.region(shard.device);
-            Some(source(false, &region, false, shard.slot.clone()))
-        });
-        own.chain(of_buddies).collect()
+        let mut sources: Vec<Self> = own.collect();
+        for shard in buddies.shards().iter().filter(|_| has_buddies) {
+            let Repr::Placed(placed) = &buddies.repr else { continue };
+            let held = placed.region(shard.device);
+            let of_others = layout.iter().filter(|(device, region)| {
+                runtime.local_index(*device).is_none() && held.contains(region)
+            });
+            let of_others = of_others
+                .map(|(_, region)| source(false, region, &held, false, shard.slot.clone()));
+            sources.extend(of_others);
+        }
+        sources
     }
 }
 
 impl Copying {
     /// Queues the copy of a region for the moment when it is there. Does not block.
     fn begin(self: &Arc<Self>, source: Source) {
-        let Source { array, is_own, region, on_accelerator, slot, .. } = source;
+        let Source { array, is_own, region, held, item, on_accelerator, slot } = source;
         let slot = match on_accelerator {
             true => self.runtime.in_host_memory(self.guard.op(), &slot),
             false => slot,
@@ -157,14 +174,22 @@ impl Copying {
             Err(failure) => copying.end(Err(failure.clone())),
             Ok(bytes) => {
                 let (runtime, bytes) = (copying.runtime.clone(), bytes.clone());
-                runtime.move_data(Box::new(move || copying.copy((array, is_own, region), bytes)));
+                runtime.move_data(Box::new(move || {
+                    copying.copy((array, is_own, region), (held, item), bytes);
+                }));
             }
         });
     }
 
-    fn copy(&self, (array, is_own, region): (usize, bool, Region), bytes: SharedBuffer) {
-        let copied = self.memory.allocate(bytes.len()).map(|mut copy| {
-            copy.copy_from_slice(&bytes);
+    /// Copies a region of the bytes of `held`.
+    fn copy(
+        &self,
+        (array, is_own, region): (usize, bool, Region),
+        (held, item): (Region, usize),
+        bytes: SharedBuffer,
+    ) {
+        let copied = self.memory.allocate(region.elements() * item).map(|mut copy| {
+            copy_region(&bytes, &held, &mut copy, &region, &region, item);
             copy.freeze()
         });
         // Given back before the operation can end.

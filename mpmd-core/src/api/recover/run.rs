@@ -9,7 +9,7 @@ use mpmd_launch::LaunchError;
 use mpmd_transport::rendezvous::RendezvousError;
 
 use super::Recovery;
-use crate::api::program::{Builder, EpochEnd, Job, Program, Returning, Start};
+use crate::api::program::{Builder, EpochEnd, Job, Layout, Program, Returning, Start};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 use crate::exec::slow::Paces;
@@ -22,7 +22,7 @@ pub struct RecoveringBuilder {
     spares: usize,
     every: u64,
     on_loss: OnLoss,
-    layout: Layout,
+    layout: Option<GivenLayout>,
     slow: Option<f64>,
 }
 
@@ -47,8 +47,11 @@ pub enum OnLoss {
     /// It goes on with the processes that are left, and takes in others that come later.
     ///
     /// The program is called with another number of [processes](Program::processes). They are
-    /// numbered anew, in the same order; those that come get the numbers after them. Each has as
-    /// many devices as before. [`Commits::restore`] moves the state to the new shardings.
+    /// numbered anew, in the same order; those that come get the numbers after them. The devices
+    /// stay: they are divided anew over the processes, as evenly as possible, so a process may have
+    /// several. A program that asks for the devices alone computes the same bits as before. Another
+    /// number of devices is that of [`RecoveringBuilder::layout`]. [`Commits::restore`] moves the
+    /// state to the new shardings.
     ///
     /// It waits first for processes of which it knows: spares, and those that `mpmd run --restart`
     /// may start. Later, a process that waits for a place is taken in after one of the next
@@ -58,13 +61,13 @@ pub enum OnLoss {
     Shrink,
 }
 
-/// A function that says if the program goes on with a number of processes.
+/// The layout of [`RecoveringBuilder::layout`].
 #[derive(Clone)]
-struct Layout(Arc<dyn Fn(usize) -> Result<(), String> + Send + Sync>);
+struct GivenLayout(Arc<Layout>);
 
-impl fmt::Debug for Layout {
+impl fmt::Debug for GivenLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Layout(..)")
+        f.write_str("GivenLayout(..)")
     }
 }
 
@@ -86,9 +89,8 @@ impl Builder {
     /// launchers that know no spares, such as Slurm and `mpirun`. `mpmd run --spares` says it for
     /// the program.
     pub fn spares(self, spares: usize) -> RecoveringBuilder {
-        let layout = Layout(Arc::new(|_| Ok(())));
         let on_loss = OnLoss::default();
-        RecoveringBuilder { builder: self, spares, every: 1, on_loss, layout, slow: None }
+        RecoveringBuilder { builder: self, spares, every: 1, on_loss, layout: None, slow: None }
     }
 }
 
@@ -107,18 +109,22 @@ impl RecoveringBuilder {
         self
     }
 
-    /// Sets the function that says if the program goes on with a number of processes, for a job
-    /// that [shrinks](OnLoss::Shrink); any number by default. Its error is the reason, such as the
-    /// memory that is missing: the job then waits for processes, at most for the peer timeout, and
-    /// ends with that reason. It must say the same on every process.
+    /// Sets the function that says with how many devices the program goes on with a number of
+    /// processes, for a job that [shrinks](OnLoss::Shrink). By default it goes on with any number,
+    /// and with the devices of the start. The devices are divided as evenly as possible, with at
+    /// least one for each process.
     ///
-    /// The program may use fewer processes than there are: each has a part of the state, so none of
-    /// those that are left is turned away.
+    /// Its error is the reason why the program does not go on, such as the memory that is missing:
+    /// the job then waits for processes, at most for the peer timeout, and ends with that reason.
+    /// It must say the same on every process. The first epoch has the devices of the start anyway.
+    ///
+    /// The program may use fewer processes and devices than there are: each process has a part of
+    /// the state, so none of those that are left is turned away.
     pub fn layout<F>(mut self, layout: F) -> Self
     where
-        F: Fn(usize) -> Result<(), String> + Send + Sync + 'static,
+        F: Fn(usize) -> Result<usize, String> + Send + Sync + 'static,
     {
-        self.layout = Layout(Arc::new(layout));
+        self.layout = Some(GivenLayout(Arc::new(layout)));
         self
     }
 
@@ -147,8 +153,7 @@ impl RecoveringBuilder {
     /// # Errors
     ///
     /// Those of [`Builder::run`], except for the loss of another process. If no process takes the
-    /// free place within the peer timeout. If a job that shrinks has devices of several kinds, or
-    /// unequal numbers of them by process.
+    /// free place within the peer timeout. If a job that shrinks has devices of several kinds.
     #[track_caller]
     pub fn run<T, E>(
         self,
@@ -157,15 +162,15 @@ impl RecoveringBuilder {
     where
         E: From<Error> + fmt::Display,
     {
-        let layout = self.layout.0;
+        let layout = self.layout.as_ref().map(|given| &*given.0);
         let mut job = Job::of_environment(self.builder, self.spares)?;
         let may_change = self.on_loss == OnLoss::Shrink;
         if may_change {
-            job.set_sizes(&*layout)?;
+            job.set_sizes(layout)?;
         }
         let join = |returning| {
             let started = job.join(returning);
-            started.map_err(|error| with_reason(error, &*layout))
+            started.map_err(|error| with_reason(error, layout))
         };
         let rules = EpochRules { every: self.every, may_change, slow: self.slow };
         run_epochs(rules, join, program)
@@ -173,7 +178,7 @@ impl RecoveringBuilder {
 }
 
 /// Adds to the error of a job that lacks processes the reason why it does not go on with the rest.
-fn with_reason(error: Error, layout: &dyn Fn(usize) -> Result<(), String>) -> Error {
+fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
     let Error::Launch(LaunchError::Rendezvous(RendezvousError::Missing {
         ref missing,
         processes,
@@ -183,7 +188,7 @@ fn with_reason(error: Error, layout: &dyn Fn(usize) -> Result<(), String>) -> Er
         return error;
     };
     let left = processes.saturating_sub(missing.len());
-    match layout(left).err().filter(|_| left > 0) {
+    match layout.and_then(|layout| layout(left).err()).filter(|_| left > 0) {
         Some(why) => Error::Environment(format!(
             "{error}. The program does not go on with the {left} that are left: {why}"
         )),
@@ -308,8 +313,9 @@ mod tests {
         sizes
     }
 
-    fn any(_: usize) -> Result<(), String> {
-        Ok(())
+    /// Each process has a device.
+    fn any(size: usize) -> Result<usize, String> {
+        Ok(size)
     }
 
     #[test]
@@ -345,6 +351,28 @@ mod tests {
     }
 
     #[test]
+    fn devices_stay_as_processes_go_and_come() {
+        // Of two processes one has more than half of three devices.
+        for (seed, devices) in (0..12).zip([3, 4, 12].into_iter().cycle()) {
+            let processes = devices.min(3 + devices % 3);
+            let mut job =
+                Simulation::new(processes, devices).seed(seed).shrink(move |_| Ok(devices));
+            for (process, millis) in (0..processes as u32 - 1).zip([60, 200, 340]) {
+                job = job.lose_after(ProcessId(process), Duration::from_millis(millis));
+            }
+            let job = job.spare_after(Duration::from_millis(480));
+            let epochs = Mutex::default();
+            let (ends, report) = job.run_recovering(1, |p, commits| {
+                assert_eq!(p.topology().devices().len(), devices);
+                count(p, commits, &epochs)
+            });
+            assert_eq!(report.left, [""; 0]);
+            let expected: Vec<usize> = (1..=processes).rev().chain([2]).collect();
+            assert_eq!(sizes_of(&ends, STEPS), expected, "seed {seed}");
+        }
+    }
+
+    #[test]
     fn job_of_one_grows() {
         let job = Simulation::new(2, 2).seed(3).shrink(any);
         let job = job.lose_after(ProcessId(0), Duration::from_millis(50));
@@ -354,8 +382,7 @@ mod tests {
 
     #[test]
     fn sizes_that_the_layout_refuses_are_not_taken() {
-        let even =
-            |size: usize| if size.is_multiple_of(2) { Ok(()) } else { Err("odd".to_owned()) };
+        let even = |size: usize| if size.is_multiple_of(2) { Ok(4) } else { Err("odd".to_owned()) };
         let job = Simulation::new(4, 4).seed(5).shrink(even);
         let lost = Duration::from_millis(50);
         let job = job.lose_after(ProcessId(0), lost).lose_after(ProcessId(2), lost);
@@ -460,7 +487,7 @@ mod tests {
             peer_timeout: Duration::from_secs(1),
         };
         let layout = |size| Err(format!("{size} processes need 9 GiB each"));
-        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), &layout);
+        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), Some(&layout));
         let said = said.to_string();
         assert!(said.ends_with("that are left: 2 processes need 9 GiB each"), "{said}");
     }

@@ -8,7 +8,6 @@ use mpmd_base::block::{join_group, note, simulated};
 use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
 use super::super::candidate::{Candidate, Start};
-use super::super::connect::sizes;
 use super::super::membership::Returning;
 use super::super::transports::{self, Opened};
 use super::faults::{Over, Parts};
@@ -42,17 +41,20 @@ impl Simulation {
         self
     }
 
-    /// Lets the job [shrink](crate::OnLoss::Shrink) to the numbers of processes that `layout`
-    /// allows, and grow. For [`run_recovering`](Self::run_recovering).
+    /// Lets the job [shrink](crate::OnLoss::Shrink) to the numbers of processes that
+    /// [`layout`](crate::RecoveringBuilder::layout) allows, and grow. For
+    /// [`run_recovering`](Self::run_recovering).
     ///
     /// # Panics
     ///
-    /// If processes have devices of several kinds, or unequal numbers of them.
-    pub fn shrink(mut self, layout: impl Fn(usize) -> Result<(), String>) -> Self {
+    /// If the devices are of several kinds.
+    pub fn shrink<F>(mut self, layout: F) -> Self
+    where
+        F: Fn(usize) -> Result<usize, String> + Send + Sync + 'static,
+    {
         let topology = self.builder.topology(self.processes, None);
-        let fits = topology.and_then(|topology| self.builder.can_resize(&topology));
-        assert!(fits.is_ok(), "{fits:?}");
-        self.builder.sizes = sizes(self.processes, &layout).into();
+        let set = topology.and_then(|topology| self.builder.set_sizes(&topology, Some(&layout)));
+        assert!(set.is_ok(), "{set:?}");
         self
     }
 
@@ -150,7 +152,7 @@ impl SimulatedJob<'_> {
         let member = Member {
             host: "simulated".to_owned(),
             pid: FIRST_PID + self.process.0,
-            sizes: builder.sizes.to_vec(),
+            sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
             ..Member::default()
