@@ -31,9 +31,10 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         let here = mesh.sharding(spec!["x"]);
         let turned = (0..n).map(|device| DeviceId((device + 1) % n)).collect::<Vec<_>>();
         let there = p.mesh_of(&[("x", n as usize)], &turned)?.sharding(spec!["x"]);
-        let mut state = p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
-            Ok(values.fill(region.range(0).start as f32)?)
-        })?;
+        let mut state =
+            p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
+                Ok(values.fill(region.range(0).start as f32)?)
+            })?;
         let first = commits.restore(p, &mut state)?;
         let change = elementwise(|x: f32| x * 1.001 + 0.5);
         let change = p.jit(change).on(&mesh).outputs(here.clone()).build()?;
