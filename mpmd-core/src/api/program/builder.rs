@@ -462,9 +462,10 @@ impl Builder {
         self.hosts = None;
         self.kinds.iter_mut().for_each(|kinds| kinds.truncate(1));
         let size = self.sizes.iter().find(|(size, _)| *size as usize == processes);
-        let devices = size.map_or(processes, |(_, devices)| *devices as usize);
-        let counts = match (processes, devices) == (topology.processes(), topology.devices().len())
-        {
+        let all = topology.devices().len();
+        // A replacement may have the place of a lost process whatever the layout says.
+        let devices = size.map_or(all, |(_, devices)| *devices as usize);
+        let counts = match (processes, devices) == (topology.processes(), all) {
             true => topology.counts(),
             false => Topology::spread(devices, processes).counts(),
         };
