@@ -42,9 +42,9 @@ fn wait(launcher: &mut Watched, site: &Sandbox) -> (Vec<String>, String) {
 }
 
 /// Returns the sums that the program prints, computed without it.
-pub(crate) fn expected() -> Vec<String> {
+pub(crate) fn expected(steps: usize) -> Vec<String> {
     let last =
-        |process: usize| (0..STEPS).fold((process * EACH) as f32, |value, _| value * 1.001 + 0.5);
+        |process: usize| (0..steps).fold((process * EACH) as f32, |value, _| value * 1.001 + 0.5);
     let values = (0..PROCESSES).flat_map(|process| std::iter::repeat_n(last(process), EACH));
     let sum: f64 = values.map(f64::from).sum();
     vec![format!("sum {sum:?}"); PROCESSES]
@@ -55,7 +55,7 @@ fn killed_processes_are_replaced(carrier: Carrier) {
     let mut launcher = start(carrier, &site, &["--restart", "3"]);
     kill_in_turn(&mut launcher, &site, "recovering", 3);
     let (sums, errors) = wait(&mut launcher, &site);
-    assert_eq!(sums, expected(), "{errors}");
+    assert_eq!(sums, expected(STEPS), "{errors}");
 }
 
 /// A second kill could hit the process with the only copies.
@@ -66,7 +66,7 @@ fn chaos_kills_a_process_and_the_job_goes_on() {
     let (sums, errors) = wait(&mut start(Carrier::SHM, &site, &options), &site);
     assert!(errors.contains("chaos kills"), "{errors}");
     assert!(errors.contains("epoch 2 goes on after step "), "{errors}");
-    assert_eq!(sums, expected(), "{errors}");
+    assert_eq!(sums, expected(STEPS), "{errors}");
 }
 
 /// As under a launcher that starts a lost rank again, with the same variables.
@@ -96,7 +96,7 @@ fn restarted_rank_takes_its_place_again() {
     let ends = job.wait();
     let sums = ends.iter().filter(|end| end.code() == 0);
     let sums: Vec<&str> = sums.filter_map(|end| end.stdout.lines().last()).collect();
-    assert_eq!(sums, expected(), "{}", job.report());
+    assert_eq!(sums, expected(STEPS), "{}", job.report());
 }
 
 /// Kills processes of a job with this program, each after the job has gone on without the one
@@ -169,5 +169,5 @@ fn stopped_process_is_replaced_and_changes_nothing_when_it_wakes(carrier: Carrie
     launcher.wait_for_output(" in epoch 2\n", until).unwrap();
     kill_process(pid, Signal::CONT).unwrap();
     let (sums, errors) = wait(&mut launcher, &site);
-    assert_eq!(sums, expected(), "{errors}");
+    assert_eq!(sums, expected(STEPS), "{errors}");
 }

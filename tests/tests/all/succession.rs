@@ -24,14 +24,14 @@ struct Ranks {
 
 impl Ranks {
     /// Starts the program with these spares. Process 0 runs the rendezvous service.
-    fn start(carrier: Carrier, spares: usize, args: &[&str]) -> Self {
+    fn start(carrier: Carrier, spares: usize, steps: usize, args: &[&str]) -> Self {
         let site = Sandbox::new().unwrap();
         let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         let coordinator = free.local_addr().expect("it is bound").to_string();
         drop(free);
         let start = |rank: usize| {
             let mut command = site.command(env!("CARGO_BIN_EXE_recovering"));
-            command.arg(STEPS.to_string()).args(args);
+            command.arg(steps.to_string()).args(args);
             carrier.set(&mut command);
             command.env(variables::RANK, rank.to_string());
             command.env(variables::WORLD_SIZE, PROCESSES.to_string());
@@ -41,7 +41,7 @@ impl Ranks {
             site.start(command, &format!("rank-{rank}")).unwrap()
         };
         let ranks: Vec<Watched> = (0..PROCESSES + spares).map(start).collect();
-        Self { ranks, until: Instant::now() + LONG, site }
+        Self { ranks, until: Instant::now() + LONG * (steps / STEPS) as u32, site }
     }
 
     fn said(&self) -> String {
@@ -56,6 +56,23 @@ impl Ranks {
             std::thread::sleep(Duration::from_millis(10));
         }
         std::thread::sleep(UNTIL_COPIED);
+    }
+
+    /// Returns the process that is longest in the job, which runs the service: of those with the
+    /// same first epoch the one with the lowest place.
+    fn longest(&mut self) -> usize {
+        let said = self.said();
+        let first = |pid: u32| {
+            let has = format!(" has pid {pid} in epoch ");
+            let (before, after) = said.split_once(&has)?;
+            let place: u32 = before.rsplit(' ').next()?.parse().ok()?;
+            Some((after.lines().next()?.parse::<u64>().ok()?, place))
+        };
+        let alive = self.ranks.iter_mut().enumerate().filter_map(|(rank, process)| {
+            let since = first(process.pid()).filter(|_| !process.has_ended())?;
+            Some((since, rank))
+        });
+        alive.min().map(|(_, rank)| rank).expect("some are in the job")
     }
 
     /// Kills a process, and waits until the others are in this epoch.
@@ -77,33 +94,38 @@ impl Ranks {
     }
 }
 
-/// At the end only spares are left.
+/// With as many kills as processes only spares are left at the end. MPMD_TEST_KILLS sets their
+/// number.
 fn each_process_that_runs_the_service_is_killed(carrier: Carrier) {
-    let mut job = Ranks::start(carrier, 3, &[]);
+    let kills = std::env::var("MPMD_TEST_KILLS").ok().and_then(|text| text.parse().ok());
+    let kills: usize = kills.unwrap_or(PROCESSES);
+    let steps = STEPS * kills.div_ceil(PROCESSES);
+    let mut job = Ranks::start(carrier, kills, steps, &[]);
     job.wait_for(" in epoch 1\n");
-    for (rank, epoch) in (0..PROCESSES).zip(2..) {
-        job.kill(rank, epoch);
+    for epoch in (2..).take(kills) {
+        let longest = job.longest();
+        job.kill(longest, epoch);
     }
     let (sums, said) = job.sums();
-    assert_eq!(sums, expected(), "{said}");
+    assert_eq!(sums, expected(steps), "{said}");
 }
 
 fn job_shrinks_without_the_process_that_runs_the_service(carrier: Carrier) {
-    let mut job = Ranks::start(carrier, 0, &["shrink"]);
+    let mut job = Ranks::start(carrier, 0, STEPS, &["shrink"]);
     job.wait_for(" in epoch 1\n");
     job.kill(0, 2);
     job.kill(1, 3);
     let (sums, said) = job.sums();
-    assert_eq!(sums, expected()[..1], "{said}");
+    assert_eq!(sums, expected(STEPS)[..1], "{said}");
 }
 
 /// Another process runs the service as soon as the first has left, and is lost later.
 #[test]
 fn process_that_runs_the_service_leaves() {
-    let mut job = Ranks::start(Carrier::TCP, 1, &["leave"]);
+    let mut job = Ranks::start(Carrier::TCP, 1, STEPS, &["leave"]);
     job.wait_for("epoch 2 goes on after step ");
     job.kill(1, 3);
     let (sums, said) = job.sums();
     assert!(said.contains("it was not needed"), "{said}");
-    assert_eq!(sums, expected()[..2], "{said}");
+    assert_eq!(sums, expected(STEPS)[..2], "{said}");
 }
