@@ -1,5 +1,5 @@
-//! Finds processes that have become slow, by the times that their kernels take from commit to
-//! commit.
+//! Finds processes that have become slow, by the times from commit to commit in which their kernels
+//! run, or they cannot run at all.
 //!
 //! The stages of a pipeline have unequal work, so a process is compared with its own past, and the
 //! change with that of the others: on a machine with other load all become slower. Pure: all
@@ -27,7 +27,7 @@ const SHORTEST: f64 = 200.0;
 pub(crate) struct Paces {
     /// The factor by which a process must have become slower than the others.
     factor: f64,
-    /// By process: its kernels' time so far, in microseconds.
+    /// By process: its time so far, in microseconds.
     totals: Vec<u64>,
     /// By process: the times of the first commits after the warm-up; and the changes since then, by
     /// a factor, at the last commits, beyond those of the other processes.
@@ -49,8 +49,7 @@ impl Paces {
         Self { factor, totals: Vec::new(), windows: Vec::new(), commits: 0, streak: (0, 0) }
     }
 
-    /// Takes the times of all processes' kernels so far, in microseconds, at a commit. Returns the
-    /// process that has become slow by most, if one has.
+    /// Takes the times of all processes so far, in microseconds, at a commit. Returns the process that has become slow by most, if one has.
     pub(crate) fn at_commit(&mut self, totals: &[u64]) -> Option<SlowProcess> {
         if self.totals.len() != totals.len() {
             self.windows = totals.iter().map(|_| Default::default()).collect();
@@ -98,9 +97,9 @@ impl Paces {
         (self.streak.1 >= STREAK).then(|| {
             let (first, last) = (usual[process] / 1000.0, times[process] / 1000.0);
             let why = format!(
-                "process {process} has become slow: its kernels took {first:.1} ms from commit to \
-                 commit at first, and {last:.1} ms at the last one; in the median of {WINDOW} \
-                 commits {slower:.1} times as long, beyond the change of the others"
+                "process {process} has become slow: from commit to commit it computed or was held \
+                 up for {first:.1} ms at first, and for {last:.1} ms at the last one; in the median \
+                 of {WINDOW} commits {slower:.1} times as long, beyond the change of the others"
             );
             SlowProcess { process, why }
         })

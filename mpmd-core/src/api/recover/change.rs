@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
 /// Bits of a word: more processes could take part; this process asks to leave. The bits above are
-/// the microseconds in which its kernels have run so far.
+/// the microseconds in which its kernels have run so far, or it could not run.
 const COULD_GROW: u64 = 1;
 const ASKS_TO_LEAVE: u64 = 2;
 const TIME_BITS: u32 = 8;

@@ -128,12 +128,12 @@ impl RecoveringBuilder {
         self
     }
 
-    /// Drops a process whose kernels have become slower by more than `factor`, at least 1.5: a
-    /// spare has its place then, or the job [shrinks](OnLoss::Shrink). Off by default.
+    /// Drops a process that has become slower by more than `factor`, at least 1.5: a spare has its
+    /// place then, or the job [shrinks](OnLoss::Shrink). Off by default.
     ///
-    /// Compared is the time of a process's kernels from commit to commit, on CPU devices: the
-    /// median of the last twelve with that of the first twelve of the epoch, beyond the change of
-    /// the other processes. A line on process 0 says which process it was, with the times. On the
+    /// Compared is the time from commit to commit in which a process's kernels run on CPU devices,
+    /// or the process cannot run since the system has stopped it: the median of the last twelve with
+    /// that of the first twelve of the epoch, beyond the change of the other processes. A line on process 0 says which process it was, with the times. On the
     /// process that is dropped, [`RecoveringBuilder::run`] returns `None`. Only in a job that
     /// shrinks.
     pub fn drop_slow(mut self, factor: f64) -> Self {
@@ -220,7 +220,10 @@ where
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept, may_change);
                 commits.kept.lock().paces = slow.map(Paces::new);
-                p.runtime.times_kernels.store(slow.is_some(), Ordering::Relaxed);
+                if slow.is_some() {
+                    p.runtime.times_kernels.store(true, Ordering::Relaxed);
+                    p.runtime.watch_stalls();
+                }
                 let (result, processes) = (program(&mut p, &commits), p.processes());
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),

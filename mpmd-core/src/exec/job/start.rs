@@ -15,7 +15,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::{Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, thread};
+use mpmd_base::block::{
+    Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, since, thread,
+};
 use mpmd_device::accelerator;
 use mpmd_proto::router;
 use mpmd_proto::router::{Failure, FailureKind, Router};
@@ -32,6 +34,11 @@ use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
 /// Interval of the ticker thread.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
+
+/// Interval at which a process notices that it was held up, and the least time that counts. Threads
+/// of a busy machine wait for less.
+const STALL_TICK: Duration = Duration::from_millis(2);
+const LEAST_STALL: Duration = Duration::from_millis(5);
 
 /// The time that a process may take to open its accelerators, in addition to the peer timeout. A
 /// driver may take seconds for a first context or allocation, and until then a process is silent.
@@ -151,6 +158,26 @@ impl Runtime {
         };
         if let Err(error) = thread::Builder::new().name("mpmd-nccl".to_owned()).spawn(watch) {
             tracing::warn!(%error, "cannot start the thread that watches NCCL communicators");
+        }
+    }
+
+    /// Starts a thread that counts the time in which this process cannot run, as when it is stopped
+    /// or its machine stands still, until the process leaves the job.
+    pub(crate) fn watch_stalls(self: &Arc<Self>) {
+        let (weak, stopped): (Weak<Self>, _) = (Arc::downgrade(self), self.stopped.clone());
+        let watch = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                let before = now();
+                thread::sleep(STALL_TICK);
+                let Some(runtime) = weak.upgrade() else { break };
+                let late = since(before).saturating_sub(STALL_TICK);
+                if late >= LEAST_STALL {
+                    runtime.kernel_nanos.fetch_add(late.as_nanos() as u64, Ordering::Relaxed);
+                }
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("mpmd-stalls".to_owned()).spawn(watch) {
+            tracing::warn!(%error, "cannot start the thread that notices a process that is held up");
         }
     }
 
