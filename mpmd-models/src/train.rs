@@ -167,9 +167,9 @@ impl Divided {
         Ok(Self { model, schedule, devices, meshes })
     }
 
-    /// Divides a model over the processes of a job that has lost or got some. They have equally many
-    /// of the stages, or else the layers are divided anew, over a stage for each process. Where that
-    /// is not possible some processes have more stages than others.
+    /// Divides a model over the processes of a job that has lost or got some. They have equally
+    /// many of the stages, or else the layers are divided anew, over a stage for each process.
+    /// Where that is not possible some processes have more stages than others.
     ///
     /// # Errors
     ///

@@ -106,8 +106,8 @@ pub(crate) struct Runtime {
     pub(crate) dry_run: Option<DryRunBuilder>,
     /// True if slow processes are looked for.
     pub(crate) times_kernels: AtomicBool,
-    /// Nanoseconds in which kernels have run on this process's CPU devices, and in which the process
-    /// was [held up](Self::watch_stalls), as far as counted.
+    /// Nanoseconds in which kernels have run on this process's CPU devices, and in which the
+    /// process was [held up](Self::watch_stalls), as far as counted.
     pub(crate) kernel_nanos: AtomicU64,
     /// Payload bytes of pieces given to the transport, indexed by destination process.
     pub(crate) bytes_sent: Vec<AtomicU64>,

@@ -49,7 +49,8 @@ impl Paces {
         Self { factor, totals: Vec::new(), windows: Vec::new(), commits: 0, streak: (0, 0) }
     }
 
-    /// Takes the times of all processes so far, in microseconds, at a commit. Returns the process that has become slow by most, if one has.
+    /// Takes the times of all processes so far, in microseconds, at a commit. Returns the process
+    /// that has become slow by most, if one has.
     pub(crate) fn at_commit(&mut self, totals: &[u64]) -> Option<SlowProcess> {
         if self.totals.len() != totals.len() {
             self.windows = totals.iter().map(|_| Default::default()).collect();
@@ -98,8 +99,9 @@ impl Paces {
             let (first, last) = (usual[process] / 1000.0, times[process] / 1000.0);
             let why = format!(
                 "process {process} has become slow: from commit to commit it computed or was held \
-                 up for {first:.1} ms at first, and for {last:.1} ms at the last one; in the median \
-                 of {WINDOW} commits {slower:.1} times as long, beyond the change of the others"
+                 up for {first:.1} ms at first, and for {last:.1} ms at the last one; in the \
+                 median of {WINDOW} commits {slower:.1} times as long, beyond the change of the \
+                 others"
             );
             SlowProcess { process, why }
         })

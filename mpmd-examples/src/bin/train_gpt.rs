@@ -133,8 +133,9 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
     /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
-    /// over its devices, or the stages are cut anew for them. It continues from the last step that two processes have of each
-    /// region, and takes in processes that come later. SIGTERM and SIGUSR1 end one process in order
+    /// over its devices, or the stages are cut anew for them. It continues from the last step that
+    /// two processes have of each region, and takes in processes that come later. SIGTERM and
+    /// SIGUSR1 end one process in order
     #[arg(long, conflicts_with = "seconds")]
     elastic: bool,
     /// Memory of a process for parameters, gradients and the optimiser's state, as in 8GiB: with

@@ -266,9 +266,9 @@ impl Topology {
         Self::with_devices(&vec![devices_per_process; processes])
     }
 
-    /// Creates a job of `processes` processes on one host, over which so many CPU devices are divided
-    /// as evenly as possible; there is at least one for each process. Ids ascend: process 0 owns the
-    /// first devices.
+    /// Creates a job of `processes` processes on one host, over which so many CPU devices are
+    /// divided as evenly as possible; there is at least one for each process. Ids ascend: process 0
+    /// owns the first devices.
     ///
     /// # Panics
     ///

@@ -187,9 +187,10 @@ fn with_buddies(
     Ok(Sharding::enumerated(shards.collect())?.with_memory_kind(MemoryKind::Host))
 }
 
-/// Returns the distance between the numbers of a device and its buddy, modulo the number of devices:
-/// the smallest with which all buddies are on other processes, and most on other hosts. `None` if
-/// there is none, since a process has more than half of the devices; 0 for a job of one process.
+/// Returns the distance between the numbers of a device and its buddy, modulo the number of
+/// devices: the smallest with which all buddies are on other processes, and most on other hosts.
+/// `None` if there is none, since a process has more than half of the devices; 0 for a job of one
+/// process.
 fn distance(topology: &Topology) -> Option<usize> {
     if topology.processes() == 1 {
         return Some(0);

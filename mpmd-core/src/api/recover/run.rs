@@ -132,10 +132,10 @@ impl RecoveringBuilder {
     /// place then, or the job [shrinks](OnLoss::Shrink). Off by default.
     ///
     /// Compared is the time from commit to commit in which a process's kernels run on CPU devices,
-    /// or the process cannot run since the system has stopped it: the median of the last twelve with
-    /// that of the first twelve of the epoch, beyond the change of the other processes. A line on process 0 says which process it was, with the times. On the
-    /// process that is dropped, [`RecoveringBuilder::run`] returns `None`. Only in a job that
-    /// shrinks.
+    /// or the process cannot run since the system has stopped it: the median of the last twelve
+    /// with that of the first twelve of the epoch, beyond the change of the other processes. A line
+    /// on process 0 says which process it was, with the times. On the process that is dropped,
+    /// [`RecoveringBuilder::run`] returns `None`. Only in a job that shrinks.
     pub fn drop_slow(mut self, factor: f64) -> Self {
         self.slow = Some(factor.max(1.5));
         self

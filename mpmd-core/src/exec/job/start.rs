@@ -177,7 +177,7 @@ impl Runtime {
             }
         };
         if let Err(error) = thread::Builder::new().name("mpmd-stalls".to_owned()).spawn(watch) {
-            tracing::warn!(%error, "cannot start the thread that notices a process that is held up");
+            tracing::warn!(%error, "cannot start the thread that notices stalls");
         }
     }
 
