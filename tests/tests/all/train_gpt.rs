@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program};
+use mpmd_tests::{Carrier, Sandbox, Watched, over_each_carrier, package_program, rng_of_this_run};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::recovery::kill_in_turn;
@@ -354,9 +354,9 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
     std::thread::sleep(Duration::from_millis(400));
 }
 
-/// The processes of a training die, leave and come: 4, 3, 4, 3, 2 and 4 again, without a restart.
-/// Two devices share each microbatch, whichever processes have them. MPMD_TEST_CHANGES sets the
-/// number of changes.
+/// The processes of a training die, leave and come at random, from 4 to 2 of them, without a
+/// restart. Two devices share each microbatch, whichever processes have them. MPMD_TEST_CHANGES sets
+/// the number of changes.
 #[test]
 fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
     let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
@@ -382,21 +382,27 @@ fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
         let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "train_gpt");
         folder.processes().into_iter().filter(is_one).collect::<Vec<u32>>()
     };
-    for change in 0..changes {
+    let mut random = rng_of_this_run();
+    let (mut size, mut done) = (4, 0);
+    while done < changes {
         let all = pids();
-        let chosen = all[change * 7 % all.len()];
+        let chosen = all[random.usize(..all.len())];
         let victim = Pid::from_raw(chosen.cast_signed()).expect("no pid is 0");
-        match change % 5 {
-            0 | 2 => kill_process(victim, Signal::KILL).unwrap(),
-            3 => kill_process(victim, Signal::USR1).unwrap(),
-            more => {
-                let more = if more == 1 { "1" } else { "2" };
-                let command = mpmd(&["--add", more, "--job", &chosen.to_string(), "--no-prefix"]);
-                commands.push(folder.start(command, "added").unwrap());
-            }
-        }
+        let new = random.usize(2..=4);
+        size = if new > size {
+            let (more, job) = ((new - size).to_string(), chosen.to_string());
+            let command = mpmd(&["--add", &more, "--job", &job, "--no-prefix"]);
+            commands.push(folder.start(command, "added").unwrap());
+            new
+        } else if size > 2 {
+            kill_process(victim, [Signal::KILL, Signal::USR1][random.usize(..2)]).unwrap();
+            size - 1
+        } else {
+            continue;
+        };
+        done += 1;
         // Two that are added may come in two epochs.
-        wait_for_size(&mut commands, [3, 4, 3, 2, 4][change % 5], &mut epoch);
+        wait_for_size(&mut commands, size, &mut epoch);
     }
     let ends = commands.iter_mut().map(|command| command.wait(Instant::now() + LONG).unwrap());
     let ends: Vec<_> = ends.collect();
