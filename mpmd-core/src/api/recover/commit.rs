@@ -89,15 +89,22 @@ impl Program {
     /// [`Error::EpochOver`] after a commit at which the processes of the job change: it is whole,
     /// and the program is called again. Every process gets it at the same step.
     ///
-    /// If an array has partial sums, was donated, or belongs to an earlier epoch. If an earlier
-    /// commit has failed for which this call waits, such as by the loss of a process. Processes may
-    /// see this last error at different steps.
+    /// If a process has no device. If an array has partial sums, was donated, or belongs to an
+    /// earlier epoch. If an earlier commit has failed for which this call waits, such as by the loss
+    /// of a process. Processes may see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
         let keeps = self.processes() > 1 || self.may_change;
         let Some(kept) = self.kept.clone().filter(|_| keeps) else { return Ok(()) };
         self.refuse_in_capture(at, "commit")?;
+        if self.topology().counts().contains(&0) {
+            return Err(Error::Environment(
+                "a job that recovers needs a device on each process: see \
+                 `Builder::devices_by_process`"
+                    .to_owned(),
+            ));
+        }
         if !kept.lock().reach(step) {
             return Ok(());
         }
@@ -210,7 +217,7 @@ fn distance(topology: &Topology) -> Option<usize> {
             continue;
         }
         let apart = pairs.filter(|(place, buddy)| hosts[*place] != hosts[*buddy]).count();
-        if best.is_none_or(|(most, _)| apart > most) {
+        if best.is_none_or(|(before, _)| apart > before) {
             best = Some((apart, distance));
         }
         if apart == most {
