@@ -355,8 +355,8 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
 }
 
 /// The processes of a training die, leave and come at random, from 4 to 2 of them, without a
-/// restart. Two devices share each microbatch, whichever processes have them. MPMD_TEST_CHANGES sets
-/// the number of changes.
+/// restart. Two devices share each microbatch, whichever processes have them. MPMD_TEST_CHANGES
+/// sets the number of changes.
 #[test]
 fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
     let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
