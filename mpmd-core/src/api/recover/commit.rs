@@ -90,8 +90,8 @@ impl Program {
     /// and the program is called again. Every process gets it at the same step.
     ///
     /// If a process has no device. If an array has partial sums, was donated, or belongs to an
-    /// earlier epoch. If an earlier commit has failed for which this call waits, such as by the loss
-    /// of a process. Processes may see this last error at different steps.
+    /// earlier epoch. If an earlier commit has failed for which this call waits, such as by the
+    /// loss of a process. Processes may see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
