@@ -7,7 +7,7 @@ use mpmd_base::bytes_text;
 
 use crate::training;
 
-/// What decides on the schedules of a training.
+/// The facts by which the schedule of a training is chosen.
 #[derive(Clone, Debug)]
 pub struct Layouts {
     /// The name of the schedule, or its file.

@@ -436,3 +436,48 @@ pub fn trainer(
         None => trainer,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Args {
+        #[command(flatten)]
+        train: TrainArgs,
+        #[command(flatten)]
+        cut: CutArgs,
+    }
+
+    /// Returns the ranks over which a model of four layers is divided on 1 to 5 processes, in a job
+    /// that was started with these arguments.
+    fn ranks(args: &[&str]) -> Vec<anyhow::Result<usize>> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../mpmd-serve/mpmd-demo");
+        let source = Folder::open(folder).unwrap();
+        let Args { train, cut } = Args::parse_from([&["finetune"], args].concat());
+        let over = |processes| Divided::over(&source, &train, &cut, processes);
+        (1..=5).map(|processes| Ok(over(processes)?.schedule.ranks())).collect()
+    }
+
+    fn all(args: &[&str]) -> Vec<usize> {
+        ranks(args).into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn layers_are_divided_anew_where_stages_do_not_divide() {
+        assert_eq!(all(&["--stages", "4"]), [4, 4, 3, 4, 4]);
+        // Each stage would have the same memory as before.
+        assert_eq!(all(&["--stages", "4", "--memory", "1GiB,1GiB,1GiB,1GiB"]), [1, 2, 3, 4, 4]);
+        assert_eq!(all(&["--cut", "0..1,1..2,2..4"]), [3; 5], "by hand: kept");
+    }
+
+    #[test]
+    fn processes_that_need_too_much_memory_are_refused() {
+        let found = ranks(&["--stages", "4", "--memory", "8MiB,8MiB,8MiB,8MiB"]);
+        let said = found[0].as_ref().unwrap_err().to_string();
+        assert!(said.contains("--memory: stage 0 needs"), "{said}");
+        assert_eq!(*found[3].as_ref().unwrap(), 4);
+    }
+}

@@ -80,7 +80,7 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
-        // A program that has returned a value is over, whatever the others wanted.
+        // A program that has returned a value is over, also if the others go on.
         if let Some(change) = self.change.take().filter(|_| result.is_err()) {
             let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
             return match is_over {

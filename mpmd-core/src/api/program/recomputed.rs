@@ -79,7 +79,7 @@ struct Record {
     is_convicted: bool,
 }
 
-/// What a comparison has shown.
+/// The result of a comparison.
 #[derive(Debug, Eq, PartialEq)]
 enum Finding {
     Nothing,

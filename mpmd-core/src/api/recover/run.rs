@@ -37,7 +37,7 @@ pub(crate) struct EpochRules {
     pub(crate) slow: Option<f64>,
 }
 
-/// What a job that recovers does if no process is left for the place of a lost one.
+/// The way in which a job goes on if no process is left for the place of a lost one.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum OnLoss {
@@ -372,6 +372,20 @@ mod tests {
             assert_eq!(report.left, [""; 0]);
             let expected: Vec<usize> = (1..=processes).rev().chain([2]).collect();
             assert_eq!(sizes_of(&ends, STEPS), expected, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn process_without_a_device_has_no_copies() {
+        let job = Simulation::new(2, 2).seed(1);
+        let job = job.settings(|settings| settings.devices_by_process(&[2, 0]));
+        let (ends, _) = job.run_recovering(1, |p, _| {
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), p.mesh(&[("x", 2)])?.replicated())?;
+            p.commit(1, &x)
+        });
+        for end in ends {
+            let said = end.expect_err("there is no second copy").to_string();
+            assert!(said.contains("a device on each process"), "{said}");
         }
     }
 

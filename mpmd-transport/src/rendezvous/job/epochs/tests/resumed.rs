@@ -96,7 +96,7 @@ fn process_of_another_run_or_with_another_key_has_no_place() {
     table.join_with(51, 5, 1, identity);
     let other = RendezvousError::OtherRun { process: ProcessId(1) };
     assert_eq!(table.answers(), [(51, Err(other))]);
-    // What all members know is not the key itself.
+    // All members know a mark of the key, which gives no place.
     let mark = Identity { key: key(1), run: None }.mark();
     table.join_with(53, 5, 1, Identity { key: mark, run: Some(RUN) });
     table.returns(52, 2, 5);
