@@ -1,15 +1,33 @@
 //! Choices of the next tokens on the last stage, and the form in which they leave it.
+//!
+//! A sequence for which no token can be chosen is a value among the choices of its pass: the other
+//! sequences of the pass get their tokens.
 
-use mpmd::candle::Result as CandleResult;
-use mpmd::candle::candle_core::bail;
+use serde::{Deserialize, Serialize};
 
-use crate::pass::{Begin, CHOICE, NONE, NOT_FINITE, TOP};
+use crate::pass::{Begin, CHOICE, NONE, TOP};
 
-/// A chosen token.
+/// In place of a token: [`Unchosen::NotFinite`].
+const NOT_FINITE: u32 = u32::MAX - 1;
+/// In place of a token: [`Unchosen::OutOfOrder`].
+const OUT_OF_ORDER: u32 = u32::MAX - 2;
+
+/// The reason why no token was chosen for a sequence. Every later choice of the sequence has it, too.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
+pub enum Unchosen {
+    /// The largest logit is no finite number.
+    #[error("the model's logits are not finite: its weights are not, or its activations overflow")]
+    NotFinite,
+    /// A pass did not continue the sequence where the one before had ended.
+    #[error("a pass does not continue the sequence where the one before has ended")]
+    OutOfOrder,
+}
+
+/// The choice of a token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
-    /// The token. `None` if the largest logit is no finite number.
-    pub token: Option<u32>,
+    /// The token, or the reason why there is none.
+    pub token: Result<u32, Unchosen>,
     /// Natural logarithm of its probability, by the model's own logits. `None` if it was not asked
     /// for.
     pub logprob: Option<f32>,
@@ -18,10 +36,30 @@ pub struct Choice {
     pub top: Vec<(u32, f32)>,
 }
 
+/// Returns the token that words of a choice begin with. `None` if nothing was chosen.
+pub(crate) fn read_token(word: u32) -> Option<Result<u32, Unchosen>> {
+    match word {
+        NONE => None,
+        NOT_FINITE => Some(Err(Unchosen::NotFinite)),
+        OUT_OF_ORDER => Some(Err(Unchosen::OutOfOrder)),
+        token => Some(Ok(token)),
+    }
+}
+
+impl From<Unchosen> for Choice {
+    fn from(why: Unchosen) -> Self {
+        Self { token: Err(why), logprob: None, top: Vec::new() }
+    }
+}
+
 impl Choice {
     pub(crate) fn write(&self, words: &mut [u32]) {
         words.fill(NONE);
-        words[0] = self.token.unwrap_or(NOT_FINITE);
+        words[0] = match self.token {
+            Ok(token) => token,
+            Err(Unchosen::NotFinite) => NOT_FINITE,
+            Err(Unchosen::OutOfOrder) => OUT_OF_ORDER,
+        };
         words[1] = self.logprob.unwrap_or(f32::NAN).to_bits();
         for (at, (token, logprob)) in self.top.iter().take(TOP).enumerate() {
             words[2 + at] = *token;
@@ -32,17 +70,15 @@ impl Choice {
     /// Reads what [`write`](Self::write) has written. `None` if nothing was chosen.
     pub(crate) fn read(words: &[u32]) -> Option<Self> {
         debug_assert_eq!(words.len(), CHOICE);
+        let token = read_token(words[0])?;
         let (tokens, logprobs) = words[2..].split_at(TOP);
         let top = tokens.iter().zip(logprobs).take_while(|(token, _)| **token != NONE);
-        match words[0] {
-            NONE => None,
-            NOT_FINITE => Some(Self { token: None, logprob: None, top: Vec::new() }),
-            token => Some(Self {
-                token: Some(token),
-                logprob: Some(f32::from_bits(words[1])).filter(|logprob| !logprob.is_nan()),
-                top: top.map(|(token, bits)| (*token, f32::from_bits(*bits))).collect(),
-            }),
-        }
+
+        Some(Self {
+            token,
+            logprob: Some(f32::from_bits(words[1])).filter(|logprob| !logprob.is_nan()),
+            top: top.map(|(token, bits)| (*token, f32::from_bits(*bits))).collect(),
+        })
     }
 }
 
@@ -53,35 +89,45 @@ pub(crate) struct History {
     /// Position of the first token that is known here.
     first: usize,
     tokens: Vec<u32>,
+    /// The reason why no further token is chosen.
+    failed: Option<Unchosen>,
 }
 
 impl History {
     /// Begins with the token at position `first`. Tokens before are not known here: penalties for
     /// tokens of the prompt do not count them.
     pub(crate) fn new(begin: Begin, first: usize) -> Self {
-        Self { begin, first, tokens: Vec::new() }
+        Self { begin, first, tokens: Vec::new(), failed: None }
     }
 
-    /// Adds given tokens. Without any, the token at this position must be the last one.
-    pub(crate) fn add(&mut self, start: usize, given: &[u32]) -> CandleResult<()> {
+    /// Adds given tokens. Without any, the token at this position must be the last one. If the
+    /// tokens do not follow those before, the sequence has failed.
+    pub(crate) fn add(&mut self, start: usize, given: &[u32]) {
         let end = self.first + self.tokens.len();
-        if start != if given.is_empty() { end.saturating_sub(1) } else { end } {
-            bail!("tokens at position {start} of a sequence that has {end}");
+        let expected = if given.is_empty() { end.saturating_sub(1) } else { end };
+        if start != expected {
+            self.failed.get_or_insert(Unchosen::OutOfOrder);
         }
         self.tokens.extend(given);
-        Ok(())
     }
 
-    /// Chooses the token that follows, and adds it.
+    /// Chooses the token that follows, and adds it. Passes that were decided before this one was
+    /// known still continue a sequence that has failed: it gets the same reason from each.
     pub(crate) fn choose(&mut self, logits: Vec<f32>) -> Choice {
+        if let Some(why) = self.failed {
+            return why.into();
+        }
         let Begin { sampling, prompt, top } = self.begin;
         let known = (prompt as usize).saturating_sub(self.first).min(self.tokens.len());
         let (prompt, text) = self.tokens.split_at(known);
         let all = top.map(|top| (top as usize, logprobs(&logits)));
-        let token = sampling.next(logits, prompt, text);
-        self.tokens.extend(token);
-        let (logprob, top) = match (all, token) {
-            (Some((top, all)), Some(token)) => {
+        let Some(token) = sampling.next(logits, prompt, text) else {
+            self.failed = Some(Unchosen::NotFinite);
+            return Unchosen::NotFinite.into();
+        };
+        self.tokens.push(token);
+        let (logprob, top) = match all {
+            Some((top, all)) => {
                 let mut order: Vec<u32> = (0..all.len() as u32).collect();
                 let at = |token: &u32| all[*token as usize];
                 let largest_first = |a: &u32, b: &u32| at(b).total_cmp(&at(a)).then(a.cmp(b));
@@ -94,9 +140,9 @@ impl History {
                 let of = |token: u32| (token, all[token as usize]);
                 (Some(all[token as usize]), order.into_iter().map(of).collect())
             }
-            _ => (None, Vec::new()),
+            None => (None, Vec::new()),
         };
-        Choice { token, logprob, top }
+        Choice { token: Ok(token), logprob, top }
     }
 }
 
@@ -120,9 +166,10 @@ mod tests {
     #[test]
     fn choices_are_read_as_they_were_written() {
         let all = [
-            Choice { token: Some(7), logprob: None, top: Vec::new() },
-            Choice { token: Some(0), logprob: Some(-0.5), top: vec![(3, -0.1), (0, -0.5)] },
-            Choice { token: None, logprob: None, top: Vec::new() },
+            Choice { token: Ok(7), logprob: None, top: Vec::new() },
+            Choice { token: Ok(0), logprob: Some(-0.5), top: vec![(3, -0.1), (0, -0.5)] },
+            Choice::from(Unchosen::NotFinite),
+            Choice::from(Unchosen::OutOfOrder),
         ];
         for choice in all {
             let mut words = [5; CHOICE];
@@ -135,9 +182,9 @@ mod tests {
     #[test]
     fn most_probable_tokens_are_told_in_order() {
         let mut history = History::new(begin(1, Some(3)), 0);
-        history.add(0, &[9]).unwrap();
+        history.add(0, &[9]);
         let choice = history.choose(vec![1.0, 3.0, 2.0, 3.0]);
-        assert_eq!(choice.token, Some(1));
+        assert_eq!(choice.token, Ok(1));
         let tokens: Vec<u32> = choice.top.iter().map(|(token, _)| *token).collect();
         assert_eq!(tokens, [1, 3, 2]);
         let total: f64 = [1.0, 3.0, 2.0, 3.0f64].iter().map(|x| x.exp()).sum();
@@ -146,20 +193,38 @@ mod tests {
             assert!((f64::from(found) - (logit - total.ln())).abs() < 1e-6);
         }
         assert_eq!(choice.logprob, Some(choice.top[0].1));
-        assert_eq!(history.choose(vec![f32::NAN; 4]).token, None);
+    }
+
+    #[test]
+    fn failed_sequence_keeps_its_reason() {
+        let mut history = History::new(begin(1, Some(3)), 0);
+        history.add(0, &[9]);
+        let failed = Choice::from(Unchosen::NotFinite);
+        assert_eq!(history.choose(vec![f32::NAN; 4]), failed);
+        // The next pass was decided before this was known.
+        history.add(1, &[]);
+        assert_eq!(history.choose(vec![0.0, 1.0]), failed);
+    }
+
+    #[test]
+    fn tokens_out_of_order_fail_their_sequence() {
+        for (start, given) in [(2, &[5][..]), (0, &[5]), (1, &[]), (7, &[])] {
+            let mut history = History::new(begin(1, None), 0);
+            history.add(0, &[9]);
+            history.add(start, given);
+            assert_eq!(history.choose(vec![0.0, 1.0]), Unchosen::OutOfOrder.into(), "{start}");
+        }
     }
 
     #[test]
     fn tokens_of_the_prompt_and_the_text_are_told_apart() {
         let frequency = Sampling { frequency_penalty: 1.0, ..Sampling::default() };
         let mut history = History::new(Begin { sampling: frequency, prompt: 3, top: None }, 0);
-        history.add(0, &[2, 2]).unwrap();
-        history.add(2, &[2]).unwrap();
+        history.add(0, &[2, 2]);
+        history.add(2, &[2]);
         let logits = vec![0.0, 1.5, 2.0];
-        assert_eq!(history.choose(logits.clone()).token, Some(2), "a prompt has no penalty");
-        history.add(3, &[]).unwrap();
-        assert_eq!(history.choose(logits).token, Some(1));
-        history.add(3, &[]).unwrap_err();
-        history.add(6, &[1]).unwrap_err();
+        assert_eq!(history.choose(logits.clone()).token, Ok(2), "a prompt has no penalty");
+        history.add(3, &[]);
+        assert_eq!(history.choose(logits).token, Ok(1));
     }
 }

@@ -2,6 +2,7 @@
 
 use mpmd::{Error, Program, Result};
 
+use crate::choice::Unchosen;
 use crate::cut::Room;
 use crate::inference::{Choices, Inference};
 use crate::pass::{Begin, Chunk, Pass};
@@ -72,15 +73,11 @@ impl Generator {
             let Some(chosen) = &choices else { break };
             let read = || {
                 let all = self.inference.read(chosen)?.unwrap_or_default();
-                Ok(all.into_iter().flatten().next().and_then(|choice| choice.token))
+                let choice = all.into_iter().flatten().next();
+                Ok(choice.map_or(Err(Unchosen::OutOfOrder), |choice| choice.token))
             };
-            let Some(next) = p.broadcast_value(self.inference.owner(), Some(0), read)? else {
-                return Err(Error::kernel(
-                    "the model's logits are not finite: its weights are not, or its activations \
-                     overflow",
-                ));
-            };
-            text.push(next);
+            let next = p.broadcast_value(self.inference.owner(), Ok(0), read)?;
+            text.push(next.map_err(|why| Error::kernel(why.to_string()))?);
             if is_end(p, &text)? {
                 break;
             }

@@ -4,13 +4,13 @@
 //! The data path of a pass: its form (`pass`), the state of a stage (`load`), the function of a
 //! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd::aval::{DType, ShapedArray, f32s};
-use mpmd::candle::candle_core::{self, bail};
+use mpmd::candle::candle_core;
 use mpmd::candle::nn::{BLOCK, PagedRows};
 use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, stage};
 use mpmd::object::MpmdObject;
@@ -21,13 +21,13 @@ use mpmd::weights::{Subscribing, Subscription, Wanted};
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::{now, since};
 
-use crate::choice::{Choice, History};
+use crate::choice::{Choice, History, Unchosen, read_token};
 use crate::clock::{StageTimes, TIMES};
 use crate::cut::Room;
 use crate::decoder::{Part, Rows};
 use crate::load::{Load, Loaded};
 use crate::over::Over;
-use crate::pass::{CHOICE, NONE, NOT_FINITE, Pass};
+use crate::pass::{CHOICE, Chunk, Form, Forms, NONE, Pass};
 use crate::versions::{Arrival, Loading, Versions, take_folder};
 
 /// A model for inference: each stage has its weights, packed, and its caches.
@@ -37,6 +37,7 @@ pub struct Inference {
     meshes: Vec<Mesh>,
     room: Room,
     positions: usize,
+    forms: Forms,
     /// The place of choices for [`Inference::read`].
     reader: Mesh,
     owner: ProcessId,
@@ -88,13 +89,14 @@ impl Inference {
             meshes: meshes.to_vec(),
             room,
             positions,
+            forms: Forms::of(positions),
             owner: owner(p, &reader)?,
             reader,
             versions: Versions::default(),
             loading: None,
         };
         // The largest form: others have smaller collectives.
-        if let Some(pass) = Pass::of_each_form(inference.most_tokens()).last() {
+        if let Some(pass) = inference.forms.pass_of_each(inference.most_tokens()).last() {
             let microbatch = inference.microbatch(p, &pass, None)?;
             inference.pipeline.probe(p, &microbatch.shapes())?;
         }
@@ -206,7 +208,8 @@ impl Inference {
     ) -> Result<()> {
         self.times(p)?;
         let mut last = None;
-        for pass in Pass::of_each_form(self.most_tokens()) {
+        let forms = self.forms.clone();
+        for pass in forms.pass_of_each(self.most_tokens()) {
             last = Some(self.pass(p, &pass, last.as_ref())?);
             let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
             p.broadcast_value(self.owner, (), wait)?;
@@ -219,7 +222,7 @@ impl Inference {
             let is_last = p.broadcast_value(self.owner, false, end)?;
             last = Some(choices);
             if is_last {
-                for larger in Pass::of_more_words(pass.tokens()) {
+                for larger in forms.pass_of_each_wider(pass.tokens()) {
                     last = Some(self.pass(p, &larger, last.as_ref())?);
                 }
                 break;
@@ -235,14 +238,20 @@ impl Inference {
     ///
     /// # Errors
     ///
-    /// If there is no room for so many tokens or words. If a chunk does not follow its sequence's
-    /// tokens, the choices fail instead.
+    /// If there is no room for so many tokens or words. If a chunk has a place, a position, a block
+    /// or a token that the model does not have, or two chunks fill one block. The error is the same
+    /// on every process, and nothing was issued. If processes give different passes, their programs
+    /// have diverged. A chunk that does not follow its sequence's tokens is an [`Unchosen`] of that
+    /// sequence.
+    #[track_caller]
     pub fn pass(
         &mut self,
         p: &mut Program,
         pass: &Pass,
         last: Option<&Choices>,
     ) -> Result<Choices> {
+        self.check_pass(pass)?;
+        p.assert_same(format!("{pass}"))?;
         let microbatch = self.microbatch(p, pass, last)?;
         let choices = self.pipeline.forward(p, microbatch)?;
         let first = p.device_put(&choices, self.meshes[0].replicated())?;
@@ -251,6 +260,62 @@ impl Inference {
             false => p.device_put(&choices, self.reader.replicated())?,
         };
         Ok(Choices { first, read })
+    }
+
+    /// Checks that the embedding has a row for each token of a prompt.
+    ///
+    /// # Errors
+    ///
+    /// If a token has none: the text names it.
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let rows = self.loads.first().map_or(0, |load| load.folder.config().vocab_size);
+        match tokens.iter().find(|token| **token as usize >= rows) {
+            None => Ok(()),
+            Some(token) => Err(Error::kernel(format!(
+                "token {token} has no row in the model's embedding of {rows} rows"
+            ))),
+        }
+    }
+
+    fn check_pass(&self, pass: &Pass) -> Result<()> {
+        pass.chunks.iter().try_for_each(|chunk| self.check_chunk(chunk))?;
+
+        let mut filled = HashSet::new();
+        for chunk in &pass.chunks {
+            let from = chunk.start as usize / BLOCK;
+            let to = (chunk.start as usize + chunk.tokens()).div_ceil(BLOCK);
+            for block in &chunk.blocks[from..to] {
+                if !filled.insert(block) {
+                    return Err(Error::kernel(format!(
+                        "a pass whose chunks fill block {block} twice: one would get the keys of \
+                         the other"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks all that the stages look up by the numbers of a chunk.
+    fn check_chunk(&self, chunk: &Chunk) -> Result<()> {
+        let Room { blocks, sequences } = self.room;
+        let end = chunk.start as usize + chunk.tokens();
+        let needed = end.div_ceil(BLOCK);
+        let wrong = |what: String| Err(Error::kernel(format!("a chunk of a pass: {what}")));
+
+        if chunk.slot as usize >= sequences {
+            return wrong(format!("place {} of {sequences}", chunk.slot));
+        }
+        if end > self.positions {
+            return wrong(format!("{end} tokens, where {} have room", self.positions));
+        }
+        if chunk.blocks.len() < needed {
+            return wrong(format!("{} blocks for {end} tokens", chunk.blocks.len()));
+        }
+        if let Some(block) = chunk.blocks.iter().find(|block| **block as usize >= blocks) {
+            return wrong(format!("block {block} of {blocks}"));
+        }
+        self.check_tokens(&chunk.given)
     }
 
     /// Waits for choices, and returns that of each place for which one was made. `None` on other
@@ -306,7 +371,7 @@ impl Inference {
         pass: &Pass,
         last: Option<&Choices>,
     ) -> Result<Microbatch<MpmdArray>> {
-        let (tokens, words) = pass.form()?;
+        let Form { tokens, words } = self.forms.form(pass)?;
         let pass = Arc::new(pass.clone());
         let mut array = |mesh: &Mesh, shape: &[usize], write: fn(&Pass, &mut [u32])| {
             let (aval, pass) = (ShapedArray::try_new(shape, DType::U32)?, pass.clone());
@@ -374,7 +439,7 @@ impl Load {
             let part = load.part(&mut loaded, pass.version, &device);
             let part = part.map_err(candle_core::Error::wrap)?;
             let x = if is_first { x } else { load.working(x)? };
-            let rows = Rows::new(pass.rows(), load.positions, &device)?;
+            let rows = Rows::new(pass.rows(), &device)?;
             let x = part.follow(x, &rows, &mut loaded.caches, cx)?;
             let y = match is_last {
                 true => loaded.choices(&part, &x, &pass, (room, load.over), cx)?,
@@ -410,7 +475,7 @@ impl Load {
         let blocks = (0..rows.div_ceil(BLOCK) as u32).collect::<Vec<_>>();
         let mut caches = self.caches(blocks.len());
         let rows = vec![PagedRows { start: 0, rows, blocks }];
-        let rows = Rows::new(rows, self.positions, x.device())?;
+        let rows = Rows::new(rows, x.device())?;
         let x = zeros.follow(x.narrow(1, 0, rows.sequences[0].rows)?, &rows, &mut caches, cx)?;
         if is_last {
             let most = x.dim(1)?.min(room.sequences);
@@ -425,14 +490,17 @@ impl Loaded {
     fn tokens(&mut self, x: &Tensor, pass: &Pass, cx: &Cx<'_>) -> CandleResult<Tensor> {
         let last = cx.side("last")?.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<u32>()?;
         for (known, last) in self.last.iter_mut().zip(last) {
-            // One that is not finite has no row in the embedding. Its sequence has failed.
-            *known = if last == NONE { *known } else { last };
+            if let Some(last) = read_token(last) {
+                // A sequence without a token has failed. What is computed for it is not used.
+                *known = last.unwrap_or(0);
+            }
         }
-        let (mut tokens, mut at) = (x.flatten_all()?.to_vec1::<u32>()?, 0);
+
+        let mut tokens = x.flatten_all()?.to_vec1::<u32>()?;
+        let mut at = 0;
         for chunk in &pass.chunks {
             if chunk.given.is_empty() {
-                let last = self.last.get(chunk.slot as usize).copied();
-                tokens[at] = last.filter(|last| *last != NOT_FINITE).unwrap_or(0);
+                tokens[at] = self.last.get(chunk.slot as usize).copied().unwrap_or(0);
             }
             at += chunk.tokens();
         }
@@ -449,30 +517,23 @@ impl Loaded {
         (room, over): (Room, Over),
         cx: &Cx<'_>,
     ) -> CandleResult<Tensor> {
-        let (mut rows, mut asked, mut at) = (Vec::new(), Vec::new(), 0);
+        self.note(pass);
+        let mut rows = Vec::new();
+        let mut asked = Vec::new();
+        let mut at = 0;
         for chunk in &pass.chunks {
             at += chunk.tokens();
             if chunk.samples {
                 rows.push(at as u32 - 1);
-                asked.push(chunk.slot);
+                asked.push(chunk.slot as usize);
             }
-        }
-        let mut choices = vec![NONE; room.sequences * CHOICE];
-        for chunk in &pass.chunks {
-            let Some(place) = self.histories.get_mut(chunk.slot as usize) else {
-                bail!("a sequence in place {} of {}", chunk.slot, room.sequences);
-            };
-            if let Some(begin) = chunk.new {
-                *place = Some(History::new(begin, chunk.start as usize));
-            }
-            place
-                .iter_mut()
-                .try_for_each(|history| history.add(chunk.start as usize, &chunk.given))?;
         }
         // All devices call the same collectives.
         if rows.is_empty() && over != Over::ONE && at > 0 {
             rows.push(0);
         }
+
+        let mut choices = vec![NONE; room.sequences * CHOICE];
         if rows.is_empty() {
             return Tensor::from_vec(choices, (room.sequences, CHOICE), x.device());
         }
@@ -480,13 +541,28 @@ impl Loaded {
         let x = x.index_select(&Tensor::from_vec(rows, count, x.device())?, 1)?;
         let logits = part.logits(&x, cx)?.squeeze(0)?.to_dtype(candle_core::DType::F32)?;
         let logits = logits.to_vec2::<f32>()?;
-        for (slot, logits) in asked.iter().zip(logits) {
-            let Some(history) = &mut self.histories[*slot as usize] else {
-                bail!("no sequence has begun in place {slot}");
+        for (slot, logits) in asked.into_iter().zip(logits) {
+            let words = choices.get_mut(slot * CHOICE..).and_then(|own| own.get_mut(..CHOICE));
+            let Some(words) = words else { continue };
+            let choice = match self.histories.get_mut(slot) {
+                Some(Some(history)) => history.choose(logits),
+                _ => Unchosen::OutOfOrder.into(),
             };
-            let words = &mut choices[*slot as usize * CHOICE..][..CHOICE];
-            history.choose(logits).write(words);
+            choice.write(words);
         }
         Tensor::from_vec(choices, (room.sequences, CHOICE), x.device())
+    }
+
+    /// Adds the tokens of a pass to their sequences, and begins new ones.
+    fn note(&mut self, pass: &Pass) {
+        for chunk in &pass.chunks {
+            let Some(place) = self.histories.get_mut(chunk.slot as usize) else { continue };
+            if let Some(begin) = chunk.new {
+                *place = Some(History::new(begin, chunk.start as usize));
+            }
+            if let Some(history) = place {
+                history.add(chunk.start as usize, &chunk.given);
+            }
+        }
     }
 }

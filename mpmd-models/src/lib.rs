@@ -66,7 +66,7 @@ use std::path::Path;
 
 use mpmd::Error;
 
-pub use choice::Choice;
+pub use choice::{Choice, Unchosen};
 pub use clock::StageTimes;
 pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
 pub use cut::{CutArgs, Held, Room};
@@ -75,7 +75,7 @@ pub use folder::Folder;
 pub use generator::Generator;
 pub use inference::{Choices, Inference, Times};
 pub use lora::{Lora, merged};
-pub use pass::{Begin, Chunk, MOST_TOKENS, MOST_WORDS, Pass, TOP};
+pub use pass::{Begin, Chunk, MOST_TOKENS, Pass, TOP, most_words};
 pub use publish::{PublishArgs, SubscribeArgs, Weights};
 pub use rope::{Angles, Rope, Scaling};
 pub use sample::Sampling;

@@ -1,8 +1,11 @@
 //! A pass of inference: some tokens of some sequences, and the form in which stages get it.
 
+use std::fmt;
+
 use mpmd::candle::candle_core::bail;
 use mpmd::candle::nn::{BLOCK, PagedRows};
 use mpmd::candle::{Result as CandleResult, Tensor};
+use mpmd::random::Key;
 use mpmd::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -52,10 +55,9 @@ pub const TOP: usize = 20;
 pub(crate) const CHOICE: usize = 2 + 2 * TOP;
 /// In place of a token: no token was chosen.
 pub(crate) const NONE: u32 = u32::MAX;
-/// In place of a token: the logits were not finite.
-pub(crate) const NOT_FINITE: u32 = u32::MAX - 1;
 
-/// (number of tokens, number of words of the table) of the forms that passes have.
+/// (number of tokens, number of words of the table) of the forms that passes have. The last one has
+/// more words where a sequence needs them: see [`Forms::of`].
 const FORMS: [(usize, usize); 5] = [(1, 512), (8, 2048), (32, 4096), (128, 16_384), (512, 16_384)];
 /// Words of a pass before its chunks: their number, and the version.
 const START: usize = 3;
@@ -66,8 +68,75 @@ const BEGIN: usize = 18;
 
 /// The largest number of tokens of a pass.
 pub const MOST_TOKENS: usize = FORMS[FORMS.len() - 1].0;
-/// The largest number of words of the chunks of a pass: see [`Chunk::words`].
-pub const MOST_WORDS: usize = FORMS[FORMS.len() - 1].1 - START;
+
+/// Returns the largest number of words of the chunks of a pass, for sequences of up to `positions`
+/// tokens: see [`Chunk::words`]. Any chunk of one sequence has room.
+pub fn most_words(positions: usize) -> usize {
+    Forms::of(positions).largest().words - START
+}
+
+/// The size of the arrays in which stages get a pass.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Form {
+    pub(crate) tokens: usize,
+    pub(crate) words: usize,
+}
+
+/// The forms of passes, the smallest first.
+#[derive(Clone, Debug)]
+pub(crate) struct Forms([Form; FORMS.len()]);
+
+impl Forms {
+    /// Creates the forms for sequences of up to `positions` tokens.
+    pub(crate) fn of(positions: usize) -> Self {
+        let mut forms = FORMS.map(|(tokens, words)| Form { tokens, words });
+        let largest = &mut forms[FORMS.len() - 1];
+        let blocks = positions.div_ceil(BLOCK);
+        largest.words = largest.words.max(START + HEAD + BEGIN + largest.tokens + blocks);
+        Self(forms)
+    }
+
+    fn largest(&self) -> Form {
+        self.0[FORMS.len() - 1]
+    }
+
+    /// Returns the smallest form that has room for a pass.
+    ///
+    /// # Errors
+    ///
+    /// If none has.
+    pub(crate) fn form(&self, pass: &Pass) -> Result<Form> {
+        let tokens = pass.tokens();
+        let words: usize = pass.chunks.iter().map(Chunk::words).sum();
+
+        let has_room = |form: &&Form| tokens <= form.tokens && words + START <= form.words;
+        self.0.iter().find(has_room).copied().ok_or_else(|| {
+            let Form { tokens: most_tokens, words: most_words } = self.largest();
+            Error::kernel(format!(
+                "a pass of {tokens} tokens and {words} words: at most {most_tokens} and {} have \
+                 room",
+                most_words - START
+            ))
+        })
+    }
+
+    /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
+    /// blocks for `most` tokens.
+    pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = Pass> {
+        self.0.into_iter().map(move |form| {
+            let tokens = form.tokens.min(most).max(1);
+            Pass::without_choice(vec![0; tokens], (0..tokens.div_ceil(BLOCK) as u32).collect())
+        })
+    }
+
+    /// Returns passes of one token with so many words that they have larger forms than a pass of
+    /// `tokens` tokens: those that long sequences can need.
+    pub(crate) fn pass_of_each_wider(&self, tokens: usize) -> impl Iterator<Item = Pass> {
+        let pairs = self.0.windows(2);
+        let wider = pairs.filter(move |two| two[0].tokens >= tokens && two[1].words > two[0].words);
+        wider.map(|two| Pass::without_choice(vec![0], vec![0; two[0].words]))
+    }
+}
 
 impl Chunk {
     /// Returns the number of tokens.
@@ -82,54 +151,28 @@ impl Chunk {
     }
 }
 
-impl Pass {
-    /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
-    /// blocks for `most` tokens.
-    pub(crate) fn of_each_form(most: usize) -> impl Iterator<Item = Self> {
-        FORMS.into_iter().map(move |(tokens, _)| {
-            let tokens = tokens.min(most).max(1);
-            let chunk = Chunk {
-                slot: 0,
-                start: 0,
-                given: vec![0; tokens],
-                samples: false,
-                blocks: (0..tokens.div_ceil(BLOCK) as u32).collect(),
-                new: None,
-            };
-            Self { version: 0, chunks: vec![chunk] }
-        })
+impl fmt::Display for Pass {
+    /// Writes the numbers of sequences and tokens, and a hash of all that the pass has.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hash = self.words().into_iter().fold(Key(0), |key, word| key.fold_in(word.into()));
+        let Self { version, chunks } = self;
+        let tokens = self.tokens();
+        let sequences = chunks.len();
+        write!(f, "a pass of {tokens} tokens of {sequences} sequences by version {version}")?;
+        write!(f, " of the weights, with hash {:016x}", hash.0)
     }
+}
 
-    /// Returns passes of one token with so many words that they have larger forms than a pass of
-    /// `tokens` tokens: those that long sequences can need.
-    pub(crate) fn of_more_words(tokens: usize) -> impl Iterator<Item = Self> {
-        let larger = FORMS.windows(2).filter(move |two| two[0].0 >= tokens && two[1].1 > two[0].1);
-        larger.map(|two| {
-            let (given, blocks) = (vec![0], vec![0; two[0].1]);
-            let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
-            Self { version: 0, chunks: vec![chunk] }
-        })
+impl Pass {
+    /// Creates a pass of the first tokens of one sequence, after which none is chosen.
+    fn without_choice(given: Vec<u32>, blocks: Vec<u32>) -> Self {
+        let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
+        Self { version: 0, chunks: vec![chunk] }
     }
 
     /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         self.chunks.iter().map(Chunk::tokens).sum()
-    }
-
-    /// Returns the smallest form that has room for the pass.
-    ///
-    /// # Errors
-    ///
-    /// If none has.
-    pub(crate) fn form(&self) -> Result<(usize, usize)> {
-        let (tokens, words) = (self.tokens(), self.chunks.iter().map(Chunk::words).sum::<usize>());
-        let fits = |form: &&(usize, usize)| tokens <= form.0 && words + START <= form.1;
-        FORMS.iter().find(fits).copied().ok_or_else(|| {
-            Error::kernel(format!(
-                "a pass of {tokens} tokens and {words} words: at most {MOST_TOKENS} and \
-                 {MOST_WORDS} have room"
-            ))
-        })
     }
 
     /// Writes the tokens, and zeros for those that the first stage knows.
@@ -144,6 +187,12 @@ impl Pass {
 
     /// Writes all but the order of the tokens.
     pub(crate) fn write(&self, to: &mut [u32]) {
+        let words = self.words();
+        to[..words.len()].copy_from_slice(&words);
+        to[words.len()..].fill(0);
+    }
+
+    fn words(&self) -> Vec<u32> {
         let Self { version, chunks } = self;
         let mut words = vec![chunks.len() as u32, *version as u32, (*version >> 32) as u32];
         for chunk in chunks {
@@ -168,8 +217,7 @@ impl Pass {
             words.extend(given);
             words.extend(blocks);
         }
-        to[..words.len()].copy_from_slice(&words);
-        to[words.len()..].fill(0);
+        words
     }
 
     /// Reads what [`write`](Self::write) has written.
@@ -277,7 +325,7 @@ mod tests {
         let (given, blocks) = (Vec::new(), vec![5]);
         let second = Chunk { slot: 1, start: 15, given, samples: false, blocks, new: None };
         let pass = Pass { version: 7 << 32 | 5, chunks: vec![first, second] };
-        assert_eq!(pass.form().unwrap(), (8, 2048));
+        assert_eq!(Forms::of(100).form(&pass).unwrap(), Form { tokens: 8, words: 2048 });
         let all: usize = pass.chunks.iter().map(Chunk::words).sum();
         let mut words = vec![9; 2048];
         pass.write(&mut words);
@@ -306,16 +354,49 @@ mod tests {
             blocks: vec![0; blocks],
             new: None,
         };
-        let form = |given, blocks| Pass { version: 0, chunks: vec![chunk(given, blocks)] }.form();
-        assert_eq!(form(MOST_TOKENS, 32).unwrap().0, MOST_TOKENS);
-        assert_eq!(form(1, 600).unwrap(), (8, 2048));
-        for (given, blocks) in [(MOST_TOKENS + 1, 1), (1, MOST_WORDS)] {
+        let forms = Forms::of(1000);
+        let form =
+            |given, blocks| forms.form(&Pass { version: 0, chunks: vec![chunk(given, blocks)] });
+        assert_eq!(form(MOST_TOKENS, 32).unwrap().tokens, MOST_TOKENS);
+        assert_eq!(form(1, 600).unwrap(), Form { tokens: 8, words: 2048 });
+        for (given, blocks) in [(MOST_TOKENS + 1, 1), (1, most_words(1000))] {
             let said = form(given, blocks).unwrap_err().to_string();
             assert!(said.contains("at most 512 and 16381 have room"), "{said}");
         }
-        assert_eq!(Pass::default().form().unwrap(), (1, 512));
-        let larger = |tokens| Pass::of_more_words(tokens).map(|pass| pass.form().unwrap());
-        assert_eq!(larger(8).collect::<Vec<_>>(), FORMS[2..4]);
-        assert_eq!(larger(100).collect::<Vec<_>>(), [], "the last two have as many words");
+        assert_eq!(forms.form(&Pass::default()).unwrap(), forms.0[0]);
+        let wider = |tokens| {
+            let passes = forms.pass_of_each_wider(tokens);
+            passes.map(|pass| forms.form(&pass).unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(wider(8), forms.0[2..4]);
+        assert_eq!(wider(100), [], "the last two have as many words");
+    }
+
+    #[test]
+    fn whole_chunk_of_the_longest_sequence_has_room() {
+        for positions in [1, 4096, 253_000, 300_000, 10_000_000] {
+            let begin = Begin { sampling: Sampling::default(), prompt: 1, top: None };
+            let chunk = Chunk {
+                slot: 0,
+                start: 0,
+                given: vec![0; MOST_TOKENS.min(positions)],
+                samples: true,
+                blocks: vec![0; positions.div_ceil(BLOCK)],
+                new: Some(begin),
+            };
+            assert!(chunk.words() <= most_words(positions), "{positions}");
+            let forms = Forms::of(positions);
+            forms.form(&Pass { version: 0, chunks: vec![chunk] }).unwrap();
+            // A pass of one token of it has a form that a warm-up knows, too.
+            let known: Vec<Form> = [1, 8]
+                .into_iter()
+                .flat_map(|tokens| forms.pass_of_each_wider(tokens))
+                .map(|pass| forms.form(&pass).unwrap())
+                .chain(forms.0[..2].iter().copied())
+                .collect();
+            let blocks = positions.div_ceil(BLOCK);
+            let one = Pass::without_choice(vec![0], vec![0; blocks]);
+            assert!(known.contains(&forms.form(&one).unwrap()), "{positions}");
+        }
     }
 }

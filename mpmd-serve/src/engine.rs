@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::{Figures, StageFigures};
 use crate::queue::{Arrivals, News, PauseMode, Sender, Waker};
-use crate::request::Event;
+use crate::request::{Event, Request};
 use crate::scheduler::{Decision, Scheduler, Sizes};
 
 /// Longest time between two steps: shorter than any peer timeout, so that a server without requests
@@ -163,7 +163,7 @@ impl Engine {
     /// enough passes are open.
     pub(crate) fn step(&mut self, inference: &Inference) -> Result<Step> {
         loop {
-            self.take_news();
+            self.take_news(inference);
             if let Some(step) = self.change_weights(inference.versions()) {
                 return Ok(step);
             }
@@ -289,17 +289,16 @@ impl Engine {
         self.report();
     }
 
-    /// Fails the requests of the oldest open pass. The others are computed again.
+    /// Takes the failure of the oldest open pass. A request that was alone in it fails. All others
+    /// are computed again.
     fn fail(&mut self, why: &Error, inference: &Inference) {
         // No version may retire before the passes that compute by it have ended. Their choices are
         // forgotten.
         self.open.iter().for_each(|choices| _ = inference.read(choices));
-        tracing::error!("a pass has failed, and its requests with it: {why}");
-        let why: Arc<str> = format!("the model has failed: {why}").into();
-        for id in self.scheduler.fail() {
-            if let Some(mut sender) = self.clients.remove(&id) {
-                sender.send(Event::Failed(why.clone()));
-            }
+        tracing::error!("a pass has failed: {why}");
+        let ended = self.scheduler.fail();
+        if let Some(mut sender) = ended.and_then(|id| self.clients.remove(&id)) {
+            sender.send(Event::Failed(format!("the model has failed: {why}").into()));
         }
         self.passes[1] += 1;
         self.forget();
@@ -375,7 +374,7 @@ impl Engine {
 
     /// Takes new requests, forgets those of clients that have left, and ends those that a pause
     /// aborts.
-    fn take_news(&mut self) {
+    fn take_news(&mut self, inference: &Inference) {
         let gone = self.clients.iter().filter(|(_, sender)| sender.is_gone());
         let gone: Vec<u64> = gone.map(|(id, _)| *id).collect();
         for id in gone {
@@ -395,10 +394,9 @@ impl Engine {
             self.weights.load = Some(Load::Asked(path));
         }
         for arrival in arrived {
-            let (request, mut sender) = (arrival.request, arrival.sender);
-            let (tokens, most) = (request.prompt.len(), self.sizes.positions);
-            if tokens == 0 || tokens >= most || request.max_tokens == 0 {
-                let why = format!("a prompt of {tokens} tokens: from 1 to {} have room", most - 1);
+            let request = arrival.request;
+            let mut sender = arrival.sender;
+            if let Err(why) = self.check(&request, inference) {
                 sender.send(Event::Failed(why.into()));
                 continue;
             }
@@ -406,6 +404,16 @@ impl Engine {
             self.clients.insert(self.next, sender);
             self.next += 1;
         }
+    }
+
+    /// Checks all conditions of a request on which a pass with it could fail.
+    fn check(&self, request: &Request, inference: &Inference) -> std::result::Result<(), String> {
+        let tokens = request.prompt.len();
+        let most = self.sizes.positions;
+        if tokens == 0 || tokens >= most || request.max_tokens == 0 {
+            return Err(format!("a prompt of {tokens} tokens: from 1 to {} have room", most - 1));
+        }
+        inference.check_tokens(&request.prompt).map_err(|why| why.to_string())
     }
 
     fn report(&self) {

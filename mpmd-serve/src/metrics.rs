@@ -228,7 +228,7 @@ impl Collector for Engine {
             ("prefix_hit_tokens", "Tokens of prompts in the prefix cache", figures.prefix_tokens),
             ("preemptions", "Requests that lost their blocks", figures.preemptions),
             ("passes", "Passes of the pipeline", figures.passes),
-            ("failed_passes", "Passes that failed with their requests", figures.failed_passes),
+            ("failed_passes", "Passes that failed as a whole", figures.failed_passes),
             ("surplus_rows", "Rows whose tokens were dropped", figures.surplus_rows),
             ("weight_versions", "Versions of the weights that have begun", figures.versions),
             ("upgraded_requests", "Requests computed again on a newer version", figures.upgrades),

@@ -82,7 +82,8 @@ impl<'a> Serving<'a> {
     ///
     /// # Errors
     ///
-    /// If another process is lost. A pass that fails ends its own requests alone.
+    /// If another process is lost. A pass that fails is no error: its requests are computed again,
+    /// each alone, and one that fails alone ends.
     pub fn turn<T: Serialize + DeserializeOwned>(
         &mut self,
         p: &mut Program,

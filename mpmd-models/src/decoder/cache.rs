@@ -1,6 +1,5 @@
 //! The keys and values of the tokens so far, for inference.
 
-use mpmd::candle::candle_core::bail;
 use mpmd::candle::nn::{PagedCache, PagedRows};
 use mpmd::candle::{Device, Result, Tensor};
 
@@ -27,22 +26,14 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// Returns the tokens of these sequences, which have up to `positions` tokens, for a pass on
-    /// `device`.
+    /// Returns the tokens of these sequences, for a pass on `device`.
     ///
     /// # Errors
     ///
-    /// If a sequence is longer.
-    pub(crate) fn new(
-        sequences: Vec<PagedRows>,
-        positions: usize,
-        device: &Device,
-    ) -> Result<Self> {
+    /// If candle fails.
+    pub(crate) fn new(sequences: Vec<PagedRows>, device: &Device) -> Result<Self> {
         let mut all = Vec::new();
         for PagedRows { start, rows, .. } in &sequences {
-            if start + rows > positions {
-                bail!("a sequence of {} tokens, where {positions} have room", start + rows);
-            }
             all.extend(*start as u32..(start + rows) as u32);
         }
         let count = all.len();

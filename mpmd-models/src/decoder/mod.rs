@@ -264,8 +264,7 @@ impl Part {
             let own = (tokens.to_dtype(DType::I64)?.to_dtype(DType::F64)? - first as f64)?;
             let is_own = (own.ge(0f64)? * own.lt(rows as f64)?)?;
             let own = (own * is_own.to_dtype(DType::F64)?)?.to_dtype(DType::U32)?;
-            let is_own = is_own.to_dtype(DType::F32)?.unsqueeze(tokens.rank())?;
-            return self.over.sum(table.forward(&own)?.broadcast_mul(&is_own)?, cx);
+            return self.over.sum(own_rows(table.forward(&own)?, &is_own)?, cx);
         }
         let all = tokens.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
         let (mut own, mut is_own) = (Vec::new(), Vec::new());
@@ -275,12 +274,11 @@ impl Part {
             }
             let row = (token as usize).checked_sub(first).filter(|row| *row < rows);
             own.push(row.unwrap_or(0) as u32);
-            is_own.push(if row.is_some() { 1.0f32 } else { 0.0 });
+            is_own.push(u8::from(row.is_some()));
         }
         let own = Tensor::from_vec(own, tokens.shape(), tokens.device())?;
         let is_own = Tensor::from_vec(is_own, tokens.shape(), tokens.device())?;
-        let found = table.forward(&own)?.broadcast_mul(&is_own.unsqueeze(tokens.rank())?)?;
-        self.over.sum(found, cx)
+        self.over.sum(own_rows(table.forward(&own)?, &is_own)?, cx)
     }
 
     /// Computes the logits `[batch, time, vocab_size]` from the outputs of the last layer.
@@ -304,6 +302,13 @@ impl Part {
             None => Ok(logits),
         }
     }
+}
+
+/// Replaces the rows of tokens that another device has by zeros: by a choice, since a product with
+/// zero keeps what is not finite, and one row of the table would spoil all tokens of a pass.
+fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
+    let is_own = is_own.unsqueeze(is_own.rank())?.broadcast_as(rows.shape())?.contiguous()?;
+    is_own.where_cond(&rows, &rows.zeros_like()?)
 }
 
 /// Returns the name and shape of each parameter of a model. The dtype is f32.

@@ -10,6 +10,10 @@
 //!
 //! A sequence is computed by the version of the weights with which it began, and so is each pass.
 //! While two versions are in use, a lane alternates between them.
+//!
+//! If a pass of several sequences fails, nothing says which of them is at fault. All are *suspects*
+//! then: each is computed again in passes of its own, until one of these has chosen a token. A pass
+//! of one sequence that fails ends this sequence. So none ends by the fault of another.
 
 mod blocks;
 #[cfg(test)]
@@ -19,7 +23,7 @@ mod versions;
 use std::collections::{BTreeMap, VecDeque};
 
 use mpmd::candle::nn::BLOCK;
-use mpmd_models::{Begin, Choice, Chunk, MOST_TOKENS, MOST_WORDS, Pass};
+use mpmd_models::{Begin, Choice, Chunk, MOST_TOKENS, Pass, Unchosen, most_words};
 use serde::{Deserialize, Serialize};
 
 use crate::request::{Event, Finish, Logprobs, Request, Token};
@@ -93,6 +97,8 @@ pub struct Scheduler {
     versions: Versions,
     /// True if only sequences that have begun get places.
     is_closed: bool,
+    /// Number of words of the chunks of a pass at most.
+    words: usize,
 }
 
 /// A pass that has not ended.
@@ -135,6 +141,24 @@ struct Sequence {
     /// The version of the weights that computes it, once it has begun.
     version: Option<u64>,
     place: Option<Place>,
+    /// True if a pass with this sequence and others has failed, and none of its own has ended since.
+    is_suspect: bool,
+}
+
+/// The next tokens of a sequence.
+enum Next {
+    Chunk(Chunk),
+    /// No token is to be computed before an open pass ends.
+    Nothing,
+    /// The pass has no room for a token, or there is no block for it.
+    NoRoom,
+}
+
+/// The room that a pass has left.
+#[derive(Clone, Copy, Debug)]
+struct PassRoom {
+    tokens: usize,
+    words: usize,
 }
 
 /// The state of a sequence that has a place.
@@ -164,6 +188,23 @@ impl Sequence {
     fn text_len(&self) -> usize {
         self.len() - self.request.prompt.len()
     }
+
+    /// Returns the next chunk of the sequence in its place, without tokens and blocks.
+    fn head(&self, place: &Place) -> Chunk {
+        let begin = Begin {
+            sampling: self.request.sampling,
+            prompt: self.request.prompt.len() as u32,
+            top: self.request.logprobs.map(|top| top as u32),
+        };
+        Chunk {
+            slot: place.slot as u32,
+            start: place.computed as u32,
+            given: Vec::new(),
+            samples: false,
+            blocks: Vec::new(),
+            new: Some(begin).filter(|_| !place.has_begun),
+        }
+    }
 }
 
 impl Scheduler {
@@ -191,6 +232,7 @@ impl Scheduler {
             counts: Counts::default(),
             versions: Versions::default(),
             is_closed: false,
+            words: most_words(positions),
         }
     }
 
@@ -225,12 +267,13 @@ impl Scheduler {
     /// and fewer than there are positions.
     pub fn arrive(&mut self, id: u64, request: Request) {
         let tokens = request.prompt.clone();
-        let sequence = Sequence { request, tokens, starts: 0, version: None, place: None };
+        let sequence =
+            Sequence { request, tokens, starts: 0, version: None, place: None, is_suspect: false };
         self.sequences.insert(id, sequence);
         self.waiting.push_back(id);
     }
 
-    /// Forgets a request whose client has left. Does nothing if it has ended.
+    /// Forgets a sequence that has ended, or whose client has left. Does nothing if there is none.
     pub fn leave(&mut self, id: u64) {
         self.give_up_place(id);
         self.sequences.remove(&id);
@@ -290,15 +333,28 @@ impl Scheduler {
         events
     }
 
-    /// Ends the sequences of the oldest open pass, since it failed, and returns them. The stages
-    /// have lost what they had: as [`restart`](Self::restart).
-    pub fn fail(&mut self) -> Vec<u64> {
+    /// Takes the failure of the oldest open pass. Returns its sequence if it had only one: it has
+    /// ended. Several are computed again, each alone. The stages have lost what they had: as
+    /// [`restart`](Self::restart).
+    pub fn fail(&mut self) -> Option<u64> {
         let members = self.open.pop_front().map_or(Vec::new(), |pass| pass.members);
-        let failed = members.into_iter().filter(|member| self.is_current(*member));
-        let failed: Vec<u64> = failed.map(|member| member.id).collect();
-        failed.iter().for_each(|id| self.finish(*id));
+        // Also one that had to give up its place since: it would fail at the same token again.
+        let ended = match members[..] {
+            [Member { id, .. }] => Some(id).filter(|id| self.sequences.contains_key(id)),
+            _ => None,
+        };
+        match ended {
+            Some(id) => self.leave(id),
+            None => members.iter().for_each(|member| self.suspect(member.id)),
+        }
         self.restart();
-        failed
+        ended
+    }
+
+    fn suspect(&mut self, id: u64) {
+        if let Some(sequence) = self.sequences.get_mut(&id) {
+            sequence.is_suspect = true;
+        }
     }
 
     /// True if a sequence has not ended, nor given up its place, since a pass was decided.
@@ -312,11 +368,15 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get_mut(&id) else { return Vec::new() };
         let Some(place) = &mut sequence.place else { return Vec::new() };
         place.open -= 1;
-        let Some(Choice { token: Some(token), logprob, top }) = choice else {
-            self.finish(id);
-            let why = "the model's logits are not finite: its weights are not, or its activations \
-                       overflow";
-            return vec![(id, Event::Failed(why.into()))];
+        sequence.is_suspect = false;
+
+        let Choice { token, logprob, top } = choice.unwrap_or_else(|| Unchosen::OutOfOrder.into());
+        let token = match token {
+            Ok(token) => token,
+            Err(why) => {
+                self.leave(id);
+                return vec![(id, Event::Failed(why.to_string().into()))];
+            }
         };
         sequence.tokens.push(token);
         self.counts.generated_tokens += 1;
@@ -333,16 +393,10 @@ impl Scheduler {
         };
         self.fill(id);
         if let Some(finish) = finish {
-            self.finish(id);
+            self.leave(id);
             events.push((id, Event::End(finish)));
         }
         events
-    }
-
-    /// Forgets a sequence that has ended.
-    fn finish(&mut self, id: u64) {
-        self.give_up_place(id);
-        self.sequences.remove(&id);
     }
 
     fn give_up_place(&mut self, id: u64) {
@@ -417,15 +471,32 @@ impl Scheduler {
             sequence.place.as_ref().is_some_and(|place| place.computed + 1 >= place.given)
         };
         let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
-        let (mut tokens, mut words) = (self.sizes.chunk, MOST_WORDS);
-        let (mut pass, mut members) = (Pass { version, chunks: Vec::new() }, Vec::new());
-        for id in texts.into_iter().chain(prompts) {
-            let Some(chunk) = self.chunk(id, tokens, words) else { continue };
-            tokens -= chunk.tokens();
-            words -= chunk.words();
+        let (suspects, others): (Vec<u64>, Vec<u64>) =
+            texts.into_iter().chain(prompts).partition(|id| self.sequences[id].is_suspect);
+
+        let mut room = PassRoom { tokens: self.sizes.chunk, words: self.words };
+        let mut pass = Pass { version, chunks: Vec::new() };
+        let mut members = Vec::new();
+        for id in suspects.into_iter().chain(others) {
+            let is_suspect = self.sequences.get(&id).is_some_and(|sequence| sequence.is_suspect);
+            let chunk = match self.next(id, room) {
+                Next::Chunk(chunk) => chunk,
+                Next::Nothing => continue,
+                Next::NoRoom => {
+                    let has_place = self.sequences.get(&id).is_some_and(|one| one.place.is_some());
+                    let is_alone = pass.chunks.is_empty();
+                    debug_assert!(!(has_place && is_alone), "a sequence that will never fit");
+                    continue;
+                }
+            };
+            room.tokens -= chunk.tokens();
+            room.words -= chunk.words();
             let (starts, slot) = (self.sequences[&id].starts, chunk.slot as usize);
             members.push(Member { id, starts, slot, samples: chunk.samples });
             pass.chunks.push(chunk);
+            if is_suspect {
+                break;
+            }
         }
         // Without those of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
@@ -438,46 +509,55 @@ impl Scheduler {
         (pass, members)
     }
 
-    /// Decides on the next tokens of a sequence, with at most so many tokens and words. `None` if
-    /// none is to be computed, or there is no room.
-    fn chunk(&mut self, id: u64, tokens: usize, words: usize) -> Option<Chunk> {
-        let sequence = self.sequences.get(&id)?;
-        let place = sequence.place.as_ref()?;
-        let (start, len) = (place.computed, sequence.len());
-        if sequence.text_len() >= sequence.request.max_tokens || len >= self.sizes.positions {
-            return None;
+    /// Decides on the next tokens of a sequence, for a pass with this room.
+    fn next(&mut self, id: u64, room: PassRoom) -> Next {
+        let Some(sequence) = self.sequences.get(&id) else { return Next::Nothing };
+        let Some(place) = &sequence.place else { return Next::Nothing };
+        let start = place.computed;
+        let len = sequence.len();
+        let is_done = sequence.text_len() >= sequence.request.max_tokens;
+        if is_done || len >= self.sizes.positions || start == len {
+            return Next::Nothing;
         }
-        let begin = Begin {
-            sampling: sequence.request.sampling,
-            prompt: sequence.request.prompt.len() as u32,
-            top: sequence.request.logprobs.map(|top| top as u32),
+
+        let head = sequence.head(place);
+        let Some(words) = room.words.checked_sub(head.words() + len.div_ceil(BLOCK)) else {
+            return Next::NoRoom;
         };
-        let new = Some(begin).filter(|_| !place.has_begun);
-        let head = Chunk {
-            slot: place.slot as u32,
-            start: start as u32,
-            given: Vec::new(),
-            samples: false,
-            blocks: Vec::new(),
-            new,
-        };
-        let words = words.checked_sub(head.words() + len.div_ceil(BLOCK))?;
-        let end = len.min(start + tokens.min(words));
+        let end = len.min(start + room.tokens.min(words));
         if end == start {
-            return None;
+            return Next::NoRoom;
         }
         let given = sequence.tokens.get(start..end.min(place.given)).unwrap_or_default().to_vec();
-        while self.sequences.get(&id)?.place.as_ref()?.blocks.len() < end.div_ceil(BLOCK) {
-            let block = self.take_block(id)?;
-            self.sequences.get_mut(&id)?.place.as_mut()?.blocks.push(block);
-        }
-        let sequence = self.sequences.get_mut(&id)?;
-        let (prompt, samples) = (sequence.request.prompt.len(), end == len);
-        let place = sequence.place.as_mut()?;
+        let has_room = self.grow(id, end.div_ceil(BLOCK));
+
+        let Some(sequence) = self.sequences.get_mut(&id).filter(|_| has_room) else {
+            return Next::NoRoom;
+        };
+        let prompt = sequence.request.prompt.len();
+        let Some(place) = &mut sequence.place else { return Next::NoRoom };
         self.counts.prompt_tokens += end.min(prompt).saturating_sub(start) as u64;
-        (place.computed, place.has_begun) = (end, true);
+        let samples = end == len;
+        place.computed = end;
+        place.has_begun = true;
         place.open += usize::from(samples);
         let blocks = place.blocks[..end.div_ceil(BLOCK)].to_vec();
-        Some(Chunk { given, samples, blocks, ..head })
+        Next::Chunk(Chunk { given, samples, blocks, ..head })
+    }
+
+    /// Takes blocks for a sequence until it has this number. Returns false if there are not as many:
+    /// the sequence has given up its place.
+    fn grow(&mut self, id: u64, blocks: usize) -> bool {
+        loop {
+            let Some(sequence) = self.sequences.get(&id) else { return false };
+            let Some(place) = &sequence.place else { return false };
+            if place.blocks.len() >= blocks {
+                return true;
+            }
+            let Some(block) = self.take_block(id) else { return false };
+            let place = self.sequences.get_mut(&id).and_then(|sequence| sequence.place.as_mut());
+            let Some(place) = place else { return false };
+            place.blocks.push(block);
+        }
     }
 }

@@ -9,6 +9,10 @@ use super::*;
 
 /// Number of tokens of the toy's vocabulary.
 const VOCABULARY: u64 = 11;
+/// A token with which the toy's pass fails.
+const POISON: u32 = 77;
+/// A token after which the toy can choose no token.
+const NOT_FINITE: u32 = 78;
 
 /// Mixes a token into the hash of those before it.
 fn mixed(hash: u64, token: u32) -> u64 {
@@ -29,7 +33,13 @@ struct Toy {
     last: Vec<u32>,
     /// The tokens of each place since its sequence began.
     begun: Vec<Option<Begin>>,
+    /// The places of sequences for which no token can be chosen.
+    unchosen: BTreeSet<usize>,
 }
+
+/// A pass of the toy has failed. Nothing says by which of its sequences.
+#[derive(Debug)]
+struct PassFailed;
 
 impl Toy {
     fn new(sizes: Sizes) -> Self {
@@ -37,15 +47,25 @@ impl Toy {
             cache: vec![[None; BLOCK]; sizes.blocks],
             last: vec![0; sizes.sequences],
             begun: vec![None; sizes.sequences],
+            unchosen: BTreeSet::new(),
         }
     }
 
+    /// Computes a pass that does not fail.
     fn run(&mut self, pass: &Pass) -> Vec<Option<Choice>> {
+        self.try_run(pass).expect("a pass without poison")
+    }
+
+    fn try_run(&mut self, pass: &Pass) -> Result<Vec<Option<Choice>>, PassFailed> {
+        if pass.chunks.iter().any(|chunk| chunk.given.contains(&POISON)) {
+            return Err(PassFailed);
+        }
         let mut choices = vec![None; self.last.len()];
         for chunk in &pass.chunks {
             let slot = chunk.slot as usize;
             if let Some(begin) = chunk.new {
                 self.begun[slot] = Some(begin);
+                self.unchosen.remove(&slot);
                 let needed = match begin.sampling.repetition_penalty {
                     1.0 => begin.prompt,
                     _ => 0,
@@ -69,23 +89,34 @@ impl Toy {
             };
             let mut hash = start.checked_sub(1).map_or(0, key);
             // All tokens before are of this sequence.
-            for at in 1..start {
-                let [before, after] = [at - 1, at].map(key);
-                let follows = (0..VOCABULARY as u32).any(|token| mixed(before, token) == after);
-                assert!(follows, "position {at}: keys of another sequence");
+            for at in 0..start {
+                let before = at.checked_sub(1).map_or(0, key);
+                let after = key(at);
+                let mut tokens = (0..VOCABULARY as u32).chain([NOT_FINITE]);
+                let token = tokens.find(|token| mixed(before, *token) == after);
+                let token = token.unwrap_or_else(|| panic!("position {at}: another sequence's"));
+                // Its keys may have been computed for another sequence with this beginning.
+                if token == NOT_FINITE {
+                    self.unchosen.insert(slot);
+                }
+            }
+            if given.contains(&NOT_FINITE) {
+                self.unchosen.insert(slot);
             }
             for (at, token) in (start..).zip(given) {
                 hash = mixed(hash, token);
                 let (block, at) = place(at);
                 self.cache[block][at] = Some((hash, pass.version));
             }
-            if chunk.samples {
+            if chunk.samples && self.unchosen.contains(&slot) {
+                choices[slot] = Some(Unchosen::NotFinite.into());
+            } else if chunk.samples {
                 let token = next_token(hash, pass.version);
                 self.last[slot] = token;
-                choices[slot] = Some(Choice { token: Some(token), logprob: None, top: Vec::new() });
+                choices[slot] = Some(Choice { token: Ok(token), logprob: None, top: Vec::new() });
             }
         }
-        choices
+        Ok(choices)
     }
 }
 
@@ -94,6 +125,12 @@ impl Toy {
 fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<Event> {
     let mut tokens = request.prompt.clone();
     let mut events = Vec::new();
+    if tokens.contains(&POISON) {
+        return events;
+    }
+    if tokens.contains(&NOT_FINITE) {
+        return vec![Event::Failed(Unchosen::NotFinite.to_string().into())];
+    }
     loop {
         let hash = tokens.iter().fold(0, |hash, token| mixed(hash, *token));
         let text = tokens.len() - request.prompt.len();
@@ -124,8 +161,12 @@ struct World {
     requests: BTreeMap<u64, Request>,
     events: BTreeMap<u64, Vec<Event>>,
     left: Vec<u64>,
-    /// The requests of passes that failed.
+    /// The requests that a failed pass has ended.
     failed: Vec<u64>,
+    /// Number of passes that have failed with several sequences.
+    shared_failures: usize,
+    /// Number of passes of one sequence that have failed by chance.
+    by_chance: usize,
     /// The versions of each request that has begun, each from this number of new tokens on.
     versions: BTreeMap<u64, Vec<(usize, u64)>>,
     /// The versions that the stages have, the newest last.
@@ -147,16 +188,25 @@ impl World {
             chunk: 1 + draw(40) as usize,
             positions,
         };
+        let mut scheduler = Scheduler::new(sizes);
+        // As few as one sequence needs, or some more.
+        let blocks = vec![0; positions.div_ceil(BLOCK)];
+        let begin = Begin { sampling: Sampling::default(), prompt: 1, top: None };
+        let (given, new) = (vec![0], Some(begin));
+        let chunk = Chunk { slot: 0, start: 0, given, samples: true, blocks, new };
+        scheduler.words = chunk.words() + draw(200) as usize;
         Self {
             random,
             sizes,
-            scheduler: Scheduler::new(sizes),
+            scheduler,
             toy: Toy::new(sizes),
             passes: VecDeque::new(),
             requests: BTreeMap::new(),
             events: BTreeMap::new(),
             left: Vec::new(),
             failed: Vec::new(),
+            shared_failures: 0,
+            by_chance: 0,
             versions: BTreeMap::new(),
             known: vec![0],
             upgraded: 0,
@@ -173,9 +223,13 @@ impl World {
         let len = 1 + self.draw(self.sizes.positions as u64 - 1);
         // Many have a common beginning.
         let common = self.draw(2) * self.draw(len + 1);
-        let prompt = (0..len)
+        let mut prompt: Vec<u32> = (0..len)
             .map(|at| if at < common { at as u32 % 3 } else { self.draw(VOCABULARY) as u32 })
             .collect();
+        if let bad @ (POISON | NOT_FINITE) = POISON + self.draw(16) as u32 {
+            let at = self.draw(len) as usize;
+            prompt[at] = bad;
+        }
         let repetition_penalty = [1.0, 1.2][self.draw(6) as usize / 5];
         let request = Request {
             prompt,
@@ -192,11 +246,26 @@ impl World {
     fn end_pass(&mut self) {
         let Some(pass) = self.passes.pop_front() else { return };
         assert!(self.known.contains(&pass.version), "the stages have the version");
-        let choices = self.toy.run(&pass);
+        let Ok(choices) = self.toy.try_run(&pass) else {
+            return self.fail(&pass);
+        };
         for (id, event) in self.scheduler.end(&choices) {
             assert!(!self.left.contains(&id), "an event for one that has left");
             self.events.entry(id).or_default().push(event);
         }
+    }
+
+    /// Has the oldest pass, which this one was, fail as a whole.
+    fn fail(&mut self, pass: &Pass) {
+        let ended = self.scheduler.fail();
+        if let Some(id) = ended {
+            assert_eq!(pass.chunks.len(), 1, "only one that was alone has ended");
+            assert!(!self.left.contains(&id), "one that has left");
+        }
+        self.failed.extend(ended);
+        self.shared_failures += usize::from(pass.chunks.len() > 1);
+        self.passes.clear();
+        self.toy = Toy::new(self.sizes);
     }
 
     fn decide(&mut self) -> bool {
@@ -209,7 +278,14 @@ impl World {
                 self.versions.insert(*id, vec![(0, version)]);
             }
         }
-        let Some(Decision { pass, lane }) = decision else { return false };
+        let Some(Decision { pass, lane }) = decision else {
+            let can_go_on = self.scheduler.counts().running > 0
+                || self.scheduler.counts().waiting > 0 && !self.is_closed;
+            assert!(!self.passes.is_empty() || !can_go_on, "some open sequence can always go on");
+            return false;
+        };
+        let words: usize = pass.chunks.iter().map(Chunk::words).sum();
+        assert!(words <= self.scheduler.words, "the pass has a form");
         assert!(pass.tokens() <= self.sizes.chunk, "at most a chunk");
         let on_lane = |chunk: &Chunk| chunk.slot as usize % self.sizes.lanes == lane as usize;
         assert!(pass.chunks.iter().all(on_lane));
@@ -264,10 +340,9 @@ impl World {
             0..=3 if self.requests.len() < 30 => self.arrive(),
             4 => {
                 let id = self.draw(self.requests.len() as u64 + 1);
-                let has_ended = self
-                    .events
-                    .get(&id)
-                    .is_some_and(|all| matches!(all.last(), Some(Event::End(_))));
+                let is_last = |event: &Event| !matches!(event, Event::Token(_));
+                let has_ended =
+                    self.events.get(&id).is_some_and(|all| all.last().is_some_and(is_last));
                 let has_ended = has_ended || self.failed.contains(&id);
                 if !has_ended && self.requests.contains_key(&id) {
                     self.scheduler.leave(id);
@@ -281,20 +356,18 @@ impl World {
                 self.scheduler.restart();
             }
             13 if self.draw(10) == 0 => {
-                let failed = self.scheduler.fail();
-                let of_pass = self.passes.pop_front().map_or(0, |pass| pass.chunks.len());
-                assert!(failed.len() <= of_pass, "only its own");
-                assert!(!failed.iter().any(|id| self.left.contains(id)), "one that has left");
-                self.failed.extend(failed);
-                self.passes.clear();
-                self.toy = Toy::new(self.sizes);
+                // By no fault of a sequence.
+                let pass = self.passes.pop_front().unwrap_or_default();
+                self.by_chance += usize::from(pass.chunks.len() == 1);
+                self.fail(&pass);
             }
             6..=12 => _ = self.decide(),
             _ => self.end_pass(),
         }
     }
 
-    /// Returns the counts, and the numbers of failed and of upgraded requests.
+    /// Returns the counts, and the numbers of upgraded requests and of failures of several requests
+    /// at a time.
     fn run(random: Rng) -> (Counts, [usize; 2]) {
         let mut world = Self::new(random);
         (0..400).for_each(|_| world.step());
@@ -316,6 +389,9 @@ impl World {
         assert_eq!(world.known.len(), 1, "nothing uses an older version");
         let counts = world.scheduler.counts();
         assert_eq!((counts.running, counts.waiting, counts.blocks_used), (0, 0, 0));
+        let poisoned = |id: &u64| world.requests[id].prompt.contains(&POISON);
+        let ended_well = world.failed.iter().filter(|id| !poisoned(id)).count();
+        assert!(ended_well <= world.by_chance, "a request has ended by the fault of another");
         for (id, request) in &world.requests {
             let found = world.events.remove(id).unwrap_or_default();
             let versions = world.versions.remove(id).unwrap_or_default();
@@ -325,25 +401,31 @@ impl World {
                 false => assert_eq!(found, expected, "request {id}"),
             }
         }
-        (counts, [world.failed.len(), world.upgraded])
+        (counts, [world.upgraded, world.shared_failures])
     }
 }
 
 #[test]
 fn fuzz_scheduler() {
-    let (mut all, mut all_failed, mut all_upgraded, mut runs) = (Counts::default(), 0, 0, 0);
+    let mut all = Counts::default();
+    let mut all_upgraded = 0;
+    let mut all_shared_failures = 0;
+    let mut runs = 0;
     mpmd_fuzz::cases("scheduler", |random| {
-        let (counts, [failed, upgraded]) = World::run(random.fork());
+        let (counts, [upgraded, shared_failures]) = World::run(random.fork());
         runs += 1;
-        all_failed += failed;
         all_upgraded += upgraded;
+        all_shared_failures += shared_failures;
         all.preemptions += counts.preemptions;
         all.known_tokens += counts.known_tokens;
         all.surplus_tokens += counts.surplus_tokens;
     });
     let has_all = all.preemptions > 100 && all.known_tokens > 1000 && all.surplus_tokens > 100;
-    let has_all = has_all && all_failed > 100 && all_upgraded > 100;
-    assert!(runs < 500 || has_all, "{all:?}, {all_failed} failed, {all_upgraded} were upgraded");
+    let has_all = has_all && all_shared_failures > 100 && all_upgraded > 100;
+    assert!(
+        runs < 500 || has_all,
+        "{all:?}, {all_shared_failures} failed together, {all_upgraded} were upgraded"
+    );
 }
 
 fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {

@@ -1,13 +1,13 @@
 //! Requests get the same tokens whatever else is computed.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::random::Key;
 use mpmd::testing::Simulation;
-use mpmd_models::{Chunk, Folder, Pass, Room, Sampling, Stages};
+use mpmd_models::{Chunk, Folder, Pass, Room, Sampling, Stages, Unchosen, Versions};
 use mpmd_serve::{Engine, Event, Finish, Limits, Queue, Request, Sizes, Stream, queue, run};
 use serde::Deserialize;
 
@@ -52,22 +52,20 @@ fn tokens(mut stream: Stream) -> Vec<u32> {
     tokens
 }
 
-/// Returns the tokens of a request, and none if it has failed.
-fn tokens_or_none(mut stream: Stream) -> Vec<u32> {
-    let mut tokens = Vec::new();
-    while let Some(event) = block_on(stream.next()) {
-        match event {
-            Event::Token(token) => tokens.push(token.id),
-            Event::End(_) => {}
-            Event::Failed(_) => return Vec::new(),
-        }
-    }
-    tokens
+/// Serves a model of the tests over stages of so many devices, while `clients` runs.
+fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) + Send + Sync) {
+    serve_folder(&path(name), devices, sizes, |queue, _| clients(queue));
 }
 
-/// Serves a model over stages of so many devices, while `clients` runs.
-fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) + Send + Sync) {
-    let folder = Folder::open(path(name)).unwrap();
+/// Serves the model of a folder over stages of so many devices, while `clients` runs.
+fn serve_folder(
+    folder: &Path,
+    devices: &[usize],
+    sizes: Sizes,
+    clients: impl Fn(&Queue, &Versions) + Send + Sync,
+) {
+    let folder = Folder::open(folder).unwrap();
+    let versions = OnceLock::new();
     let model = Stages::new(&folder, devices.len(), sizes.positions).unwrap();
     let model = model.tensor_parallel(devices).unwrap();
     let (queue, arrivals) = queue(Limits::default());
@@ -79,7 +77,7 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
             }
             // A failed assertion must end the server, too.
             let drain = Drain(&queue);
-            clients(&queue);
+            clients(&queue, versions.get().expect("the server has begun"));
             drop(drain);
         });
         let job = Simulation::new(devices.len(), devices.iter().sum());
@@ -90,6 +88,9 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
             let mut inference = model.inference(p, &meshes, room, false)?;
             let own = || engine.lock().unwrap().take();
             let mut own = (p.process() == ProcessId(0)).then(own).flatten();
+            if own.is_some() {
+                versions.get_or_init(|| inference.versions().clone());
+            }
             inference.warm_up(p, |tokens, _| tokens >= sizes.chunk)?;
             let plans = p.metrics().plan_cache.misses;
             run(p, &mut inference, devices.len(), own.as_mut())?;
@@ -235,30 +236,137 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
     results.into_iter().for_each(|result| result.unwrap());
 }
 
+/// Copies a folder, and fills the embedding's row of a token with NaN.
+fn with_poisoned_token(name: &str, token: usize) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(path(name)).unwrap() {
+        let file = file.unwrap().path();
+        std::fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
+    }
+    let weights = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let index: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let table = &index["model.embed_tokens.weight"];
+    let width = table["shape"][1].as_u64().unwrap() as usize;
+    let start = 8 + header + table["data_offsets"][0].as_u64().unwrap() as usize;
+    let row = &mut bytes[start + token * width * 4..][..width * 4];
+    row.as_chunks_mut().0.iter_mut().for_each(|value| *value = f32::NAN.to_le_bytes());
+    std::fs::write(weights, bytes).unwrap();
+    folder
+}
+
 #[test]
-fn requests_of_a_pass_that_fails_end_alone() {
+fn logits_that_are_not_finite_end_their_request() {
     let Expected { prompt, greedy } = expected("plain");
-    for devices in [&[1][..], &[1, 1, 1]] {
-        serve("plain", devices, Sizes { lanes: devices.len(), ..SIZES }, |queue| {
-            let submit = |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None));
-            let others: Vec<Stream> =
-                (0..4).map(|_| submit(&prompt, greedy.len()).unwrap()).collect();
+    // The first row of the second device: others read it in place of rows that they do not have.
+    for (token, devices) in [(7, &[1][..]), (7, &[1, 1, 1]), (0, &[2, 1]), (160, &[2])] {
+        let folder = with_poisoned_token("plain", token);
+        assert!(!prompt.contains(&(token as u32)) && !greedy.contains(&(token as u32)));
+        let sizes = Sizes { lanes: devices.len(), ..SIZES };
+        serve_folder(folder.path(), devices, sizes, |queue, _| {
+            let submit =
+                |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
+            let others: Vec<Stream> = (0..4).map(|_| submit(&prompt, greedy.len())).collect();
             for round in 0..3 {
-                // It has no row in the embedding.
-                let mut wrong = submit(&[1_000_000], 4).unwrap();
-                let Some(Event::Failed(why)) = block_on(wrong.next()) else { panic!("no error") };
-                assert!(why.contains("index 1000000 of an embedding"), "{round}: {why}");
+                let mut bad = submit(&[token as u32], 20);
+                let Some(Event::Failed(why)) = block_on(bad.next()) else { panic!("no error") };
+                assert!(why.contains("logits are not finite"), "{round}: {why}");
             }
+            let (before, after) = (devices.len(), others.len());
             for other in others {
-                let found = tokens_or_none(other);
-                // Those in the same pass may have failed with it.
-                assert!(found.is_empty() || found == greedy, "{found:?} over {devices:?}");
+                let found = tokens(other);
+                assert_eq!(found.len(), greedy.len(), "{before} stages, {after} others");
             }
-            let later = tokens(submit(&prompt, greedy.len()).unwrap());
-            assert_eq!(later, greedy, "over {devices:?}");
-            assert!(queue.metrics().contains("mpmd_failed_passes_total 3"), "{}", queue.metrics());
+            let metrics = queue.metrics();
+            assert!(metrics.contains("mpmd_failed_passes_total 0"), "{metrics}");
         });
     }
+}
+
+#[test]
+fn failed_pass_has_its_requests_computed_alone() {
+    let Expected { prompt, greedy } = expected("plain");
+    for devices in [&[1][..], &[1, 1, 1]] {
+        let sizes = Sizes { lanes: devices.len(), ..SIZES };
+        serve_folder(&path("plain"), devices, sizes, |queue, versions| {
+            let submit = |tokens| queue.submit(request(&prompt, tokens, None)).unwrap();
+            let mut others: Vec<Stream> = (0..4).map(|_| submit(greedy.len())).collect();
+            let begun = others.iter_mut().map(|other| block_on(other.next()));
+            let firsts: Vec<Option<Event>> = begun.collect();
+            // Its weights are nowhere, so its passes fail.
+            versions.arrive(9);
+            while !queue.metrics().contains("mpmd_weight_version 9") {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            let bad: Vec<Stream> = (0..3).map(|_| submit(4)).collect();
+            for mut bad in bad {
+                let Some(Event::Failed(why)) = block_on(bad.next()) else { panic!("no error") };
+                assert!(why.contains("version 9 of the weights is not here"), "{why}");
+            }
+            for (other, first) in others.into_iter().zip(firsts) {
+                let Some(Event::Token(first)) = first else { panic!("no token") };
+                let found = [vec![first.id], tokens(other)].concat();
+                assert_eq!(found, greedy, "over {devices:?}");
+            }
+            let metrics = queue.metrics();
+            assert!(!metrics.contains("mpmd_failed_passes_total 0"), "{metrics}");
+        });
+    }
+}
+
+#[test]
+fn token_without_a_row_ends_its_request() {
+    let Expected { prompt, greedy } = expected("plain");
+    serve("plain", &[1, 1], Sizes { lanes: 2, ..SIZES }, |queue| {
+        let submit = |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
+        let other = submit(&prompt, greedy.len());
+        let mut wrong = submit(&[1_000_000], 4);
+        let Some(Event::Failed(why)) = block_on(wrong.next()) else { panic!("no error") };
+        assert!(why.contains("token 1000000 has no row"), "{why}");
+        assert_eq!(tokens(other), greedy);
+        let metrics = queue.metrics();
+        assert!(metrics.contains("mpmd_failed_passes_total 0"), "{metrics}");
+    });
+}
+
+#[test]
+fn invalid_chunks_are_refused_before_issue() {
+    let folder = Folder::open(path("plain")).unwrap();
+    let model = Stages::new(&folder, 2, SIZES.positions).unwrap();
+    let results = Simulation::new(2, 2).run(|p| {
+        let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
+        let meshes = model.meshes(|stage| stage)?;
+        let mut inference = model.inference(p, &meshes, room, false)?;
+        let good = Chunk {
+            slot: 0,
+            start: 0,
+            given: vec![1, 2],
+            samples: true,
+            blocks: vec![3],
+            new: None,
+        };
+        let wrong = [
+            (Chunk { slot: 16, ..good.clone() }, "place 16 of 16"),
+            (Chunk { start: 127, blocks: vec![0; 9], ..good.clone() }, "129 tokens, where 128"),
+            (Chunk { start: 15, ..good.clone() }, "1 blocks for 17 tokens"),
+            (Chunk { blocks: vec![60], ..good.clone() }, "block 60 of 60"),
+            (Chunk { given: vec![1, 9999], ..good.clone() }, "token 9999 has no row"),
+        ];
+        for (chunk, expected) in wrong {
+            let pass = Pass { version: 0, chunks: vec![good.clone(), chunk] };
+            let said = inference.pass(p, &pass, None).unwrap_err().to_string();
+            assert!(said.contains(expected), "{said}");
+        }
+        // Nothing was issued: the job goes on. A sequence that never began is a value.
+        let choices = inference.pass(p, &Pass { version: 0, chunks: vec![good] }, None)?;
+        if let Some(choices) = inference.read(&choices)? {
+            let choice = choices[0].as_ref().unwrap();
+            assert_eq!(choice.token, Err(Unchosen::OutOfOrder));
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }
 
 #[test]

@@ -303,10 +303,10 @@ fn failed_pass_spares_requests_of_the_other_version() {
     let undisturbed = tokens(&live.post("/v1/completions", &body(5, 700)).json());
     let first = live.ask(5, 700);
     live.until_some_tokens();
-    live.versions.arrive(1);
-    live.until("it has begun", || live.get("/weight_info")["version"] == 1);
-    // It has no row in the embedding.
-    let (prompt, sampling, ends) = (vec![1_000_000], Sampling::default(), Vec::new());
+    // Its weights are nowhere, so its passes fail.
+    live.versions.arrive(9);
+    live.until("it has begun", || live.get("/weight_info")["version"] == 9);
+    let (prompt, sampling, ends) = (vec![1], Sampling::default(), Vec::new());
     let request = Request { prompt, max_tokens: 4, sampling, ends, logprobs: None };
     let mut wrong = live.queue.submit(request).unwrap();
     assert!(matches!(block_on(wrong.next()), Some(Event::Failed(_))));
