@@ -1,0 +1,23 @@
+//! One process reads a new version of the weights, and all compute by it.
+//!
+//! kind: half of one model and half of another
+//! found by: run
+//! named: all
+//! says: version 7 of the weights is not here
+
+use mpmd::{ProcessId, Program, Result};
+use mpmd_models::Pass;
+
+use super::{folder, inference, prompt};
+
+pub(crate) fn run(p: &mut Program) -> Result<()> {
+    let mut inference = inference(p)?;
+    if p.process() == ProcessId(0) {
+        inference.read_weights(p, &folder(), 7)?;
+    }
+    let pass = Pass { version: 7, chunks: vec![prompt(0, &[5, 17, 3])] };
+    let choices = inference.pass(p, &pass, None)?;
+    inference.read(&choices)?;
+    p.sync()?;
+    Ok(())
+}
