@@ -71,7 +71,12 @@ pub(crate) enum Sight {
     Additive(Tensor),
 }
 
-pub(crate) fn attention(_: [&Tensor; 3], sight: Sight, _: f64, _: f64) -> Option<Result<Tensor>> {
+pub(crate) fn attention(
+    _: [&Tensor; 3],
+    sight: Sight,
+    _: f64,
+    _: Option<f64>,
+) -> Option<Result<Tensor>> {
     match sight {
         Sight::From(tensor) | Sight::Additive(tensor) => drop(tensor),
         Sight::All | Sight::Causal => {}

@@ -213,7 +213,12 @@ fn softmax_equals_the_composition() {
 }
 
 /// Computes attention by its definition, with a mask of all scores.
-fn plain_attention(a: &[Tensor], mask: &Tensor, scale: f64, cap: f64) -> Result<Tensor> {
+fn plain_attention(
+    a: &[Tensor],
+    mask: &Tensor,
+    scale: f64,
+    cap: impl Into<Option<f64>>,
+) -> Result<Tensor> {
     let heads = a[0].dim(1)?;
     let spread = |x: &Tensor| {
         let (batch, groups, time, dim) = x.dims4()?;
@@ -222,7 +227,7 @@ fn plain_attention(a: &[Tensor], mask: &Tensor, scale: f64, cap: f64) -> Result<
     };
     let (k, v) = (spread(&a[1])?, spread(&a[2])?);
     let mut scores = (a[0].contiguous()?.matmul(&k.t()?.contiguous()?)? * scale)?;
-    if cap != 1.0 {
+    if let Some(cap) = cap.into() {
         scores = ((scores / cap)?.tanh()? * cap)?;
     }
     let scores = scores.broadcast_add(mask)?.exp()?;
@@ -263,7 +268,7 @@ fn attention_equals_the_composition() {
                 };
                 nn::attention(&a[0], &a[1], &a[2], mask, 0.3)
             };
-            check(what, &arguments, &ours, &|a| plain_attention(a, plain_mask, 0.3, 1.0));
+            check(what, &arguments, &ours, &|a| plain_attention(a, plain_mask, 0.3, None));
         };
         case("attention", Mask::None, &none);
         case("causal attention", Mask::Causal, &causal);
@@ -282,6 +287,13 @@ fn attention_equals_the_composition() {
         }
         case("masked attention", Mask::Additive(causal.clone()), &causal);
         case("biased attention", Mask::Additive(bias.clone()), &bias);
+        // A cap of 1 is one like any other.
+        for cap in [0.5, 1.0, 2.0] {
+            let ours =
+                |a: &[Tensor]| nn::capped_attention(&a[0], &a[1], &a[2], Mask::Causal, 1.3, cap);
+            let plain = |a: &[Tensor]| plain_attention(a, &causal, 1.3, cap);
+            check(&format!("attention with a cap of {cap}"), &arguments, &ours, &plain);
+        }
         for (is_masked, is_causal, cap) in
             (0..8).map(|case| (case & 1 > 0, case & 2 > 0, if case & 4 > 0 { 2.0 } else { 1.0 }))
         {
@@ -292,7 +304,8 @@ fn attention_equals_the_composition() {
             let mask = if is_masked { &bias } else { &none };
             let mask = if is_causal { mask.broadcast_add(&causal).unwrap() } else { mask.clone() };
             let what = format!("sdpa, mask {is_masked}, causal {is_causal}, cap {cap}");
-            let plain = |a: &[Tensor]| plain_attention(a, &mask, 0.25, f64::from(cap));
+            let capped = (cap != 1.0).then(|| f64::from(cap));
+            let plain = |a: &[Tensor]| plain_attention(a, &mask, 0.25, capped);
             check(&what, &arguments, &ours, &plain);
         }
     }

@@ -26,12 +26,12 @@ pub(crate) enum Sight {
 }
 
 /// Computes attention of `q` `[batch, heads, queries, dim]` to `k` and `v` `[batch, groups, keys,
-/// dim]`. A score `x` becomes `cap tanh(x / cap)` unless `cap` is 1.
+/// dim]`. With a cap, a score `x` becomes `cap tanh(x / cap)`.
 pub(crate) fn attention(
     [q, k, v]: [&Tensor; 3],
     sight: Sight,
     scale: f64,
-    cap: f64,
+    cap: Option<f64>,
 ) -> Option<Result<Tensor>> {
     let (q_dims, v_dims) = (q.dims(), v.dims());
     let is_known = match &sight {
@@ -45,7 +45,8 @@ pub(crate) fn attention(
     let [batch, heads, queries, dim] = [0, 1, 2, 3].map(|at| q_dims[at]);
     let (groups, keys) = (v_dims[1], v_dims[2]);
     let sizes = Sizes { batch, heads, groups, queries, keys, dim };
-    let attention = Attention { sizes, scale: scale as f32, cap, sight, kept: OnceLock::new() };
+    let (scale, cap) = (scale as f32, cap.map(|cap| cap as f32));
+    let attention = Attention { sizes, scale, cap, sight, kept: OnceLock::new() };
     let compute =
         || q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, Op(Parts(attention)));
     Some(compute())
@@ -68,7 +69,7 @@ pub(crate) fn self_attention(
     let sizes = Sizes { batch, heads, groups, queries, keys, dim };
     let sight = if is_causal { Sight::Causal } else { Sight::All };
     let (scale, kept) = (scale as f32, OnceLock::new());
-    let attention = Attention { sizes, scale, cap: 1.0, sight, kept };
+    let attention = Attention { sizes, scale, cap: None, sight, kept };
     let compute = || qkv.contiguous()?.apply_op1(Op(Joined(attention)));
     Some(compute())
 }
@@ -86,7 +87,7 @@ struct Sizes {
 struct Attention {
     sizes: Sizes,
     scale: f32,
-    cap: f64,
+    cap: Option<f32>,
     sight: Sight,
     /// Two numbers for each query, for the backward pass.
     kept: OnceLock<Tensor>,
@@ -100,11 +101,8 @@ impl Attention {
         f: impl FnOnce(Work<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
         let Sizes { batch, heads, groups, queries, keys, dim } = self.sizes;
-        let cap = (self.cap != 1.0).then_some(self.cap as f32);
-        let work = |mask| {
-            let scale = self.scale;
-            Work { batch, heads, groups, queries, keys, dim, scale, cap, mask }
-        };
+        let Self { scale, cap, .. } = *self;
+        let work = |mask| Work { batch, heads, groups, queries, keys, dim, scale, cap, mask };
         match &self.sight {
             Sight::All => f(work(layers::Mask::None)),
             Sight::Causal => f(work(layers::Mask::Causal)),

@@ -53,15 +53,15 @@ pub enum Mask {
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: Mask, scale: f64) -> Result<Tensor> {
-    capped_attention(q, k, v, mask, scale, 1.0)
+    attention_to([q, k, v], mask, scale, None)
 }
 
-/// Does the same as [`attention`]. Unless `cap` is 1, a score becomes `cap tanh(score / cap)`, and
-/// the memory grows with the square of the sequence's length.
+/// Does the same as [`attention`], where a score becomes `cap tanh(score / cap)`. The memory grows
+/// with the square of the sequence's length.
 ///
 /// # Errors
 ///
-/// As for [`attention`].
+/// As for [`attention`], and if the cap is not more than zero.
 pub fn capped_attention(
     q: &Tensor,
     k: &Tensor,
@@ -69,6 +69,19 @@ pub fn capped_attention(
     mask: Mask,
     scale: f64,
     cap: f64,
+) -> Result<Tensor> {
+    if cap.is_nan() || cap <= 0.0 {
+        bail!("attention with scores up to {cap}: expected a cap of more than 0");
+    }
+    attention_to([q, k, v], mask, scale, Some(cap))
+}
+
+/// Computes attention with or without a cap of the scores.
+fn attention_to(
+    [q, k, v]: [&Tensor; 3],
+    mask: Mask,
+    scale: f64,
+    cap: Option<f64>,
 ) -> Result<Tensor> {
     let (mask, sight) = match mask {
         Mask::None => (None, Sight::All),
@@ -179,15 +192,15 @@ fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
     Ok(first.into())
 }
 
-/// Does the same as [`attention`], with an additive mask, a mask by position or both. Scores are
-/// `cap tanh(score / cap)` unless `cap` is 1.
+/// Does the same as [`attention`], with an additive mask, a mask by position or both. With a cap,
+/// scores are `cap tanh(score / cap)`.
 pub(super) fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     (mask, sight): (Option<&Tensor>, Sight),
     scale: f64,
-    cap: f64,
+    cap: Option<f64>,
 ) -> Result<Tensor> {
     let sizes = Sizes::of(q, k, v)?;
     if !matches!(sight, Sight::All) && sizes.queries > sizes.keys {
@@ -208,7 +221,7 @@ pub(super) fn attend(
         return y;
     }
     let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
-    if !is_plain || cap != 1.0 || !are_fast(&[q, k, v]) {
+    if !is_plain || cap.is_some() || !are_fast(&[q, k, v]) {
         return compose(q, k, v, (mask, sight), scale, cap, sizes);
     }
     // Only the last dimension must be dense: a mask without heads is not copied for each head.
@@ -228,7 +241,7 @@ fn compose(
     v: &Tensor,
     (mask, sight): (Option<Tensor>, Sight),
     scale: f64,
-    cap: f64,
+    cap: Option<f64>,
     sizes: Sizes,
 ) -> Result<Tensor> {
     let Sizes { batch, heads, groups, queries, keys, .. } = sizes;
@@ -246,7 +259,7 @@ fn compose(
             .reshape((batch, heads, keys, dim))
     };
     let mut scores = (q.contiguous()?.matmul(&spread(&k)?.t()?)? * scale)?;
-    if cap != 1.0 {
+    if let Some(cap) = cap {
         scores = ((scores / cap)?.tanh()? * cap)?;
     }
     if let Some(mask) = mask {

@@ -31,8 +31,9 @@ pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Resul
 }
 
 /// Computes attention; see [`attention`](super::attention()) for the shapes. A causal mask and
-/// `mask` may both be given. If `softcapping` is not 1, a score is `softcapping * tanh(score /
-/// softcapping)`, and the memory grows with the square of the sequence's length.
+/// `mask` may both be given. As in candle, a `softcapping` of 1 is none. Otherwise a score is
+/// `softcapping * tanh(score / softcapping)`, and the memory grows with the square of the sequence's
+/// length; for a cap of 1 see [`capped_attention`](super::capped_attention()).
 ///
 /// # Errors
 ///
@@ -47,5 +48,6 @@ pub fn sdpa(
     softcapping: f32,
 ) -> Result<Tensor> {
     let sight = if do_causal { Sight::Causal } else { Sight::All };
-    attend(q, k, v, (mask, sight), f64::from(scale), f64::from(softcapping))
+    let cap = (softcapping != 1.0).then(|| f64::from(softcapping));
+    attend(q, k, v, (mask, sight), f64::from(scale), cap)
 }

@@ -107,6 +107,7 @@ const CASES: &[Case] = &[
             let mask = p[0].detach().reshape((1, 1, 5, 5))?;
             let y = nn::attention(&y, &x, &y, Mask::Additive(mask), 0.3)?;
             let y = nn::capped_attention(&y, &y, &x, Mask::None, 0.7, 2.0)?;
+            let y = nn::capped_attention(&y, &x, &y, Mask::Causal, 1.7, 1.0)?;
             y.broadcast_matmul(&p[0].narrow(1, 0, 4)?.t()?.contiguous()?)
         },
     },

@@ -17,7 +17,9 @@ struct Heads {
 
 struct Sizes {
     u32 heads, groups, queries, keys;
-    float scale, cap;
+    float scale;
+    u32 capped;
+    float cap;
     u32 causal;
     const u32 *first_keys;
     u64 first_sequence;
@@ -50,7 +52,7 @@ struct Place : Sizes {
     __device__ float score(float product, u32 query, u32 key, float *slope) const {
         float x = product * scale;
         *slope = scale;
-        if (cap != 0.0f) {
+        if (capped) {
             float share = tanhf(x / cap);
             x = cap * share;
             *slope = scale * (1.0f - share * share);
@@ -62,10 +64,10 @@ struct Place : Sizes {
 #define HEADS(x) T *x, u64 x##sequence, u64 x##token, u64 x##head
 #define THESE(x) Heads{x, x##sequence, x##token, x##head}
 #define SIZES                                                                                                          \
-    u32 heads, u32 groups, u32 queries, u32 keys, u32 dim, float scale, float cap, u32 causal, const u32 *first_keys,  \
-        u64 first_sequence, const float *mask, u64 mask_sequence, u64 mask_head, u64 mask_query
+    u32 heads, u32 groups, u32 queries, u32 keys, u32 dim, float scale, u32 capped, float cap, u32 causal,             \
+        const u32 *first_keys, u64 first_sequence, const float *mask, u64 mask_sequence, u64 mask_head, u64 mask_query
 #define THE_SIZES                                                                                                      \
-    Sizes{heads,      groups,         queries, keys,          scale,     cap,       causal,                            \
+    Sizes{heads,      groups,         queries, keys,          scale,     capped,    cap, causal,                       \
           first_keys, first_sequence, mask,    mask_sequence, mask_head, mask_query}
 
 #define X (threadIdx.x % 16)

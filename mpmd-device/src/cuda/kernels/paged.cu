@@ -43,7 +43,7 @@ extern "C" __global__ void paged_write(
 // One part of the keys of a head's query. Parts are [tokens, heads, parts, dim + 2]: the sums of
 // values, the largest score, and the sum of exponentials. Tokens begin at `first`.
 extern "C" __global__ void paged_parts(
-    CACHE, u64 first, u64 heads, u64 parts, u64 window, float scale, float cap, const T *q, u64 q_token, u64 q_head,
+    CACHE, u64 first, u64 heads, u64 parts, u64 window, float scale, u32 capped, float cap, const T *q, u64 q_token, u64 q_head,
     const T *keys, const T *values, float *results
 ) {
     __shared__ float query[256], shares[KEYS], room[32], sums[KEYS];
@@ -62,7 +62,7 @@ extern "C" __global__ void paged_parts(
         if (block >= blocks) score = NOT_A_NUMBER;
         else for (u64 i = 0; i < dim; i++) score += query[i] * load(key + i * BLOCK);
         score *= scale;
-        if (cap != 0.0f) score = cap * tanhf(score / cap);
+        if (capped) score = cap * tanhf(score / cap);
     }
     float largest = block_largest(score, room), share = expf(score - largest);
     shares[threadIdx.x] = share;

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::{ATTENTION_64, ATTENTION_128, ATTENTION_256, Pair};
 
-use super::{Arg, Call, Cuda, Part, product};
+use super::{Arg, Call, Cuda, Part, capped, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -258,7 +258,9 @@ impl Attention<'_> {
             _ => (None, [0; 3]),
         };
         let mut args: Vec<_> = [heads, groups, queries, keys, dim].map(small).into();
-        args.extend([scale.into(), cap.unwrap_or(0.0).into(), u32::from(causal).into()]);
+        args.push(scale.into());
+        args.extend(capped(cap));
+        args.push(u32::from(causal).into());
         args.extend([first.into(), stride.into(), mask.into()]);
         args.extend(strides.map(Arg::from));
         args

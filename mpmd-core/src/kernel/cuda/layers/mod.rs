@@ -174,6 +174,11 @@ fn product(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
 }
 
+/// Returns the arguments of a cap: whether there is one, and its value.
+fn capped(cap: Option<f32>) -> [Arg<'static>; 2] {
+    [u32::from(cap.is_some()).into(), cap.unwrap_or_default().into()]
+}
+
 /// Returns the number of threads that walk over a matrix, four elements of a row at a time.
 fn fours(rows: usize, width: usize) -> usize {
     product(&[rows, width.div_ceil(4)])

@@ -3,7 +3,7 @@
 use mpmd_device::cpu::paged::BLOCK;
 use mpmd_device::cuda::kernels::PAGED;
 
-use super::{Arg, Call, Cuda, Heads, Part, THREADS, args, product};
+use super::{Arg, Call, Cuda, Heads, Part, THREADS, args, capped, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -119,7 +119,8 @@ impl Paged<'_> {
             let tokens = step.min(rows.tokens - first);
             let mut args = self.args(rows);
             args.extend([first, heads, parts, window].map(Arg::from));
-            args.extend([scale.into(), cap.unwrap_or(0.0).into()]);
+            args.push(scale.into());
+            args.extend(capped(cap));
             args.extend([q.part.into(), q_token.into(), q_head.into()]);
             args.extend([keys.into(), values.into(), (&results).into()]);
             call.blocks("paged_parts", product(&[tokens, heads, parts]), &args)?;
