@@ -1,5 +1,6 @@
 //! The rotary embedding of positions, with the scalings of long contexts.
 
+use std::collections::BTreeMap;
 use std::f64::consts::PI;
 use std::fmt;
 use std::sync::Arc;
@@ -239,17 +240,23 @@ impl Angles {
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
-        let (frequencies, amplitude) = (rope.frequencies(length), rope.scaling.amplitude());
-        let table = |f: fn(f64) -> f64| {
-            let row = |at: usize| {
-                // The product is rounded to f32, as in `transformers`.
-                let angle = move |frequency: &f32| f64::from(at as f32 * frequency);
-                frequencies.iter().map(move |frequency| f(angle(frequency)) as f32 * amplitude)
-            };
-            let values: Vec<f32> = (0..positions).flat_map(row).collect();
-            Tensor::from_vec(values, (positions, frequencies.len()), &Device::Cpu)
-        };
-        Ok([table(f64::cos)?, table(f64::sin)?])
+        let frequencies = rope.frequencies(length);
+        let angles: Vec<f32> = (0..positions).flat_map(|at| angles_at(at, &frequencies)).collect();
+        waves(&angles, rope.scaling.amplitude(), &[positions, rope.pairs()])
+    }
+
+    /// Computes the angles of packed sequences `[batch, time, pairs]`, each for its own length.
+    fn packed(rope: &Rope, starts: &Tensor) -> Result<[Tensor; 2]> {
+        let (batch, time) = starts.dims2()?;
+        let starts = starts.to_vec2::<u32>()?;
+        let mut by_length = BTreeMap::new();
+        let mut angles = Vec::new();
+        for sequence in starts.iter().flat_map(|row| row.chunk_by(|a, b| a == b)) {
+            let length = sequence.len();
+            let frequencies = by_length.entry(length).or_insert_with(|| rope.frequencies(length));
+            (0..length).for_each(|at| angles.extend(angles_at(at, frequencies)));
+        }
+        waves(&angles, rope.scaling.amplitude(), &[batch, time, rope.pairs()])
     }
 
     /// Returns the tables on a device. They are copied there once.
@@ -265,34 +272,83 @@ impl Angles {
         Ok(tables)
     }
 
-    /// Rotates heads `[batch, time, heads, head_dim]` of whole sequences, or of tokens at these
-    /// positions, `[time]`.
+    /// Returns the rotation of the tokens of a pass, on a device.
     ///
     /// # Errors
     ///
     /// If there are more positions than angles.
-    pub fn rotate(&self, heads: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
-        let (_, time, _, head_dim) = heads.dims4()?;
-        let tables = match !self.is_fixed && self.rope.is_long(time) {
-            true => {
-                let [cos, sin] = Self::tables(&self.rope, time, time)?;
-                [cos.to_device(heads.device())?, sin.to_device(heads.device())?]
+    pub fn rotation(&self, places: Places<'_>, device: &Device) -> Result<Rotation> {
+        let is_long = |time| !self.is_fixed && self.rope.is_long(time);
+        let moved = |[cos, sin]: [Tensor; 2]| -> Result<_> {
+            Ok([cos.to_device(device)?, sin.to_device(device)?])
+        };
+        let [cos, sin] = match places {
+            Places::Whole(time) if is_long(time) => moved(Self::tables(&self.rope, time, time)?)?,
+            Places::Packed(starts) if is_long(starts.dim(1)?) => {
+                moved(Self::packed(&self.rope, starts)?)?
             }
-            false => self.on(heads.device())?,
+            Places::Whole(_) | Places::Packed(_) => self.on(device)?,
+            Places::At(positions) => {
+                let [cos, sin] = self.on(device)?;
+                [cos.index_select(positions, 0)?, sin.index_select(positions, 0)?]
+            }
         };
-        let [cos, sin] = match positions {
-            None => tables,
-            Some(at) => [tables[0].index_select(at, 0)?, tables[1].index_select(at, 0)?],
-        };
-        let dim = 2 * self.rope.pairs();
-        if dim == head_dim {
-            return rope_thd(heads, &cos, &sin);
+        Ok(Rotation { cos, sin, dim: 2 * self.rope.pairs() })
+    }
+}
+
+/// Returns the angles at a position. Each is rounded to f32, as in `transformers`.
+fn angles_at(position: usize, frequencies: &[f32]) -> impl Iterator<Item = f32> {
+    frequencies.iter().map(move |frequency| position as f32 * frequency)
+}
+
+/// Returns the cosines and sines of angles.
+fn waves(angles: &[f32], amplitude: f32, shape: &[usize]) -> Result<[Tensor; 2]> {
+    let table = |wave: fn(f64) -> f64| {
+        let values = angles.iter().map(|angle| wave(f64::from(*angle)) as f32 * amplitude);
+        Tensor::from_vec(values.collect(), shape, &Device::Cpu)
+    };
+    Ok([table(f64::cos)?, table(f64::sin)?])
+}
+
+/// The places of the tokens of a pass in their sequences.
+#[derive(Clone, Copy, Debug)]
+pub enum Places<'a> {
+    /// The first tokens of a sequence in each row: so many.
+    Whole(usize),
+    /// Several sequences in each row. The tensor has the column at which each token's sequence
+    /// starts, `[batch, time]` of `u32`.
+    Packed(&'a Tensor),
+    /// The positions of the tokens of one row, `[time]` of `u32`.
+    At(&'a Tensor),
+}
+
+/// The rotation of the tokens of a pass.
+#[derive(Clone, Debug)]
+pub struct Rotation {
+    /// `[time, pairs]` or `[batch, time, pairs]`, as `sin`.
+    cos: Tensor,
+    sin: Tensor,
+    /// Number of elements of a head that rotate.
+    dim: usize,
+}
+
+impl Rotation {
+    /// Rotates heads `[batch, time, heads, head_dim]`.
+    ///
+    /// # Errors
+    ///
+    /// If they have more tokens than the pass.
+    pub fn rotate(&self, heads: &Tensor) -> Result<Tensor> {
+        let (_, _, _, head_dim) = heads.dims4()?;
+        if self.dim == head_dim {
+            return rope_thd(heads, &self.cos, &self.sin);
         }
-        if dim == 0 {
+        if self.dim == 0 {
             return Ok(heads.clone());
         }
-        let rotated = rope_thd(&heads.narrow(3, 0, dim)?, &cos, &sin)?;
-        Tensor::cat(&[rotated, heads.narrow(3, dim, head_dim - dim)?], 3)
+        let rotated = rope_thd(&heads.narrow(3, 0, self.dim)?, &self.cos, &self.sin)?;
+        Tensor::cat(&[rotated, heads.narrow(3, self.dim, head_dim - self.dim)?], 3)
     }
 }
 

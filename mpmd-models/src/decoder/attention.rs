@@ -12,7 +12,7 @@ use crate::over::Over;
 use crate::config::{HeadNorm, LayerConfig};
 use crate::lora::Projection;
 use crate::matrix::Form;
-use crate::rope::Angles;
+use crate::rope::Rotation;
 
 /// Causal attention, in which groups of query heads share keys and values.
 pub(super) struct Attention {
@@ -22,7 +22,6 @@ pub(super) struct Attention {
     o: Projection,
     norms: Option<Norms>,
     head_dim: usize,
-    angles: Option<Angles>,
     layer: LayerConfig,
     cap: Option<f64>,
     over: Over,
@@ -37,7 +36,7 @@ enum Norms {
 
 impl Attention {
     pub(super) fn new(
-        Plan { config, lora, angles, over }: Plan<'_>,
+        Plan { config, lora, over, .. }: Plan<'_>,
         layer: LayerConfig,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
@@ -65,7 +64,6 @@ impl Attention {
             o: projection("o_proj", queries, width, config.out_bias)?,
             norms: config.head_norm.map(norms).transpose()?,
             head_dim: dim,
-            angles: layer.rope.and_then(|rope| angles.get(rope).cloned()),
             layer,
             cap: config.score_cap,
             over,
@@ -77,8 +75,15 @@ impl Attention {
         all.into_iter().try_for_each(|projection| projection.pack(form))
     }
 
-    /// Computes the attention of tokens to those that they see.
-    pub(super) fn forward(&self, x: &Tensor, keys: Keys<'_>, cx: &Cx<'_>) -> Result<Tensor> {
+    /// Computes the attention of tokens to those that they see. `rotations` are those of the
+    /// config's rotary embeddings.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        keys: Keys<'_>,
+        rotations: &[Rotation],
+        cx: &Cx<'_>,
+    ) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
         let over = self.over;
         let axes = [over.divided(), over.of_keys()];
@@ -90,8 +95,9 @@ impl Attention {
             Some(Norms::EachHead(norms)) => norms[which].inside(&heads(x)?, over, cx, axes[which]),
             Some(Norms::Width(norms)) => heads(norms[which].over(&x, cx, axes[which])?),
         };
-        let rotated = |x: Tensor| match &self.angles {
-            Some(angles) => angles.rotate(&x, keys.positions()),
+        let rotation = self.layer.rope.and_then(|rope| rotations.get(rope));
+        let rotated = |x: Tensor| match rotation {
+            Some(rotation) => rotation.rotate(&x),
             None => Ok(x),
         };
         let [of_keys, of_queries] = over.heads(x, cx)?;
@@ -129,16 +135,6 @@ pub(super) enum Keys<'a> {
     Own(Option<&'a Tensor>),
     /// Those of their sequences so far, which are kept here, and their own. There is one row.
     Cached(&'a mut PagedCache, &'a Rows),
-}
-
-impl Keys<'_> {
-    /// Returns the positions of the tokens. `None` if they are those of the pass.
-    fn positions(&self) -> Option<&Tensor> {
-        match self {
-            Self::Own(_) => None,
-            Self::Cached(_, rows) => Some(&rows.positions),
-        }
-    }
 }
 
 /// Returns the mask of a causal attention of `time` queries, in which each sees `window` keys at

@@ -11,6 +11,7 @@ use super::mlp::Mlp;
 use super::norm::Norm;
 
 use crate::matrix::Form;
+use crate::rope::Rotation;
 
 /// Attention and MLP, each added to its input, with norms before and after.
 pub(super) struct Layer {
@@ -69,10 +70,12 @@ impl Layer {
         &self,
         x: &Tensor,
         keys: Keys<'_>,
+        rotations: &[Rotation],
         balance: Option<&mut Balance>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        let attended = (x + self.part(x, 0, |x| self.attention.forward(x, keys, cx))?)?;
+        let attend = |x: &Tensor| self.attention.forward(x, keys, rotations, cx);
+        let attended = (x + self.part(x, 0, attend)?)?;
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {

@@ -27,7 +27,7 @@ use crate::config::Config;
 use crate::lora::Lora;
 use crate::matrix::{Form, Matrix, Table};
 use crate::over::Over;
-use crate::rope::Angles;
+use crate::rope::{Angles, Places, Rotation};
 use attention::Keys;
 pub(crate) use balance::Balance;
 pub(crate) use cache::{Caches, Rows};
@@ -45,6 +45,8 @@ pub(crate) struct Part {
     /// The table of learned positions.
     positions: Option<Embedding>,
     embedding_scale: f64,
+    /// Those of [`Config::ropes`].
+    angles: Vec<Angles>,
     layers: Vec<Layer>,
     head: Option<(Norm, Matrix)>,
     vocab_size: usize,
@@ -113,6 +115,7 @@ impl Part {
             embedding,
             positions,
             embedding_scale: config.embedding_scale,
+            angles: plan.angles.to_vec(),
             layers: layers.map(layer).collect::<Result<_>>()?,
             head,
             vocab_size: tokens,
@@ -243,12 +246,19 @@ impl Part {
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
         }
+        let places = match (&cached, starts) {
+            (Some((_, rows)), _) => Places::At(&rows.positions),
+            (None, Some(starts)) => Places::Packed(starts),
+            (None, None) => Places::Whole(x.dim(1)?),
+        };
+        let rotations = self.angles.iter().map(|angles| angles.rotation(places, x.device()));
+        let rotations = rotations.collect::<Result<Vec<Rotation>>>()?;
         for (at, layer) in self.layers.iter().enumerate() {
             let keys = match &mut cached {
                 Some((caches, rows)) => Keys::Cached(&mut caches.0[at], rows),
                 None => Keys::Own(starts),
             };
-            x = layer.forward(&x, keys, balance.as_deref_mut(), cx)?;
+            x = layer.forward(&x, keys, &rotations, balance.as_deref_mut(), cx)?;
         }
         Ok(x)
     }

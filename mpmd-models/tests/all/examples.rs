@@ -1,7 +1,7 @@
 //! Examples of prompts and replies, against `transformers` and torch. `make_examples.py` makes
 //! their results again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
@@ -227,6 +227,34 @@ fn packed_examples_do_not_see_each_other_in_any_family() {
     for name in ["gpt2", "qwen3-window", "gemma2", "gemma3", "phi3", "neox", "llama3"] {
         let (packed, apart) = together_and_apart(name, &short, 32);
         assert!((packed - apart).abs() < 1e-5 * apart, "{name}: {packed}, not {apart}");
+    }
+}
+
+/// Returns the held-out loss of examples in rows of `time` tokens.
+fn held_out(name: &str, examples: &[Sequence], time: usize) -> f64 {
+    together_and_apart(name, examples, time).0
+}
+
+#[test]
+fn losses_do_not_depend_on_the_length_of_a_row() {
+    let completions = expected().completions;
+    let examples: Vec<Sequence> = completions.iter().map(|one| sequence(&one.example)).collect();
+    // Their rotary embeddings change beyond 20 tokens.
+    for name in ["phi3", "dynamic"] {
+        let lengths: BTreeSet<usize> = examples.iter().map(|one| one.len() - 1).collect();
+        assert!(lengths.range(..=20).next().is_some() && lengths.range(21..).next().is_some());
+        let mut sums = (0.0, 0.0);
+        for example in &examples {
+            let own = held_out(name, std::slice::from_ref(example), example.len() - 1);
+            let weight = example.iter().skip(1).filter(|(_, has_loss)| *has_loss).count() as f64;
+            sums = (sums.0 + own * weight, sums.1 + weight);
+        }
+        let apart = sums.0 / sums.1;
+        let longest = lengths.last().unwrap();
+        for time in [*longest, longest + 1, 200] {
+            let packed = held_out(name, &examples, time);
+            assert!((packed - apart).abs() < 1e-5 * apart, "{name}, {time}: {packed}, not {apart}");
+        }
     }
 }
 
