@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::pass::{Begin, CHOICE, NONE, TOP};
+use crate::token_order::{TokenOrder, TokenRank, TokenWeights};
 
 /// In place of a token: [`Unchosen::NotFinite`].
 const NOT_FINITE: u32 = u32::MAX - 1;
@@ -113,32 +114,23 @@ impl History {
 
     /// Chooses the token that follows, and adds it. Passes that were decided before this one was
     /// known still continue a sequence that has failed: it gets the same reason from each.
-    pub(crate) fn choose(&mut self, logits: Vec<f32>) -> Choice {
+    pub(crate) fn choose(&mut self, logits: impl AsRef<[f32]>) -> Choice {
         if let Some(why) = self.failed {
             return why.into();
         }
+        let logits = logits.as_ref();
         let Begin { sampling, prompt, top } = self.begin;
         let known = (prompt as usize).saturating_sub(self.first).min(self.tokens.len());
         let (prompt, text) = self.tokens.split_at(known);
-        let all = top.map(|top| (top as usize, logprobs(&logits)));
         let Some(token) = sampling.next(logits, prompt, text) else {
             self.failed = Some(Unchosen::NotFinite);
             return Unchosen::NotFinite.into();
         };
         self.tokens.push(token);
-        let (logprob, top) = match all {
-            Some((top, all)) => {
-                let mut order: Vec<u32> = (0..all.len() as u32).collect();
-                let at = |token: &u32| all[*token as usize];
-                let largest_first = |a: &u32, b: &u32| at(b).total_cmp(&at(a)).then(a.cmp(b));
-                let top = top.min(TOP).min(order.len());
-                if top > 0 && top < order.len() {
-                    order.select_nth_unstable_by(top - 1, largest_first);
-                }
-                order.truncate(top);
-                order.sort_unstable_by(largest_first);
-                let of = |token: u32| (token, all[token as usize]);
-                (Some(all[token as usize]), order.into_iter().map(of).collect())
+        let (logprob, top) = match top {
+            Some(top) => {
+                let (logprob, top) = logprobs(logits, token, top as usize);
+                (Some(logprob), top)
             }
             None => (None, Vec::new()),
         };
@@ -146,12 +138,18 @@ impl History {
     }
 }
 
-/// Returns the natural logarithms of the probabilities.
-fn logprobs(logits: &[f32]) -> Vec<f32> {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let total: f64 = logits.iter().map(|x| f64::from(x - largest).exp()).sum();
-    let log = total.ln();
-    logits.iter().map(|x| (f64::from(x - largest) - log) as f32).collect()
+/// Returns the natural logarithm of a token's probability, and the `top` most probable tokens with
+/// theirs.
+fn logprobs(logits: &[f32], token: u32, top: usize) -> (f32, Vec<(u32, f32)>) {
+    let order = TokenOrder::of(logits);
+    let largest = order.first().map_or(f32::NAN, TokenRank::logit);
+    let log = order.total(TokenWeights::new(largest, 1.0), TokenRank::lowest()).ln();
+    let logprob = |logit: f32| (f64::from(logit - largest) - log) as f32;
+
+    let mut most = order.most(top.min(TOP));
+    most.sort_unstable_by(|a, b| b.cmp(a));
+    let top = most.into_iter().map(|rank| (rank.token(), logprob(rank.logit()))).collect();
+    (logprob(logits[token as usize]), top)
 }
 
 #[cfg(test)]

@@ -218,7 +218,7 @@ impl Reader<'_> {
                     format!("no {token:?}"),
                 )
             })?,
-            None => *self.folder.end_tokens().first().ok_or_else(|| {
+            None => *self.folder.end_tokens()?.first().ok_or_else(|| {
                 let expected = "eos_token in tokenizer_config.json, or eos_token_id in config.json";
                 unexpected(self.folder.path(), "", expected, "none")
             })?,

@@ -14,7 +14,7 @@ use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, MpmdArray, Program, Result};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::config::{self, Config};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
@@ -156,14 +156,14 @@ impl Folder {
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
     }
 
-    /// Returns the settings of generation: an object, or null if the folder has none.
+    /// Returns the settings of generation. There are none if the folder has no such file.
     ///
     /// # Errors
     ///
     /// If the file is damaged.
-    pub(crate) fn generation(&self) -> Result<Value> {
+    pub(crate) fn generation(&self) -> Result<Map<String, Value>> {
         if !self.companions.contains(&GENERATION) {
-            return Ok(Value::Null);
+            return Ok(Map::new());
         }
         let failed = |why: &dyn Display| {
             unexpected(&self.path.join(GENERATION), "", "settings of generation", why)
@@ -174,14 +174,30 @@ impl Folder {
 
     /// Returns the tokens that end a text: those of the settings of generation, or else those of
     /// the config. Neither need have any.
-    pub fn end_tokens(&self) -> Vec<u32> {
-        let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
-        let of = |settings: Value| match &settings["eos_token_id"] {
-            Value::Array(several) => several.iter().map(number).collect(),
-            one => Some(vec![number(one)?]),
+    ///
+    /// # Errors
+    ///
+    /// If a file is damaged, or has something else in their place.
+    pub fn end_tokens(&self) -> Result<Vec<u32>> {
+        let of = |name: &str, settings: &Map<String, Value>| {
+            let expected = "the number of a token, or a list of numbers";
+            let found = match settings.get("eos_token_id") {
+                None | Some(Value::Null) => return Ok(None),
+                Some(Value::Array(several)) => several.iter().map(token).collect(),
+                Some(one) => token(one).map(|one| vec![one]),
+            };
+            let wrong = || {
+                let found = &settings["eos_token_id"];
+                unexpected(&self.path.join(name), "eos_token_id", expected, found)
+            };
+            found.map(Some).ok_or_else(wrong)
         };
-        let own = self.generation().ok().and_then(of);
-        own.or_else(|| self.config_values().ok().and_then(of)).unwrap_or_default()
+        if let Some(own) = of(GENERATION, &self.generation()?)? {
+            return Ok(own);
+        }
+        let config = self.config_values()?;
+        let own = config.as_object().map(|config| of(CONFIG, config)).transpose()?;
+        Ok(own.flatten().unwrap_or_default())
     }
 
     /// Returns all values of the config.
@@ -360,6 +376,11 @@ impl Folder {
         let (reader, aval) = (self.reader(name)?, self.sources[name].1.clone());
         p.array_from_fn(aval, sharding, move |region, mut view| reader.read_into(region, &mut view))
     }
+}
+
+/// Returns the number of a token.
+fn token(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
 }
 
 /// Adds bytes to a hash.

@@ -13,12 +13,13 @@ use serde_json::json;
 use tokenizers::Tokenizer;
 
 use crate::cut::{CutArgs, Held, Room};
-use crate::folder::{Folder, GENERATION};
+use crate::folder::Folder;
 use crate::sample::Sampling;
 use crate::stages::Stages;
 use crate::template::Templates;
 use crate::text::Text;
 use crate::tokens::{check_inputs, check_rows, encode_prompt, spread, tokenizer};
+use crate::wrong;
 
 /// Arguments of a generation.
 #[derive(Clone, Debug, clap::Args)]
@@ -36,8 +37,9 @@ pub struct GenerateArgs {
     /// Largest number of new tokens
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least(1))]
     pub tokens: usize,
-    /// Tokens that a sequence may have, prompt included; default: as many as are needed. Scalings
-    /// of positions that depend on the length of a sequence take that of this one
+    /// Tokens that a sequence may have, prompt included; default: as many as are needed. With the
+    /// rope types `longrope` and `dynamic` the text depends on it: positions are scaled for this
+    /// length
     #[arg(long, value_name = "N", value_parser = at_least(1))]
     pub max_len: Option<usize>,
     /// Divisor of the logits; 0 takes the most probable token. Without it, tokens are drawn if
@@ -93,8 +95,7 @@ impl GenerateArgs {
     ///
     /// # Errors
     ///
-    /// If `generation_config.json` is damaged, or a value is out of its range. If an argument would
-    /// do nothing.
+    /// As for [`Sampling::of`]. If an argument is out of its range, or would do nothing.
     pub fn sampling(&self, folder: &Folder) -> Result<Sampling> {
         let own = Sampling::of(folder)?;
         let sampling = Sampling {
@@ -108,9 +109,7 @@ impl GenerateArgs {
             seed: self.seed,
         };
         if let Some((key, expected, found)) = sampling.out_of_range() {
-            let file = folder.path().join(GENERATION);
-            let from = format!("--{}, or in {}", key.replace('_', "-"), file.display());
-            return Err(Error::Environment(format!("{from}: expected {expected}, found {found}")));
+            return Err(wrong(&format!("--{}", key.replace('_', "-")), expected, found));
         }
         let draws = [
             ("--top-p", self.top_p.is_some()),
@@ -188,7 +187,7 @@ pub fn run(
         print!("{}", model.show_sharding()?);
         return Ok(ExitCode::SUCCESS);
     }
-    let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens() };
+    let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens()? };
     mpmd_job::run(job, stages, devices, |p| {
         // Read on process 0 alone.
         let own = RefCell::new(None);

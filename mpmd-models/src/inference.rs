@@ -20,6 +20,7 @@ use mpmd::topology::Mesh;
 use mpmd::weights::{Subscribing, Subscription, Wanted};
 use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::{now, since};
+use rayon::prelude::*;
 
 use crate::choice::{Choice, History, Unchosen, read_token};
 use crate::clock::{StageTimes, TIMES};
@@ -540,16 +541,24 @@ impl Loaded {
         let count = rows.len();
         let x = x.index_select(&Tensor::from_vec(rows, count, x.device())?, 1)?;
         let logits = part.logits(&x, cx)?.squeeze(0)?.to_dtype(candle_core::DType::F32)?;
-        let logits = logits.to_vec2::<f32>()?;
-        for (slot, logits) in asked.into_iter().zip(logits) {
-            let words = choices.get_mut(slot * CHOICE..).and_then(|own| own.get_mut(..CHOICE));
-            let Some(words) = words else { continue };
-            let choice = match self.histories.get_mut(slot) {
-                Some(Some(history)) => history.choose(logits),
-                _ => Unchosen::OutOfOrder.into(),
+        let tokens = logits.dim(1)?;
+        let logits = logits.flatten_all()?.to_vec1::<f32>()?;
+        let mut logits_of = vec![None; room.sequences];
+        for (slot, logits) in asked.into_iter().zip(logits.chunks_exact(tokens)) {
+            if let Some(of_place) = logits_of.get_mut(slot) {
+                *of_place = Some(logits);
+            }
+        }
+        // On the threads of this device.
+        let places = self.histories.par_iter_mut().zip(choices.par_chunks_exact_mut(CHOICE));
+        places.zip(logits_of).for_each(|((history, words), logits)| {
+            let Some(logits) = logits else { return };
+            let choice = match history {
+                Some(history) => history.choose(logits),
+                None => Unchosen::OutOfOrder.into(),
             };
             choice.write(words);
-        }
+        });
         Tensor::from_vec(choices, (room.sequences, CHOICE), x.device())
     }
 

@@ -1,13 +1,14 @@
 //! The choice of the next token from logits.
 
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::borrow::Cow;
 
 use mpmd::Result;
 use mpmd::random::{Key, uniform_f64};
 use serde::{Deserialize, Serialize};
 
-use crate::folder::Folder;
+use crate::config::Keys;
+use crate::folder::{Folder, GENERATION};
+use crate::token_order::{TokenOrder, TokenRank, TokenWeights};
 
 /// How the next token is chosen. The order of the steps is that of the library `transformers`:
 /// penalties, temperature, `top_k`, `top_p`, `min_p`.
@@ -49,28 +50,29 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Returns how a folder's `generation_config.json` says that tokens are chosen. Values may be
-    /// out of their ranges.
+    /// Returns how a folder's `generation_config.json` says that tokens are chosen.
     ///
     /// # Errors
     ///
-    /// If the file is damaged.
+    /// If the file is damaged, or a value is of another type or out of its range: with the key.
     pub fn of(folder: &Folder) -> Result<Self> {
-        let own = folder.generation()?;
-        let number = |key: &str, default: f64| own[key].as_f64().unwrap_or(default);
-        // Without it, the settings of the file do not count.
-        let samples = own["do_sample"].as_bool().unwrap_or(false);
-        let if_sampled = |key: &str, default: f64| {
-            if samples { number(key, default) } else { default }
-        };
-        Ok(Self {
-            temperature: if samples { number("temperature", 1.0) } else { 0.0 },
-            top_k: if_sampled("top_k", 0.0) as usize,
-            top_p: if_sampled("top_p", 1.0),
-            min_p: if_sampled("min_p", 0.0),
-            repetition_penalty: number("repetition_penalty", 1.0),
+        let file = folder.path().join(GENERATION);
+        let keys = Keys::new(&file, folder.generation()?);
+        let drawn = Self {
+            temperature: keys.number("temperature", 1.0)?,
+            top_k: keys.or("top_k", "a whole number, 0 or more", 0)?,
+            top_p: keys.number("top_p", 1.0)?,
+            min_p: keys.number("min_p", 0.0)?,
             ..Self::default()
-        })
+        };
+        // Without it, the settings of draws do not count.
+        let own = if keys.flag("do_sample", false)? { drawn } else { Self::default() };
+        let repetition_penalty = keys.number("repetition_penalty", own.repetition_penalty)?;
+        let own = Self { repetition_penalty, ..own };
+        match own.out_of_range() {
+            Some((key, expected, found)) => Err(keys.unexpected(key, expected, found)),
+            None => Ok(own),
+        }
     }
 
     /// Returns (name, expected, found) of a value that is out of its range.
@@ -91,87 +93,75 @@ impl Sampling {
 
     /// Returns the token that follows a prompt and a text, from its logits. The same arguments
     /// always give the same token: the random number depends on the seed and the length of the text
-    /// alone. `None` if the largest logit is no finite number.
-    pub fn next(&self, mut logits: Vec<f32>, prompt: &[u32], text: &[u32]) -> Option<u32> {
-        self.penalize(&mut logits, prompt, text);
+    /// alone. Settings that keep the same tokens draw the same one. `None` if the largest logit is
+    /// no finite number.
+    pub fn next(&self, logits: impl AsRef<[f32]>, prompt: &[u32], text: &[u32]) -> Option<u32> {
+        let logits = self.penalized(logits.as_ref(), prompt, text);
+        let order = TokenOrder::of(&logits);
+        let first = order.first().filter(|first| first.logit().is_finite())?;
         if self.temperature == 0.0 {
-            let all = logits.iter().zip(0..).map(|(x, token)| Ranked(*x, token));
-            return all.max().filter(|best| best.0.is_finite()).map(|best| best.1);
+            return Some(first.token());
         }
-        let kept = self.kept(&logits)?;
-        let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
-        let mut rest = total * uniform_f64(Key(self.seed), text.len() as u64);
-        let chosen = kept.iter().find(|(_, weight)| {
-            rest -= weight;
-            rest < 0.0
-        });
-        chosen.or(kept.last()).map(|(token, _)| *token)
+        let weights = TokenWeights::new(first.logit(), self.temperature);
+        let least = self.lowest_kept(&order, first, weights);
+        order.draw(weights, least, uniform_f64(Key(self.seed), text.len() as u64))
     }
 
-    fn penalize(&self, logits: &mut [f32], prompt: &[u32], text: &[u32]) {
-        let mut counts: BTreeMap<u32, usize> = prompt.iter().map(|token| (*token, 0)).collect();
-        text.iter().for_each(|token| *counts.entry(*token).or_default() += 1);
-        for (token, count) in counts {
-            let Some(logit) = logits.get_mut(token as usize) else { continue };
-            let repeated = self.repetition_penalty as f32;
-            *logit = if *logit < 0.0 { *logit * repeated } else { *logit / repeated };
-            if count > 0 {
-                *logit -= (self.presence_penalty + self.frequency_penalty * count as f64) as f32;
+    /// Returns the logits after penalties.
+    fn penalized<'a>(&self, logits: &'a [f32], prompt: &[u32], text: &[u32]) -> Cow<'a, [f32]> {
+        let is_repeated = self.repetition_penalty != 1.0;
+        let is_present = self.presence_penalty != 0.0 || self.frequency_penalty != 0.0;
+        if !is_repeated && !is_present {
+            return Cow::Borrowed(logits);
+        }
+        let mut counts: Vec<Option<u32>> = vec![None; logits.len()];
+        for token in prompt {
+            counts.get_mut(*token as usize).into_iter().for_each(|count| *count = Some(0));
+        }
+        for token in text {
+            let count = counts.get_mut(*token as usize).into_iter();
+            count.for_each(|count| *count.get_or_insert(0) += 1);
+        }
+
+        let repeated = self.repetition_penalty as f32;
+        let penalized = |(logit, count): (&f32, Option<u32>)| {
+            let Some(count) = count else { return *logit };
+            let divided = if *logit < 0.0 { *logit * repeated } else { *logit / repeated };
+            match count {
+                0 => divided,
+                _ => {
+                    let frequent = self.frequency_penalty * f64::from(count);
+                    divided - (self.presence_penalty + frequent) as f32
+                }
             }
-        }
-    }
-
-    /// Returns the tokens that may be chosen, the most probable first, with their weights: the
-    /// probability over that of the first.
-    fn kept(&self, logits: &[f32]) -> Option<Vec<(u32, f64)>> {
-        let mut all: Vec<Ranked> =
-            logits.iter().zip(0..).map(|(x, token)| Ranked(*x, token)).collect();
-        if self.top_k > 0 && self.top_k < all.len() {
-            all.select_nth_unstable_by(self.top_k - 1, |a, b| b.cmp(a));
-            all.truncate(self.top_k);
-        }
-        let most = all.iter().max()?.0;
-        if !most.is_finite() {
-            return None;
-        }
-        let weight = |x: f32| ((f64::from(x) - f64::from(most)) / self.temperature).exp();
-        let enough = match self.top_p < 1.0 {
-            true => self.top_p * all.iter().map(|ranked| weight(ranked.0)).sum::<f64>(),
-            false => f64::INFINITY,
         };
-        let (mut rest, mut kept, mut sum) = (BinaryHeap::from(all), Vec::new(), 0.0);
-        while let Some(Ranked(x, token)) = rest.pop() {
-            let weight = weight(x);
-            if !kept.is_empty() && (sum >= enough || weight < self.min_p || weight == 0.0) {
-                break;
-            }
-            sum += weight;
-            kept.push((token, weight));
+        Cow::Owned(logits.iter().zip(counts).map(penalized).collect())
+    }
+
+    /// Returns the lowest rank of the tokens that may be drawn.
+    fn lowest_kept(
+        &self,
+        order: &TokenOrder<'_>,
+        first: TokenRank,
+        weights: TokenWeights,
+    ) -> TokenRank {
+        let mut least = TokenRank::lowest();
+        if self.top_k > 0 {
+            let most = order.most(self.top_k).into_iter().min();
+            least = most.unwrap_or(least).max(least);
         }
-        Some(kept)
-    }
-}
-
-/// A logit and its token. Of equal logits, that of the lower token ranks higher.
-#[derive(Clone, Copy, PartialEq)]
-struct Ranked(f32, u32);
-
-impl Eq for Ranked {}
-
-impl Ord for Ranked {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.0.total_cmp(&other.0).then(other.1.cmp(&self.1))
-    }
-}
-
-impl PartialOrd for Ranked {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
+        if self.top_p < 1.0 {
+            least = order.nucleus(weights, least, self.top_p);
+        }
+        let border = f64::from(first.logit()) + self.temperature * self.min_p.ln();
+        least.max(TokenRank::last(border as f32)).min(first)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use mpmd::random::normal_f32;
+
     use super::*;
 
     /// Probabilities that `transformers` gives; see `tests/make_examples.py`.
@@ -206,12 +196,16 @@ mod tests {
                 repetition_penalty: case.repetition_penalty,
                 ..Sampling::default()
             };
-            let mut logits = case.logits.clone();
-            settings.penalize(&mut logits, &case.prompt, &[]);
+            let logits = settings.penalized(&case.logits, &case.prompt, &[]);
+            let order = TokenOrder::of(&logits);
+            let first = order.first().unwrap();
+            let weights = TokenWeights::new(first.logit(), settings.temperature);
+            let least = settings.lowest_kept(&order, first, weights);
+            let total = order.total(weights, least);
             let mut found = vec![0.0; logits.len()];
-            let kept = settings.kept(&logits).unwrap();
-            let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
-            kept.iter().for_each(|(token, weight)| found[*token as usize] = weight / total);
+            for rank in order.most(logits.len()).into_iter().filter(|rank| *rank >= least) {
+                found[rank.token() as usize] = f64::from(weights.of(rank.logit())) / total;
+            }
             for (found, expected) in found.iter().zip(&case.probabilities) {
                 assert!((found - expected).abs() < 1e-5, "case {at}: {found}, not {expected}");
             }
@@ -250,5 +244,79 @@ mod tests {
             (none, Sampling::default().next(vec![f32::NEG_INFINITY], &[], &[])),
             (None, None)
         );
+    }
+    #[test]
+    fn settings_that_keep_equal_tokens_draw_the_same() {
+        let logits: Vec<f32> = (0..2000).map(|at| 3.0 * normal_f32(Key(1), at)).collect();
+        let plain = Sampling { temperature: 0.9, ..Sampling::default() };
+        let mut sorted = logits.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let weight = |at: usize| (f64::from(sorted[at] - sorted[0]) / 0.9).exp();
+        let total: f64 = (0..2000).map(weight).sum();
+        for kept in [1, 7, 500, 2000] {
+            let share = (0..kept).map(weight).sum::<f64>() - 0.5 * weight(kept - 1);
+            let ways = [
+                Sampling { top_k: kept, ..plain },
+                Sampling { top_p: share / total, ..plain },
+                Sampling { min_p: weight(kept - 1) * (1.0 - 1e-5), ..plain },
+                Sampling { top_k: kept, top_p: 1.0 - 1e-12, min_p: 1e-30, ..plain },
+            ];
+            let drawn = |sampling: Sampling| -> Vec<u32> {
+                let next = |seed| Sampling { seed, ..sampling }.next(&logits, &[], &[]).unwrap();
+                (0..100).map(next).collect()
+            };
+            let all = ways.map(drawn);
+            assert!(all.iter().all(|tokens| *tokens == all[0]), "{kept} tokens");
+            let least = sorted[kept - 1];
+            assert!(all[0].iter().all(|token| logits[*token as usize] >= least), "{kept} tokens");
+        }
+    }
+
+    #[test]
+    fn tokens_whose_logits_are_not_finite_are_not_drawn() {
+        let with = |odd: f32| {
+            let mut logits = vec![1.0; 600];
+            logits[300] = odd;
+            (0..600)
+                .map(|seed| {
+                    let drawn =
+                        Sampling { temperature: 5.0, top_p: 0.999, seed, ..Sampling::default() };
+                    let plain = Sampling { top_p: 1.0, ..drawn };
+                    [drawn.next(&logits, &[], &[]), plain.next(&logits, &[], &[])]
+                })
+                .collect::<Vec<_>>()
+        };
+        for hidden in [-f32::NAN, f32::NEG_INFINITY] {
+            let found = with(hidden);
+            assert!(found.iter().flatten().all(|token| token.is_some_and(|token| token != 300)));
+        }
+        for first in [f32::NAN, f32::INFINITY] {
+            assert!(with(first).iter().flatten().all(Option::is_none));
+        }
+    }
+
+    #[test]
+    fn penalties_count_each_token_of_prompt_and_text() {
+        let logits: Vec<f32> = (0..50).map(|at| normal_f32(Key(2), at)).collect();
+        let tokens: Vec<u32> = (0..400).map(|at| (at * at) % 37).collect();
+        let (prompt, text) = tokens.split_at(350);
+        let settings = Sampling {
+            repetition_penalty: 1.5,
+            presence_penalty: 0.3,
+            frequency_penalty: -0.1,
+            ..Sampling::default()
+        };
+        let found = settings.penalized(&logits, &[prompt, &[4_000_000_000]].concat(), text);
+        for (token, (logit, found)) in (0..).zip(logits.iter().zip(found.iter())) {
+            let count = |of: &[u32]| of.iter().filter(|other| **other == token).count();
+            let mut expected = *logit;
+            if count(&tokens) > 0 {
+                expected = if *logit < 0.0 { logit * 1.5 } else { logit / 1.5 };
+            }
+            if count(text) > 0 {
+                expected -= (0.3 - 0.1 * count(text) as f64) as f32;
+            }
+            assert!((found - expected).abs() < 1e-6, "token {token}: {found}, not {expected}");
+        }
     }
 }

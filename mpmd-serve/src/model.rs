@@ -34,9 +34,6 @@ impl Model {
     /// If a file is damaged. A folder without a chat template is none.
     pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> anyhow::Result<Self> {
         let sampling = Sampling::of(folder)?;
-        if let Some((key, expected, found)) = sampling.out_of_range() {
-            anyhow::bail!("generation_config.json: {key}: expected {expected}, found {found}");
-        }
         let path = folder.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let own_name = || path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into();
@@ -44,7 +41,7 @@ impl Model {
             name: name.unwrap_or_else(own_name),
             positions,
             vocab: folder.config().vocab_size,
-            ends: folder.end_tokens(),
+            ends: folder.end_tokens()?,
             tokenizer: Arc::new(tokenizer(folder)?),
             templates: Templates::of(folder).map_err(|why| why.to_string()),
             sampling,

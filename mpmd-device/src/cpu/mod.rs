@@ -2,6 +2,7 @@
 
 pub mod bits;
 pub mod lanes;
+pub mod logits;
 pub mod matmul;
 pub mod packed;
 pub mod paged;

@@ -1,5 +1,6 @@
 //! Generation equals that of `transformers`, with the same bits over any number of stages.
 
+use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use mpmd::testing::{ProcessEnd, Processes};
 use mpmd::{ProcessId, Program, Result};
 use mpmd_models::{Folder, Sampling, Stages};
 
-use crate::folders::{ALL, Expected, copy, expected, open, path, simulate};
+use crate::folders::{ALL, Expected, change_config, copy, expected, open, path, simulate};
 
 /// Generates `most` tokens, and once more, with other lengths of the prompt's passes in between.
 fn generated(
@@ -161,7 +162,7 @@ fn text_ends_at_a_stop_or_an_end_token() {
     let settings = serde_json::json!({ "do_sample": true, "temperature": 1.0,
         "eos_token_id": [tokens[9], 999] });
     let file = folder.path().join("generation_config.json");
-    std::fs::write(file, settings.to_string()).unwrap();
+    fs::write(file, settings.to_string()).unwrap();
     let until = tokens.iter().position(|token| *token == tokens[9]).unwrap();
     assert_eq!(json(&["--seed", "7"]).0, tokens[..=until]);
 }
@@ -171,7 +172,7 @@ fn chat_template_makes_the_prompt() {
     let folder = copy("plain");
     let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
                     {% if add_generation_prompt %}<assistant>{% endif %}";
-    std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+    fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     let of = |args: &[&str]| {
         parsed(&printed(folder.path(), 1, &[args, &["--tokens", "8", "--json"]].concat()))
     };
@@ -180,6 +181,63 @@ fn chat_template_makes_the_prompt() {
     let ids: Vec<String> = prompt.get_ids().iter().map(u32::to_string).collect();
     assert_eq!(of(&["--chat", "Hi"]), of(&["--prompt-ids", &ids.join(",")]));
     assert_ne!(of(&["--chat", "Hi"]), of(&["--prompt", "Hi"]));
+}
+
+#[test]
+fn wrong_generation_configs_are_refused_by_key() {
+    let folder = copy("plain");
+    let file = folder.path().join("generation_config.json");
+    let write = |settings: &str| fs::write(&file, settings).unwrap();
+    let said = |settings: &str| {
+        write(settings);
+        let folder = Folder::open(folder.path()).unwrap();
+        let errors = [Sampling::of(&folder).err(), folder.end_tokens().err()];
+        errors.into_iter().flatten().map(|error| error.to_string()).collect::<String>()
+    };
+    for (settings, expected) in [
+        (r#"{"temperature": "0.7"}"#, r#"temperature: expected a number, found "0.7""#),
+        (r#"{"do_sample": true, "temperature": -1}"#, "temperature: expected 0 or more, found -1"),
+        (
+            r#"{"do_sample": true, "top_k": -5}"#,
+            "top_k: expected a whole number, 0 or more, found -5",
+        ),
+        (r#"{"top_k": 2.5}"#, "top_k: expected a whole number, 0 or more, found 2.5"),
+        (
+            r#"{"do_sample": true, "top_p": 0}"#,
+            "top_p: expected more than 0, and 1 at most, found 0",
+        ),
+        (r#"{"do_sample": true, "min_p": 2}"#, "min_p: expected 0 to 1, found 2"),
+        (r#"{"do_sample": "yes"}"#, r#"do_sample: expected true or false, found "yes""#),
+        (r#"{"repetition_penalty": 0}"#, "repetition_penalty: expected more than 0, found 0"),
+        (
+            r#"{"eos_token_id": "</s>"}"#,
+            r#"eos_token_id: expected the number of a token, or a list of numbers, found "</s>""#,
+        ),
+        (
+            r#"{"eos_token_id": [1, -1]}"#,
+            "eos_token_id: expected the number of a token, or a list of numbers, found [1,-1]",
+        ),
+        ("[1]", "expected settings of generation, found invalid type: sequence"),
+    ] {
+        let said = said(settings);
+        let expected = match settings.starts_with('{') {
+            true => format!("{}: {expected}", file.display()),
+            false => expected.to_owned(),
+        };
+        assert!(said.contains(&expected), "{said}, not {expected}");
+    }
+    // Settings of draws do not count without `do_sample`, and null is no setting.
+    assert_eq!(said(r#"{"temperature": 0, "top_p": 0, "top_k": null, "eos_token_id": null}"#), "");
+    let end = ended(folder.path(), 1, &["--prompt", "a"]).remove(0);
+    assert_eq!(end.code(), 0, "{end:?}");
+    write(r#"{"do_sample": true, "top_k": "many"}"#);
+    let end = ended(folder.path(), 1, &["--prompt", "a"]).remove(0);
+    assert!(end.code() == 1 && end.stderr.contains("top_k: expected a whole number"), "{end:?}");
+    // The config has the end tokens of a folder without them in this file.
+    write("{}");
+    change_config(folder.path(), |config| config["eos_token_id"] = serde_json::json!("none"));
+    let said = Folder::open(folder.path()).unwrap().end_tokens().unwrap_err().to_string();
+    assert!(said.contains("config.json: eos_token_id: expected the number of a token"), "{said}");
 }
 
 #[test]
