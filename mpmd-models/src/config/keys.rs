@@ -97,6 +97,16 @@ impl<'a> Keys<'a> {
         self.or(key, "a number", default)
     }
 
+    /// Returns a number of more than zero. `None` if the key is absent or null.
+    pub(crate) fn positive(&self, key: &str) -> Result<Option<f64>> {
+        match self.get::<f64>(key, "a number")? {
+            Some(number) if number <= 0.0 => {
+                Err(self.unexpected(key, "a number of more than 0", number))
+            }
+            number => Ok(number),
+        }
+    }
+
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         self.or(key, "true or false", default)
     }

@@ -40,10 +40,10 @@ pub(crate) fn rope_of(
 ) -> Result<Rope> {
     const SHARE: &str = "partial_rotary_factor";
     let (key, theta) = or.theta;
-    let theta = keys.number(key, theta)?;
+    let theta = keys.positive(key)?.unwrap_or(theta);
     let (key, share) = or.share.unwrap_or((SHARE, 1.0));
     let mut share = keys.number(key, share)?;
-    let top = keys.get(ORIGINAL, "a number")?;
+    let top = keys.unless_null(ORIGINAL, None, |keys, key| keys.size(key, 1))?;
     let plain = |share| {
         let dim = (head_dim as f64 * share) as usize;
         Rope { theta, dim, scaling: Scaling::Default }
@@ -51,13 +51,14 @@ pub(crate) fn rope_of(
     let Some(object) = object else {
         return check(keys, or, share, head_dim).map(|()| plain(share));
     };
-    let theta = object.number("rope_theta", theta)?;
+    let theta = object.positive("rope_theta")?.unwrap_or(theta);
     share = object.number(SHARE, share)?;
     check(keys, or, share, head_dim)?;
     let name =
         if object.get::<String>("rope_type", KINDS)?.is_some() { "rope_type" } else { "type" };
     let kind = object.or(name, KINDS, "default".to_owned())?;
-    let number = |key| object.required::<f64>(key, "a number");
+    let number =
+        |key| object.positive(key)?.ok_or_else(|| object.unexpected(key, "a number", "none"));
     // As in `transformers`, the number at the top goes first.
     let original = || match top {
         Some(top) => Ok(top),
@@ -98,11 +99,14 @@ fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Res
 }
 
 fn yarn(object: &Keys<'_>, factor: f64, original: usize) -> Result<Scaling> {
-    let number = |key| object.get::<f64>(key, "a number");
     let grown = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
     // Zero is no setting.
-    let set = |key| number(key).map(|number| number.filter(|number| *number != 0.0));
-    let amplitude = match (number("attention_factor")?, set("mscale")?, set("mscale_all_dim")?) {
+    let set = |key| match object.get(key, "a number")? {
+        Some(0.0) => Ok(None),
+        _ => object.positive(key),
+    };
+    let given = object.positive("attention_factor")?;
+    let amplitude = match (given, set("mscale")?, set("mscale_all_dim")?) {
         (Some(amplitude), ..) => amplitude,
         (None, Some(mscale), Some(all)) => grown(mscale) / grown(all),
         _ => grown(1.0),
@@ -127,18 +131,22 @@ fn longrope(
     let factors = |key| {
         let expected = format!("a list of {pairs} numbers");
         let factors: Vec<f64> = object.required(key, &expected)?;
-        match factors.len() == pairs {
-            true => Ok(factors),
-            false => Err(object.unexpected(key, expected, format!("{} numbers", factors.len()))),
+        if factors.len() != pairs {
+            return Err(object.unexpected(key, expected, format!("{} numbers", factors.len())));
+        }
+        match factors.iter().find(|factor| **factor <= 0.0) {
+            Some(wrong) => Err(object.unexpected(key, "a list of numbers of more than 0", wrong)),
+            None => Ok(factors),
         }
     };
-    let factor = match object.get("factor", "a number")? {
+    let factor = match object.positive("factor")? {
         Some(factor) => factor,
         None => keys.size(POSITIONS, or.positions)? as f64 / original as f64,
     };
-    let amplitude = match object.get("attention_factor", "a number")? {
+    let amplitude = match object.positive("attention_factor")? {
         Some(amplitude) => amplitude,
         None if factor <= 1.0 => 1.0,
+        None if original == 1 => return Err(object.unexpected(ORIGINAL, "2 or more", original)),
         None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
     };
     Ok(Scaling::LongRope {

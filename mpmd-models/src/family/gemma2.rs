@@ -48,7 +48,7 @@ pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> 
     // A multiplication rounds it to the dtype of the embedding.
     config.embedding_scale = (config.hidden_size as f64).sqrt();
     config.logits_cap = cap(keys, "final_logit_softcapping", logits_cap)?;
-    let scalar = keys.number("query_pre_attn_scalar", 256.0)?;
+    let scalar = keys.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
     config.layers.iter_mut().for_each(|layer| layer.scale = scalar.sqrt().recip());
     keys.only("use_bidirectional_attention", false)?;
     // Old configs have it beside `hidden_activation`, which alone counts.
@@ -58,5 +58,5 @@ pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> 
 
 /// Reads a cap. `None` if it is null.
 fn cap(keys: &Keys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
-    keys.unless_null(key, default, |keys, key| keys.number(key, 0.0))
+    keys.unless_null(key, default, |keys, key| Ok(keys.positive(key)?.unwrap_or_default()))
 }

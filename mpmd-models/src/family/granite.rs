@@ -11,7 +11,7 @@ pub(super) const FAMILY: Family = Family {
         config.mlp_bias = keys.flag("mlp_bias", false)?;
         config.embedding_scale = keys.number("embedding_multiplier", 1.0)?;
         config.residual_scale = keys.number("residual_multiplier", 1.0)?;
-        config.logits_divisor = keys.number("logits_scaling", 1.0)?;
+        config.logits_divisor = keys.positive("logits_scaling")?.unwrap_or(1.0);
         let scale = keys.number("attention_multiplier", 1.0)?;
         config.layers.iter_mut().for_each(|layer| layer.scale = scale);
         Ok(config)

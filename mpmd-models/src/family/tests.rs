@@ -246,3 +246,68 @@ fn settings_that_a_family_lacks_are_refused() {
         assert!(said.starts_with(expected), "{said}, not {expected}");
     }
 }
+
+#[test]
+fn numbers_that_results_are_divided_by_are_not_zero() {
+    let longrope = |factors: &str| {
+        format!(
+            r#""phi3", "original_max_position_embeddings": 64, "hidden_size": 48,
+               "num_attention_heads": 12, "rope_scaling": {{"type": "longrope", {factors}}}"#
+        )
+    };
+    let scaling = |settings: &str| format!(r#""llama", "rope_scaling": {{{settings}}}"#);
+    let llama3 = |low: f64, high: f64| {
+        let turns = format!(r#""low_freq_factor": {low:?}, "high_freq_factor": {high:?}"#);
+        scaling(&format!(r#""type": "llama3", "factor": 8, {turns}"#))
+    };
+    let more = "expected a number of more than 0, found";
+    for (config, key) in [
+        (r#""llama", "rope_theta": 0"#.to_owned(), "rope_theta"),
+        (scaling(r#""type": "linear", "factor": 0"#), "rope_scaling.factor"),
+        (scaling(r#""type": "linear", "factor": -2"#), "rope_scaling.factor"),
+        (scaling(r#""type": "dynamic", "factor": 0.0"#), "rope_scaling.factor"),
+        (scaling(r#""type": "yarn", "factor": 0"#), "rope_scaling.factor"),
+        (
+            scaling(r#""type": "yarn", "factor": 2, "attention_factor": 0"#),
+            "rope_scaling.attention_factor",
+        ),
+        (scaling(r#""type": "yarn", "factor": 2, "beta_fast": -1"#), "rope_scaling.beta_fast"),
+        (llama3(0.0, 4.0), "rope_scaling.low_freq_factor"),
+        (llama3(1.0, 0.0), "rope_scaling.high_freq_factor"),
+        (
+            longrope(r#""factor": 0, "short_factor": [1, 1], "long_factor": [1, 1]"#),
+            "rope_scaling.factor",
+        ),
+        (
+            r#""llama", "rope_parameters": {"rope_theta": 0}"#.to_owned(),
+            "rope_parameters.rope_theta",
+        ),
+        (r#""gemma2", "attn_logit_softcapping": 0"#.to_owned(), "attn_logit_softcapping"),
+        (r#""gemma2", "final_logit_softcapping": -3"#.to_owned(), "final_logit_softcapping"),
+        (r#""gemma2", "query_pre_attn_scalar": 0"#.to_owned(), "query_pre_attn_scalar"),
+        (r#""granite", "logits_scaling": 0"#.to_owned(), "logits_scaling"),
+    ] {
+        let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();
+        assert!(said.starts_with(&format!("{key}: {more}")), "{said}, not {key}");
+    }
+    for (config, expected) in [
+        (
+            longrope(r#""short_factor": [1, 0], "long_factor": [1, 1]"#),
+            "rope_scaling.short_factor: expected a list of numbers of more than 0, found 0",
+        ),
+        (
+            longrope(r#""short_factor": [1, 2], "long_factor": [-1, 1]"#),
+            "rope_scaling.long_factor: expected a list of numbers of more than 0, found -1",
+        ),
+        (
+            r#""llama", "original_max_position_embeddings": 0"#.to_owned(),
+            "original_max_position_embeddings: expected a number from 1 to",
+        ),
+    ] {
+        let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();
+        assert!(said.starts_with(expected), "{said}, not {expected}");
+    }
+    // As in `transformers`, zero is no setting.
+    let config = scaling(r#""type": "yarn", "factor": 2, "mscale": 0, "beta_fast": 0"#);
+    read_text(&format!("{{\"model_type\": {config}}}")).unwrap();
+}
