@@ -25,6 +25,9 @@ use crate::over::Over;
 use crate::rope::Angles;
 use crate::{unexpected, wrong};
 
+/// Limit on the number of layers in a stage that is trained: candle walks over the operations of a
+/// pass by recursion, on the stack of the device's thread.
+const MOST_TRAINED: usize = 1000;
 /// Number of tokens for which logits are computed at once, where no gradients are needed.
 const LOGITS_AT_ONCE: usize = 512;
 
@@ -301,6 +304,28 @@ impl Stages {
         }
     }
 
+    /// Checks that each stage has few enough layers for a training.
+    ///
+    /// # Errors
+    ///
+    /// If one has too many: with the number of stages that are enough.
+    pub(crate) fn check_trained(&self) -> Result<()> {
+        let most = self.cut.iter().map(Range::len).max().unwrap_or_default();
+        if most <= MOST_TRAINED {
+            return Ok(());
+        }
+        let layers = self.folder.config().num_hidden_layers;
+        let stages = layers.div_ceil(MOST_TRAINED);
+        Err(unexpected(
+            &self.folder.path().join(CONFIG),
+            self.folder.key("num_hidden_layers"),
+            format!(
+                "at most {MOST_TRAINED} in each stage of a training (--stages {stages} or more)"
+            ),
+            format!("{layers}, and {most} of them in a stage"),
+        ))
+    }
+
     /// Returns the layers of a stage.
     ///
     /// # Panics
@@ -319,7 +344,7 @@ impl Stages {
     ///
     /// # Errors
     ///
-    /// As for [`Folder::load`] and [`Pipeline::then`].
+    /// As for [`Folder::load`] and [`Pipeline::then`], and if a stage has more than 1,000 layers.
     ///
     /// # Panics
     ///
@@ -329,6 +354,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.check_trained()?;
         self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
     }
 

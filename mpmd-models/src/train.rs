@@ -249,6 +249,7 @@ pub fn run(
         "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
     );
     let Divided { model, devices, .. } = Divided::new(source, args, cut)?;
+    model.check_trained()?;
     let (mut texts, mut files) = (args.paths.clone(), Vec::new());
     files.extend(args.data.clone());
     let held_out = if args.data.is_some() { &mut files } else { &mut texts };

@@ -33,7 +33,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least(1))]
     pub sequences: usize,
     /// Tokens that a prompt and its reply may have; default: as many as the model has positions, at
-    /// most 4096
+    /// most 4096. With the rope types `longrope` and `dynamic` all replies depend on it: positions
+    /// are scaled for this length
     #[arg(long, value_name = "N", value_parser = at_least(2))]
     pub max_len: Option<usize>,
     /// Memory of a device of each stage for keys and values; default: enough for all requests, at

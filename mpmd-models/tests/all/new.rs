@@ -129,11 +129,17 @@ fn folders_that_make_no_new_model_are_refused() {
     let empty = tempfile::tempdir().unwrap();
     let without = copy("plain");
     fs::remove_file(without.path().join("tokenizer.json")).unwrap();
-    let [dtype, deviation, small] = [(); 3].map(|()| copy("plain"));
+    let [dtype, deviation, small, deep] = [(); 4].map(|()| copy("plain"));
     change_config(dtype.path(), |config| config["dtype"] = "int8".into());
     change_config(deviation.path(), |config| config["initializer_range"] = (-1).into());
     change_config(small.path(), |config| config["vocab_size"] = 30.into());
+    change_config(deep.path(), |config| config["num_hidden_layers"] = 1001.into());
     for (folder, expected) in [
+        (
+            deep,
+            "num_hidden_layers: expected at most 1000 in each stage of a training (--stages 2 or \
+             more), found 1001, and 1001 of them in a stage",
+        ),
         (empty, "config.json: expected the config of a model, found No such file"),
         (without, "tokenizer.json: expected a tokenizer, found No such file"),
         (dtype, r#"dtype: expected "float32", "bfloat16" or "float16", found "int8""#),
