@@ -1,5 +1,5 @@
-//! Numbers of processes and devices, the one module through which the framework blocks, and byte
-//! counts as text.
+//! Numbers of processes and devices, the one module through which the framework blocks, byte counts
+//! as text, and the meaning of a repeated signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
@@ -7,11 +7,13 @@
 
 pub mod block;
 mod bytes;
+mod stop;
 
 use std::fmt;
 
 pub use bytes::{bytes_text, parse_bytes};
 use serde::{Deserialize, Serialize};
+pub use stop::{StopRequest, StopRequests};
 
 /// The number of an operating-system process of the job, counted from 0.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]

@@ -134,7 +134,12 @@ impl fmt::Display for ExitKind {
             Self::Exit(code) => write!(f, "it ended with exit code {code}"),
             Self::Signal(number) => {
                 write!(f, "it was ended by signal {number}")?;
-                signal_name(number).map_or(Ok(()), |name| write!(f, " ({name})"))
+                signal_name(number).map_or(Ok(()), |name| write!(f, " ({name})"))?;
+                // The launcher does not blame a process that it has killed itself.
+                match number == Signal::KILL.as_raw() {
+                    true => f.write_str("; the system sends it when memory is full"),
+                    false => Ok(()),
+                }
             }
         }
     }
@@ -446,7 +451,8 @@ mod tests {
             reports: &reports,
             unformed: None,
         };
-        let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL)";
+        let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system \
+                        sends it when memory is full";
         assert_eq!(known.cause().to_string(), expected);
     }
 
@@ -473,7 +479,7 @@ mod tests {
     #[test]
     fn exit_kind_has_message_and_code() {
         assert_eq!(ExitKind::Exit(3).to_string(), "it ended with exit code 3");
-        assert_eq!(ExitKind::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
+        assert_eq!(ExitKind::Signal(11).to_string(), "it was ended by signal 11 (SIGSEGV)");
         assert_eq!(ExitKind::Signal(15).code(), 143);
     }
 }

@@ -69,9 +69,13 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
 }
 
-/// Copies a process's standard output until it ends, with `prefix` before each line. If writing
-/// fails, calls `failed` once, and goes on reading: the process must not wait. Blocks.
-pub(super) fn copy(mut from: impl Read, prefix: &str, failed: impl FnOnce(io::Error)) {
+/// Copies a process's standard output until it ends, with the present `prefix` before each line. If
+/// writing fails, calls `failed` once, and goes on reading: the process must not wait. Blocks.
+pub(super) fn copy(
+    mut from: impl Read,
+    prefix: impl Fn() -> String,
+    failed: impl FnOnce(io::Error),
+) {
     let mut failed = Some(failed);
     let mut write = |bytes: &[u8]| {
         if failed.is_some()
@@ -81,12 +85,15 @@ pub(super) fn copy(mut from: impl Read, prefix: &str, failed: impl FnOnce(io::Er
             failed(error);
         }
     };
-    let mut lines = Lines::new(prefix);
+    let mut lines = Lines::new("");
     let mut bytes = vec![0; 16 * 1024];
     loop {
         match from.read(&mut bytes) {
             Ok(0) => break,
-            Ok(n) => lines.push(&bytes[..n], Instant::now()),
+            Ok(n) => {
+                lines.prefix = prefix().into_bytes();
+                lines.push(&bytes[..n], Instant::now());
+            }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
             Err(_) => break,
         }

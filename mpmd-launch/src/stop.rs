@@ -1,8 +1,9 @@
 //! Tells a job that the user has stopped from one that has failed.
 
 use std::io::{self, ErrorKind};
+use std::time::Instant;
 
-use mpmd_base::ProcessId;
+use mpmd_base::{ProcessId, StopRequest, StopRequests};
 use mpmd_transport::rendezvous::Report;
 use rustix::process::Signal;
 
@@ -14,6 +15,8 @@ use super::output::say;
 pub(super) struct Stop {
     /// The signals to the launcher, and SIGPIPE if the output cannot be written.
     signals: Vec<Signal>,
+    /// Those by SIGINT and SIGTERM.
+    requests: StopRequests,
     has_no_output: bool,
 }
 
@@ -23,6 +26,13 @@ impl Stop {
         if !has_failed {
             self.signals.push(signal);
         }
+    }
+
+    /// True if a signal that comes at `now` is to be passed on to the processes: it is not the
+    /// request before once more. A second SIGINT or SIGTERM would end those that save.
+    pub(super) fn is_new(&mut self, signal: Signal, now: Instant) -> bool {
+        ![Signal::INT, Signal::TERM].contains(&signal)
+            || self.requests.take(now) != StopRequest::Same
     }
 
     /// Notes that the job's output cannot be written. Prints the error, unless the reader is gone

@@ -3,8 +3,8 @@
 
 use std::io::IsTerminal;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
@@ -51,10 +51,11 @@ impl Outcome {
 impl Launch {
     /// Starts the processes and blocks until all of them and their children have ended.
     ///
-    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to them; from then on these signals alone no
-    /// longer end this process. SIGHUP stays ignored if it is, as under `nohup`. SIGTSTP (Ctrl-Z)
-    /// stops the processes and this one, SIGCONT continues them. The time between does not count
-    /// for any timeout. The calling thread must not end before the job.
+    /// Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to them, but for a SIGINT or SIGTERM within two
+    /// seconds of another one; from then on these signals alone no longer end this process. SIGHUP
+    /// stays ignored if it is, as under `nohup`. SIGTSTP (Ctrl-Z) stops the processes and this one,
+    /// SIGCONT continues them. The time between does not count for any timeout. The calling thread
+    /// must not end before the job.
     ///
     /// # Errors
     ///
@@ -64,13 +65,15 @@ impl Launch {
         super::env::check_names()?;
         make_room(self.processes + self.spares)?;
         let (server, token) = self.serve()?;
+        let server = Arc::new(server);
         let (events, happened) = mpsc::channel();
         // Before the first process starts: from then on no signal may end the launcher and leave
         // processes behind.
         let _signals = Signals::forward_to(events.clone())?;
         let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
         let start = |job: &mut Processes, number: usize| {
-            job.start(number, self, self.command(number, &server, &token), &events)
+            let command = self.command(number, &server, &token);
+            job.start(number, self, command, &server, &events)
         };
         for number in 0..self.processes + self.spares {
             start(&mut job, number)?;
@@ -86,6 +89,24 @@ impl Launch {
             true => output::prefix(process, self.processes, stream.is_coloured()),
             false => String::new(),
         }
+    }
+
+    /// Returns the prefix of the lines of standard output that a process prints from now on. With
+    /// [`OutputMode::Quiet0`] the first process has none, also one that has come in its place.
+    fn prefix_of_output(
+        &self,
+        server: &Arc<Server>,
+        process: usize,
+    ) -> impl Fn() -> String + use<> {
+        let is_quiet = self.output == OutputMode::Quiet0;
+        // The output may last longer than the job.
+        let (server, processes): (Weak<Server>, usize) = (Arc::downgrade(server), self.processes);
+        let prefix = self.prefix_of(Stream::Out, process);
+        let is_first = move || {
+            let job = server.upgrade().map(|server| Standing::of(&server, processes));
+            job.is_some_and(|job| job.place(process) == Some(ProcessId(0)))
+        };
+        move || if is_quiet && is_first() { String::new() } else { prefix.clone() }
     }
 
     /// Shows errors that were held back, with the numbers of their processes.
@@ -160,6 +181,7 @@ impl Processes {
         process: usize,
         launch: &Launch,
         mut command: Command,
+        server: &Arc<Server>,
         events: &Sender<Event>,
     ) -> Result<(), LaunchError> {
         let is_direct = launch.output == OutputMode::Quiet0 && process == 0;
@@ -183,18 +205,19 @@ impl Processes {
         let (number, how, output) = (process, None, Vec::new());
         let words = Arc::<LastWords>::default();
         self.running.push(Running { number, child, pid, how, output, words: words.clone() });
-        let prefix =
-            |stream| if is_direct { String::new() } else { launch.prefix_of(stream, process) };
         let mut output = Vec::new();
         if let Some(stdout) = stdout {
-            let (prefix, events) = (prefix(Stream::Out), events.clone());
+            let (prefix, events) = (launch.prefix_of_output(server, process), events.clone());
             // The receiver is gone if the job has ended.
             let failed = move |error| drop(events.send(Event::NoOutput(error)));
-            let copy = move || output::copy(stdout, &prefix, failed);
+            let copy = move || output::copy(stdout, prefix, failed);
             output.push(thread("mpmd-stdout", copy)?);
         }
         if let Some(stderr) = stderr {
-            let prefix = prefix(Stream::Err);
+            let prefix = match is_direct {
+                true => String::new(),
+                false => launch.prefix_of(Stream::Err, process),
+            };
             let copy = move || output::copy_errors(stderr, &prefix, &words);
             output.push(thread("mpmd-stderr", copy)?);
         }
@@ -336,7 +359,9 @@ impl Processes {
                     let has_failed =
                         first.is_some_and(|(_, _, when)| when.elapsed() >= SAME_MOMENT);
                     stop.ask(signal, has_failed);
-                    self.signal(signal);
+                    if stop.is_new(signal, Instant::now()) {
+                        self.signal(signal);
+                    }
                     if matches!(ending, Ending::NotYet) {
                         ending = Ending::Grace(after(Instant::now(), grace));
                     }

@@ -1,13 +1,16 @@
 //! Ends a training on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 after its current step.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
+use mpmd_base::{StopRequest, StopRequests};
 use mpmd_core::launch::is_ignored;
 pub use mpmd_core::launch::stop_name;
 use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
-use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
+use signal_hook::flag::register_usize;
+use signal_hook::iterator::Signals;
 
 /// The number of the last signal by which the user asked to stop, or zero. Clones are one flag.
 #[derive(Clone, Debug, Default)]
@@ -16,8 +19,8 @@ pub struct StopFlag(Arc<AtomicUsize>);
 impl StopFlag {
     /// Returns the flag of this process's signals. The first call installs handlers for the whole
     /// process: from then on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 sets the flag, and a second Ctrl-C
-    /// or SIGTERM ends the process at once. Schedulers send SIGUSR1 before the end of a job's time.
-    /// SIGHUP stays ignored under `nohup`.
+    /// or SIGTERM ends the process at once, if it comes at least two seconds after the first.
+    /// Schedulers send SIGUSR1 before the end of a job's time. SIGHUP stays ignored under `nohup`.
     ///
     /// All calls return the same flag. So a signal in an epoch of a job that
     /// [recovers](mpmd_core::RecoveringBuilder) stops the training in the next one too.
@@ -37,15 +40,14 @@ impl StopFlag {
         Ok(installed.clone().unwrap_or_default())
     }
 
-    /// Installs signal handlers that set this flag.
+    /// Installs signal handlers that set this flag, and starts the thread that ends the process on
+    /// a second request.
     fn watch(&self) -> std::io::Result<()> {
-        let again = Arc::new(AtomicBool::new(false));
         // Not the other two: a closed terminal sends SIGHUP twice, and the save takes time.
-        for signal in [SIGINT, SIGTERM] {
-            // The order matters: the first signal finds `again` unset, and then sets it.
-            register_conditional_shutdown(signal, i32::from(exit_code(signal)), again.clone())?;
-            register(signal, again.clone())?;
-        }
+        let ending = Signals::new([SIGINT, SIGTERM])?;
+        std::thread::Builder::new()
+            .name("mpmd-stop".to_owned())
+            .spawn(move || end_on_second_request(ending))?;
         // A shell without job control starts its background jobs with an ignored SIGINT.
         let hang_up = Some(SIGHUP).filter(|signal| !is_ignored(*signal));
         for signal in [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hang_up) {
@@ -82,6 +84,16 @@ impl StopFlag {
     }
 }
 
+/// Waits for signals, and ends the process at once on the second request to stop.
+fn end_on_second_request(mut signals: Signals) {
+    let mut requests = StopRequests::default();
+    for signal in signals.forever() {
+        if requests.take(Instant::now()) == StopRequest::Again {
+            signal_hook::low_level::exit(i32::from(exit_code(signal)));
+        }
+    }
+}
+
 /// Returns the exit code of a program that `signal` has ended, as shells report it: 128 plus the
 /// signal's number.
 pub fn exit_code(signal: i32) -> u8 {
@@ -95,12 +107,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeated_hang_ups_and_a_first_sigterm_do_not_exit() {
+    fn repeated_hang_ups_and_one_request_do_not_exit() {
         let flag = StopFlag::install().unwrap();
         let mut program = Program::builder().alone().unwrap();
         assert!(!flag.is_set() && flag.agree(&mut program).unwrap().is_none());
         // The handler has run when `raise` returns.
-        for signal in [SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGTERM, SIGHUP, SIGUSR1] {
+        for signal in [SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGTERM, SIGTERM, SIGHUP, SIGUSR1] {
             raise(signal).unwrap();
             assert_eq!(flag.signal(), Some(signal));
         }

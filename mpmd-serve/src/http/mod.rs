@@ -15,14 +15,14 @@ use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use axum::Router;
 use hyper::server::conn::http1::Builder;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use mpmd_base::parse_bytes;
+use mpmd_base::{StopRequest, StopRequests, parse_bytes};
 use mpmd_job::at_least;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::runtime::Runtime;
@@ -159,8 +159,8 @@ pub struct Front {
 }
 
 impl Front {
-    /// Listens and answers requests. SIGTERM and SIGINT drain the server from now on; a second one
-    /// also ends the open requests.
+    /// Listens and answers requests. SIGTERM and SIGINT drain the server from now on; a second one,
+    /// at least two seconds later, also ends the open requests.
     ///
     /// # Errors
     ///
@@ -238,18 +238,24 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(1024)
 }
 
-/// Counts the signals that ask for the end.
+/// Counts the requests to end that come by signals.
 fn catch_signals(runtime: &Runtime, count: &watch::Sender<u32>) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
-    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
-        let (mut signals, count) = (signal(kind)?, count.clone());
-        runtime.spawn(async move {
-            while signals.recv().await.is_some() {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let count = count.clone();
+    runtime.spawn(async move {
+        let mut requests = StopRequests::default();
+        while let Some(()) = tokio::select! {
+            signal = terminate.recv() => signal,
+            signal = interrupt.recv() => signal,
+        } {
+            if requests.take(Instant::now()) != StopRequest::Same {
                 count.send_modify(|count| *count += 1);
             }
-        });
-    }
+        }
+    });
     Ok(())
 }
 
