@@ -85,7 +85,7 @@ pub use stages::Stages;
 pub use template::Templates;
 pub use text::Text;
 pub use tokens::{Tokens, encode_prompt, tokenizer};
-pub use versions::Versions;
+pub use versions::{Versions, next_of_folder, version_number};
 
 /// Returns the error for something in a file that is other than expected. `subject` is a tensor or
 /// a key; it may be empty if the file itself is meant.

@@ -31,8 +31,8 @@ pub struct PublishArgs {
     #[arg(long, value_name = "STEPS", default_value_t = 1, requires = "publish",
         value_parser = at_least(1))]
     pub publish_every: usize,
-    /// Type in which the weights are published: that of the servers
-    #[arg(long, value_name = "TYPE", default_value = "bf16", requires = "publish")]
+    /// Type in which the weights are published: that of the servers, --dtype of `serve`
+    #[arg(long, value_name = "TYPE", default_value = "f32", requires = "publish")]
     pub publish_as: WeightType,
     /// File with a secret of at least 32 bytes, the same as that of the servers; no other user may
     /// read it

@@ -23,10 +23,31 @@ use crate::load::{Load, Source};
 /// and the reason.
 const STATE: usize = 2 + 64;
 
+/// Bits of a version below those that tell its source: the number for people.
+const NUMBER: u32 = 48;
+/// The bit of versions that are read from a folder.
+const FROM_FOLDER: u64 = 1 << 63;
+
+/// Returns the number of a version for people: the one that its trainer gave it.
+pub fn version_number(version: u64) -> u64 {
+    version & ((1 << NUMBER) - 1)
+}
+
+/// Returns the version of weights that are read from a folder while `newest` is in use.
+pub fn next_of_folder(newest: u64) -> u64 {
+    (version_number(newest) + 1) | FROM_FOLDER
+}
+
+/// Returns the version of received weights. A trainer that has begun anew gives its numbers once
+/// more.
+fn received_version(received: &Received) -> u64 {
+    (received.publication << NUMBER | version_number(received.version)) & !FROM_FOLDER
+}
+
 /// The versions of the weights of an inference. Clones share the state.
 ///
-/// Version 0 are the weights of the folder. A later version is the number that its trainer gave
-/// it.
+/// Version 0 are the weights of the folder. The upper bits of a later version tell its source; the
+/// others are [`version_number`].
 #[derive(Clone, Debug, Default)]
 pub struct Versions(Arc<Shared>);
 
@@ -91,6 +112,8 @@ pub(crate) struct Arrival {
     loads: Vec<Load>,
     devices: Vec<DeviceId>,
     versions: Versions,
+    /// The version that was taken last, until its end.
+    taken: Option<u64>,
 }
 
 impl Intake for Arrival {
@@ -99,25 +122,30 @@ impl Intake for Arrival {
     }
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
-        let (version, received) = (received.version, received.clone());
+        let (version, received) = (received_version(received), received.clone());
         if self.versions.is_loading() {
             return Err("weights of a folder are being read".to_owned());
         }
         let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
             read(&received, name, region, values).map_err(Error::Kernel)
         });
+        self.taken = Some(version);
         let mut loads = self.loads.iter();
         let taken = loads.try_for_each(|load| load.take(&self.devices, version, &source));
         taken.map_err(|why| why.to_string())
     }
 
-    fn end(&mut self, version: u64, refused: Option<&str>) {
-        match refused {
-            None => self.versions.arrive(version),
-            Some(why) => {
-                self.loads.iter().for_each(|load| load.retire(version));
-                self.versions.refuse(format!("version {version}: {why}"));
+    fn end(&mut self, number: u64, refused: Option<&str>) {
+        let taken = self.taken.take();
+        match (taken, refused) {
+            (_, Some(why)) => {
+                if let Some(version) = taken {
+                    self.loads.iter().for_each(|load| load.retire(version));
+                }
+                self.versions.refuse(format!("version {number}: {why}"));
             }
+            (Some(version), None) => self.versions.arrive(version),
+            (None, None) => {}
         }
     }
 
@@ -172,7 +200,7 @@ impl Arrival {
         let none = Err("the publisher has not been found yet".to_owned());
         *versions.0.publisher.lock() = Some(none);
         let devices = p.topology().devices_of(p.process()).to_vec();
-        Self { loads: loads.to_vec(), devices, versions: versions.clone() }
+        Self { loads: loads.to_vec(), devices, versions: versions.clone(), taken: None }
     }
 }
 
@@ -217,7 +245,10 @@ impl Loading {
         {
             match ended {
                 Ok(()) => versions.arrive(self.version),
-                Err(why) => versions.refuse(format!("version {}: {why}", self.version)),
+                Err(why) => {
+                    let number = version_number(self.version);
+                    versions.refuse(format!("version {number}: {why}"));
+                }
             }
             versions.0.is_loading.store(false, Ordering::Release);
         }

@@ -25,7 +25,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub const HEADER_BYTES: usize = 64;
 
 /// The version of the wire protocol that this crate speaks. Peers must speak the same.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mpmd_models::Versions;
+use mpmd_models::{Versions, version_number};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 
@@ -91,7 +91,7 @@ impl Weights {
         match self.labels.get(&version) {
             Some(label) => label.clone(),
             None if version == 0 => "default".into(),
-            None => version.to_string().into(),
+            None => version_number(version).to_string().into(),
         }
     }
 
@@ -175,9 +175,9 @@ impl Queue {
         let requests = self.0.metrics.requests_by_version();
         let weights = &self.0.state.lock().weights;
         WeightInfo {
-            version: weights.newest,
+            version: version_number(weights.newest),
             label: weights.label(),
-            old: weights.old.map(|old| (old, weights.label_of(old))),
+            old: weights.old.map(|old| (version_number(old), weights.label_of(old))),
             requests,
             failure: weights.versions.failure(),
             publisher: weights.versions.publisher(),
@@ -262,7 +262,8 @@ impl Arrivals {
 
     /// Ends the loading of weights, with the version or the reason why there is none.
     pub(crate) fn loaded(&self, result: Result<u64, String>) {
-        self.0.state.lock().weights.loaded(result.map_err(Denied::Weights));
+        let number = result.map(version_number);
+        self.0.state.lock().weights.loaded(number.map_err(Denied::Weights));
     }
 
     /// Returns the way to wake the engine.

@@ -173,7 +173,18 @@ pub(super) fn call(
     call: &Call,
     timeout: Duration,
 ) -> std::result::Result<(Vec<Answer>, IpAddr), String> {
-    let said = |error: RendezvousError| error.to_string();
+    let said = |error: RendezvousError| match error {
+        RendezvousError::Token { server } => format!(
+            "the publisher at {server} has another secret or another name: give both ends the same"
+        ),
+        RendezvousError::Stranger { server } => {
+            format!("the program that listens at {server} is no publisher of mpmd")
+        }
+        RendezvousError::Unreachable { server, why, .. } => {
+            format!("no publisher answers at {server}: {why}")
+        }
+        other => other.to_string(),
+    };
     let observer = Observer::connect(address, token.clone(), timeout).map_err(said)?;
     let words = control::encode(call).map_err(|error| error.to_string())?;
     let answers = observer.look(&words, timeout).map_err(said)?;

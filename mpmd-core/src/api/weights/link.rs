@@ -40,6 +40,8 @@ const IDLE: Duration = Duration::from_millis(500);
 /// The subscriber's state before a turn, as its first process tells it.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Ask {
+    /// Number of publications that the subscriber has found before this one.
+    pub(super) publication: u64,
     /// The next version is to be above this one.
     pub(super) above: Option<u64>,
     /// The version whose bits it has, to be changed.
@@ -57,7 +59,8 @@ pub(super) enum Arrived {
 
 /// The part of a publisher's process in a link.
 pub(super) trait Source {
-    fn offered(&self) -> Vec<Offered>;
+    /// Returns the id of the publication, and its leaves.
+    fn offered(&self) -> (String, Vec<Offered>);
     /// Returns the versions above `above`, and holds them until the next call. Waits for one at
     /// most for `timeout`. An error ends the link in order.
     fn wait(
@@ -81,6 +84,8 @@ pub(super) trait Source {
 
 /// The part of a subscriber's process in a link.
 pub(super) trait Target {
+    /// Takes the id of the link's publication.
+    fn found(&mut self, id: String);
     fn asked(&self) -> Vec<Asked>;
     /// True if this process has given up its subscription, and not only just now: the first process
     /// usually does so at the same time, and ends the link in order.
@@ -95,11 +100,20 @@ pub(super) trait Target {
         hash: u64,
     ) -> std::result::Result<(), String>;
     /// Takes the version whose pieces have arrived.
-    fn take(&mut self, number: u64, pieces: &[Piece]) -> std::result::Result<(), String>;
+    fn take(&mut self, version: Numbers, pieces: &[Piece]) -> std::result::Result<(), String>;
     /// Says why the publisher gives out no further version.
     fn ended(&mut self, why: &str);
     /// Says that all processes have taken it, or why one has not.
-    fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>);
+    fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>);
+}
+
+/// A version on its way. A later version has larger numbers, in this order.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct Numbers {
+    /// Number of publications that the subscriber has found before.
+    pub(super) publication: u64,
+    /// The number that the publisher gave it.
+    pub(super) version: u64,
 }
 
 /// The side of a process.
@@ -115,10 +129,13 @@ pub(super) enum Side<'a> {
 ///
 /// If the layouts do not fit each other, or a process is lost.
 pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Result<()> {
-    let offered: Vec<Offered> = tell(p, ProcessId(0), || match side {
+    let (id, offered): (String, Vec<Offered>) = tell(p, ProcessId(0), || match side {
         Side::Publisher(source) => source.offered(),
-        Side::Subscriber(_) => Vec::new(),
+        Side::Subscriber(_) => Default::default(),
     })?;
+    if let Side::Subscriber(target) = side {
+        target.found(id);
+    }
     let subscriber = ProcessId(publishers as u32);
     let asked: Vec<Asked> = tell(p, subscriber, || match side {
         Side::Publisher(_) => Vec::new(),
@@ -197,7 +214,8 @@ impl Link {
             None => vec![false; self.pieces.len()],
         };
         let notes = self.notes();
-        let (bytes, own) = self.move_pieces(p, side, (number, &changed), &notes)?;
+        let version = Numbers { publication: ask.publication, version: number };
+        let (bytes, own) = self.move_pieces(p, side, (version, &changed), &notes)?;
         // The first reason of a process to refuse the version.
         let mut refused = None;
         for process in publishers_to(p.processes(), self.publishers) {
@@ -207,7 +225,7 @@ impl Link {
         }
         match side {
             Side::Publisher(source) => source.sent(number, refused.as_deref()),
-            Side::Subscriber(target) => target.end(number, bytes, refused.as_deref()),
+            Side::Subscriber(target) => target.end(version, bytes, refused.as_deref()),
         }
         Ok(true)
     }
@@ -297,7 +315,7 @@ impl Link {
         &self,
         p: &mut Program,
         side: &mut Side<'_>,
-        (number, changed): (u64, &[bool]),
+        (version, changed): (Numbers, &[bool]),
         notes: &Notes,
     ) -> Result<(u64, Option<String>)> {
         let at = Location::caller();
@@ -335,7 +353,7 @@ impl Link {
             Side::Publisher(_) => Ok((0, None)),
             Side::Subscriber(target) => {
                 let arrivals = Arrivals { changed, notes, notes_here, here };
-                self.take(p, *target, number, arrivals)
+                self.take(p, *target, version, arrivals)
             }
         }
     }
@@ -346,7 +364,7 @@ impl Link {
         &self,
         p: &Program,
         target: &mut dyn Target,
-        number: u64,
+        version: Numbers,
         Arrivals { changed, notes, notes_here, mut here }: Arrivals<'_>,
     ) -> Result<(u64, Option<String>)> {
         let damaged = || Error::Environment("a note of a version is damaged".to_owned());
@@ -387,7 +405,7 @@ impl Link {
                 refused = target.piece(piece, device, arrived, hash).err();
             }
         }
-        let refused = refused.or_else(|| target.take(number, &self.pieces).err());
+        let refused = refused.or_else(|| target.take(version, &self.pieces).err());
         Ok((bytes, refused))
     }
 

@@ -136,6 +136,8 @@ struct Leaf {
 
 struct Shared {
     name: String,
+    /// A random text, by which subscribers tell this publication from others.
+    id: String,
     leaves: Vec<Offered>,
     store: Store,
     /// Number of copies that are being made.
@@ -204,7 +206,9 @@ impl Program {
         }
         let store = Store::new(own, changes);
         let (copying, copied, metrics) = Default::default();
-        let shared = Arc::new(Shared { name, leaves: offered, store, copying, copied, metrics });
+        let id = Token::random().map_err(|why| Error::Environment(why.to_string()))?.to_hex();
+        let shared =
+            Arc::new(Shared { name, id, leaves: offered, store, copying, copied, metrics });
         let (copies, taken) = mpsc::channel();
         let mut publisher = Publisher {
             shared: shared.clone(),
@@ -433,8 +437,8 @@ impl Held<'_> {
 }
 
 impl Source for Held<'_> {
-    fn offered(&self) -> Vec<Offered> {
-        self.shared.leaves.clone()
+    fn offered(&self) -> (String, Vec<Offered>) {
+        (self.shared.id.clone(), self.shared.leaves.clone())
     }
 
     fn wait(

@@ -16,7 +16,7 @@ use mpmd_transport::{Pool, SharedBuffer};
 use super::bits::{hash, read_changes};
 use super::group::{Answer, Call, Group, Invitation, LONGEST, Members, call, spawn, wrong};
 use super::layouts::{Asked, Piece, Wanted};
-use super::link::{self, Arrived, Ask, Side, Target};
+use super::link::{self, Arrived, Ask, Numbers, Side, Target};
 use crate::api::program::Program;
 use crate::api::program::transports::DEFAULT;
 use crate::error::{Error, Result};
@@ -72,6 +72,10 @@ impl Subscribing {
 pub struct Received {
     /// The number of the version.
     pub version: u64,
+    /// Number of publications that the subscription has found before the version's own. The numbers
+    /// of a new publication, such as of a training that has begun anew, may be the same as of the
+    /// one before.
+    pub publication: u64,
     shards: Vec<(usize, Region, SharedBuffer)>,
     avals: Arc<Vec<(String, ShapedArray)>>,
 }
@@ -129,8 +133,8 @@ pub trait Intake: Send {
     /// forgotten.
     fn end(&mut self, version: u64, refused: Option<&str>);
 
-    /// Says that a link to the publisher has begun; or ended, with the reason. By default it does
-    /// nothing.
+    /// Says that a link to the publisher has begun; or that there is none, with the reason: it has
+    /// ended, or on process 0 that the publisher cannot be reached. By default it does nothing.
     fn linked(&mut self, ended: Option<&str>) {
         let _ = ended;
     }
@@ -158,7 +162,8 @@ pub struct SubscriptionState {
 /// All processes should drop it: without one of them there are no further versions.
 ///
 /// A publisher that ends or dies leaves the last whole version in use. The subscription looks for
-/// it, or for its successor, until it is dropped.
+/// it, or for its successor, until it is dropped. Of a successor it takes every version, also one
+/// with a lower number.
 pub struct Subscription {
     shared: Arc<Shared>,
     group: Option<Group>,
@@ -179,8 +184,14 @@ struct Latest {
     /// Usually one. On other processes than the first, later ones may come before the program has
     /// taken those that the first one has.
     taken: VecDeque<Received>,
-    /// The newest that every process has.
-    whole: Option<u64>,
+    /// Publication and version of the newest that every process has.
+    whole: Option<(u64, u64)>,
+}
+
+impl Received {
+    fn numbers(&self) -> (u64, u64) {
+        (self.publication, self.version)
+    }
 }
 
 impl Intake for Arc<Mutex<Latest>> {
@@ -195,9 +206,12 @@ impl Intake for Arc<Mutex<Latest>> {
 
     fn end(&mut self, version: u64, refused: Option<&str>) {
         let mut latest = self.lock();
-        match refused {
-            None => latest.whole = Some(version),
-            Some(_) => latest.taken.retain(|taken| taken.version != version),
+        // The last one that was taken.
+        let ended = latest.taken.back().filter(|taken| taken.version == version);
+        match (ended.map(Received::numbers), refused) {
+            (Some(ended), None) => latest.whole = Some(ended),
+            (Some(_), Some(_)) => _ = latest.taken.pop_back(),
+            (None, _) => {}
         }
     }
 }
@@ -252,11 +266,11 @@ impl Program {
         let devices = self.topology().devices_of(self.process()).len();
         let used = wanted.iter().flat_map(|leaf| leaf.sharding.devices().iter().copied());
         let members = Members::of(self.topology(), used, Some(ProcessId(0)));
-        let (invited, invitations) = mpsc::channel();
-        let invited = Mutex::new(invited);
+        let (told, news) = mpsc::channel();
+        let invited = Mutex::new(told.clone());
         let answer = move |call| {
             if let Call::Join(invitation) = call {
-                _ = invited.lock().send(invitation);
+                _ = invited.lock().send(News::Invited(invitation));
             }
             Answer::Here(devices)
         };
@@ -273,13 +287,15 @@ impl Program {
         let (ended, ends) = mpsc::channel();
         let name = subscribing.name.clone();
         let (all_devices, changes) = (members.devices.clone(), subscribing.changes);
-        let taking = Taking { shared: shared.clone(), wanted, members, changes, intake };
-        let run = move || taking.run(&invitations, me, peer_timeout, &ended);
+        let publications = Publications::default();
+        let taking =
+            Taking { shared: shared.clone(), wanted, members, changes, intake, publications };
+        let run = move || taking.run(&news, me, peer_timeout, &ended);
         subscription.threads.push(spawn("mpmd-subscribe", run)?);
         if me == 0 {
             let own = own.to_string();
-            let seeker =
-                Seeker { subscribing, own, token, devices: all_devices, peer_timeout, shared };
+            let devices = all_devices;
+            let seeker = Seeker { subscribing, own, token, devices, peer_timeout, shared, told };
             subscription.threads.push(spawn("mpmd-seek", move || seeker.run(&ends))?);
         }
         tracing::debug!(name, "subscribed");
@@ -321,14 +337,16 @@ impl Subscription {
         };
         let whole = || {
             let latest = latest.lock();
-            let mut versions = latest.taken.iter().map(|taken| taken.version);
+            let mut versions = latest.taken.iter().map(Received::numbers);
             Ok(versions.find(|version| Some(*version) <= latest.whole))
         };
-        let Some(version) = p.broadcast_value(ProcessId(0), None, whole)? else { return Ok(None) };
+        let Some((publication, version)) = p.broadcast_value(ProcessId(0), None, whole)? else {
+            return Ok(None);
+        };
         // Taken on every process before process 0 could know that it is whole.
         let received = {
             let taken = &mut latest.lock().taken;
-            let place = taken.iter().position(|taken| taken.version == version);
+            let place = taken.iter().position(|taken| taken.numbers() == (publication, version));
             Arc::new(place.and_then(|place| taken.drain(..=place).next_back()).unwrap_or_default())
         };
         let mut arrays = Vec::new();
@@ -382,11 +400,22 @@ struct Seeker {
     devices: Vec<usize>,
     peer_timeout: Duration,
     shared: Arc<Shared>,
+    told: mpsc::Sender<News>,
+}
+
+/// News for the thread that takes versions.
+enum News {
+    /// There is a link to join.
+    Invited(Invitation),
+    /// The publisher cannot be reached, with the reason.
+    NotFound(String),
 }
 
 impl Seeker {
     fn run(&self, ends: &mpsc::Receiver<()>) {
         let mut retry = RETRY[0];
+        // The last reason, of which others need not be told again.
+        let mut said = None;
         while !self.shared.has_ended() {
             let before = self.shared.state.lock().0.versions;
             let found = self.link(ends);
@@ -396,9 +425,16 @@ impl Seeker {
                 Ok(()) if !has_more => (retry * 2).min(RETRY[1]),
                 _ => RETRY[0],
             };
-            if let Err(why) = found {
-                self.shared.note(|state| state.trouble = Some(why));
+            if let Err(why) = &found {
+                self.shared.note(|state| state.trouble = Some(why.clone()));
             }
+            let why = found.err();
+            if let Some(why) = why.clone().filter(|_| why != said) {
+                tracing::warn!(name = self.subscribing.name, "no versions come: {why}");
+                // The receiver is gone once the subscription has ended.
+                _ = self.told.send(News::NotFound(why));
+            }
+            said = why;
             self.shared.sleep(retry);
         }
     }
@@ -444,12 +480,36 @@ struct Taking {
     members: Members,
     changes: bool,
     intake: Box<dyn Intake>,
+    publications: Publications,
+}
+
+/// The publications that the subscription has found.
+#[derive(Debug, Default)]
+struct Publications {
+    /// The id of the last one.
+    last: Option<String>,
+    /// Number of those before it.
+    before: u64,
+    /// The newest version of the last one that is whole on every process.
+    version: Option<u64>,
+}
+
+impl Publications {
+    /// Notes the publication of a link.
+    fn find(&mut self, id: String) {
+        if self.last.as_ref() == Some(&id) {
+            return;
+        }
+        self.before += u64::from(self.last.is_some());
+        self.last = Some(id);
+        self.version = None;
+    }
 }
 
 impl Taking {
     fn run(
         mut self,
-        invitations: &mpsc::Receiver<Invitation>,
+        news: &mpsc::Receiver<News>,
         me: usize,
         peer_timeout: Duration,
         ended: &mpsc::Sender<()>,
@@ -458,7 +518,14 @@ impl Taking {
         let avals = Arc::new(avals.collect::<Vec<_>>());
         // It outlives links: their bits may still be read.
         let memory = Pool::new("bits of a subscription", None);
-        for invitation in invitations.iter() {
+        for news in news.iter() {
+            let invitation = match news {
+                News::Invited(invitation) => invitation,
+                News::NotFound(why) => {
+                    self.intake.linked(Some(&why));
+                    continue;
+                }
+            };
             let first: usize = invitation.devices[..invitation.publishers].iter().sum();
             let mut taker = Taker {
                 taking: &mut self,
@@ -553,6 +620,10 @@ impl Taker<'_> {
 }
 
 impl Target for Taker<'_> {
+    fn found(&mut self, id: String) {
+        self.taking.publications.find(id);
+    }
+
     fn asked(&self) -> Vec<Asked> {
         // They were checked at the start.
         let number = |device| self.first + self.taking.members.number_of(device);
@@ -566,16 +637,14 @@ impl Target for Taker<'_> {
     fn ask(&mut self, timeout: Duration) -> Ask {
         let until = now() + timeout;
         loop {
-            let (version, has_ended) = {
-                let state = self.taking.shared.state.lock();
-                (state.0.version, state.1.is_some())
-            };
+            let has_ended = self.taking.shared.has_ended();
             let has_room = has_ended || self.taking.intake.has_room();
             if has_room || now() >= until {
                 // A version may be damaged on its way once; it is not asked for a third time.
                 let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
+                let Publications { before: publication, version, .. } = self.taking.publications;
                 let above = version.max(given_up);
-                return Ask { above, base: self.base, has_room, has_ended };
+                return Ask { publication, above, base: self.base, has_room, has_ended };
             }
             self.taking.shared.sleep(LOOK);
         }
@@ -613,7 +682,7 @@ impl Target for Taker<'_> {
         Ok(())
     }
 
-    fn take(&mut self, number: u64, pieces: &[Piece]) -> std::result::Result<(), String> {
+    fn take(&mut self, version: Numbers, pieces: &[Piece]) -> std::result::Result<(), String> {
         let mut shards = Vec::new();
         for (leaf, asked) in self.asked().iter().enumerate() {
             let item = asked.dtype.size();
@@ -643,7 +712,8 @@ impl Target for Taker<'_> {
                 shards.push((leaf, region.clone(), values));
             }
         }
-        let received = Received { version: number, shards, avals: self.avals.clone() };
+        let Numbers { publication, version } = version;
+        let received = Received { version, publication, shards, avals: self.avals.clone() };
         self.taking.intake.take(&received)
     }
 
@@ -651,7 +721,8 @@ impl Target for Taker<'_> {
         self.taking.shared.note(|state| state.trouble = Some(why.to_owned()));
     }
 
-    fn end(&mut self, number: u64, bytes: u64, refused: Option<&str>) {
+    fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>) {
+        let number = version.version;
         let fresh = std::mem::take(&mut self.fresh);
         self.refused = match (refused, self.refused) {
             (Some(_), (last, count)) if last == number => (number, count + 1),
@@ -661,6 +732,9 @@ impl Target for Taker<'_> {
         // After a refusal all bits are asked for.
         let keeps = self.taking.changes && refused.is_none();
         (self.bits, self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
+        if refused.is_none() {
+            self.taking.publications.version = Some(number);
+        }
         self.taking.intake.end(number, refused);
         self.taking.shared.note(|state| {
             state.bytes = bytes;

@@ -302,14 +302,15 @@ fn subscriber_says_what_does_not_fit() {
     let part = |at: usize| Part { from: "1".to_owned(), region: None, at: vec![at] };
     for (name, token, leaf, expected) in [
         ("other", token(), leaf("1", &f32s(&[7])), "publishes policy, not other"),
-        ("policy", Token::new([8; 32]), leaf("1", &f32s(&[7])), "token"),
+        ("policy", Token::new([8; 32]), leaf("1", &f32s(&[7])), "has another secret"),
         ("policy", token(), leaf("5", &f32s(&[7])), "the publisher has no leaf 5; it has 0, 1, 2"),
         ("policy", token(), leaf("1", &f32s(&[8])), "[8] is wanted, and 1 is published with"),
         (
             "policy",
             token(),
             leaf("1", &ShapedArray::new(&[7], DType::Bf16)),
-            "bf16 is wanted, and 1 is published as f32",
+            "bf16 is wanted, and 1 is published as f32: give both ends one type, as with \
+             --publish-as bf16 of finetune or --dtype f32 of serve",
         ),
         ("policy", token(), leaf("all", &f32s(&[14])).of(vec![part(0), part(3)]), "overlap"),
         ("policy", token(), leaf("all", &f32s(&[15])).of(vec![part(0), part(8)]), "14 elements"),
@@ -328,6 +329,90 @@ fn subscriber_says_what_does_not_fit() {
     }
     drop(versions);
     thread.join().unwrap();
+    p.finish().unwrap();
+}
+
+/// Records why there is no link.
+struct Unlinked(mpsc::Sender<String>);
+
+impl Intake for Unlinked {
+    fn has_room(&mut self) -> bool {
+        true
+    }
+
+    fn take(&mut self, _: &Received) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn end(&mut self, _: u64, _: Option<&str>) {}
+
+    fn linked(&mut self, ended: Option<&str>) {
+        // The receiver is gone at the end of the test.
+        _ = self.0.send(ended.unwrap_or("linked").to_owned());
+    }
+}
+
+#[test]
+fn intake_is_told_why_the_publisher_is_not_found() {
+    let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);
+    let listen = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (stranger, gone) = (listen(), listen());
+    let addresses = [address, stranger.local_addr().unwrap(), gone.local_addr().unwrap()];
+    drop(gone);
+    std::thread::spawn(move || {
+        use std::io::Write as _;
+        for client in stranger.incoming() {
+            _ = client.and_then(|mut client| client.write_all(&[b'x'; 4096]));
+        }
+    });
+    let mut p = Program::builder().devices(1).alone().unwrap();
+    let [publisher, stranger, gone] = addresses.map(|address| address.to_string());
+    for (address, expected) in [
+        (&publisher, format!("the publisher at {publisher} has another secret or another name")),
+        (&stranger, format!("the program that listens at {stranger} is no publisher of mpmd")),
+        (&gone, format!("no publisher answers at {gone}: Connection refused")),
+    ] {
+        let (sender, reasons) = mpsc::channel();
+        let subscribing = Subscribing::new("policy", address, Token::new([8; 32]));
+        let wanted = vec![wanted_here(&p)];
+        let subscription =
+            p.subscribe_with(subscribing, wanted, Box::new(Unlinked(sender))).unwrap();
+        let said = reasons.recv_timeout(LONG).unwrap();
+        assert!(said.starts_with(&expected), "{said}");
+        drop(subscription);
+    }
+    drop(versions);
+    thread.join().unwrap();
+    p.finish().unwrap();
+}
+
+#[test]
+fn new_publisher_gives_versions_of_any_number() {
+    let publication = || Publication::new("policy", token()).dtype(DType::Bf16);
+    let (address, versions, thread) = publisher(publication(), SHAPES);
+    let mut p = Program::builder().devices(4).alone().unwrap();
+    let subscribing = Subscribing::new("policy", address.to_string(), token());
+    let mut subscription = p.subscribe(subscribing, wanted(&p)).unwrap();
+    versions.send(7).unwrap();
+    check_all(&next(&mut p, &mut subscription, 7), 7);
+    drop(versions);
+    thread.join().unwrap();
+    let mut taken = 1;
+    for version in [2, 2, 9] {
+        let (_, versions, thread) = publisher(publication().listen(address), SHAPES);
+        versions.send(version).unwrap();
+        let start = std::time::Instant::now();
+        taken += 1;
+        while subscription.state().versions < taken {
+            assert!(start.elapsed() < LONG, "{:?}", subscription.state());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        check_all(&next(&mut p, &mut subscription, version), version);
+        assert!(subscription.next(&mut p).unwrap().is_none());
+        drop(versions);
+        thread.join().unwrap();
+    }
+    drop(subscription);
     p.finish().unwrap();
 }
 
