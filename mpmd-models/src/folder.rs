@@ -251,6 +251,26 @@ impl Folder {
         self.sources.iter().map(|(name, (_, aval))| (name.as_str(), aval))
     }
 
+    /// Returns the bytes of a saved model, in the dtypes of the files.
+    pub(crate) fn saved_bytes(&self) -> u64 {
+        let bytes = |(source, aval): &(Source, ShapedArray)| {
+            (aval.elements() * self.dtype(source).size()) as u64
+        };
+        self.sources.values().map(bytes).sum()
+    }
+
+    /// Checks that the model can be trained.
+    ///
+    /// # Errors
+    ///
+    /// If training drops values of it, which the stages do not.
+    pub fn check_training(&self) -> Result<()> {
+        match self.config.dropout {
+            None => Ok(()),
+            Some((key, share)) => Err(unexpected(&self.path.join(CONFIG), key, 0, share)),
+        }
+    }
+
     /// Returns the names of further tensors in the files, which the model does not use.
     pub(crate) fn unused(&self) -> &[String] {
         &self.unused

@@ -344,7 +344,8 @@ impl Stages {
     ///
     /// # Errors
     ///
-    /// As for [`Folder::load`] and [`Pipeline::then`], and if a stage has more than 1,000 layers.
+    /// As for [`Folder::check_training`], [`Folder::load`] and [`Pipeline::then`], and if a stage has
+    /// more than 1,000 layers.
     ///
     /// # Panics
     ///
@@ -354,6 +355,7 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.folder.check_training()?;
         self.check_trained()?;
         self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
     }

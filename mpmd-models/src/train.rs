@@ -240,10 +240,7 @@ pub fn run(
     cut: &CutArgs,
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
-    if let Some((key, share)) = source.config().dropout {
-        let file = source.path().join("config.json");
-        return Err(unexpected(&file, key, 0, share).into());
-    }
+    source.check_training()?;
     ensure!(
         !args.paths.is_empty() || args.data.is_some(),
         "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
@@ -277,8 +274,12 @@ pub fn run(
     // codes.
     let stopped = OnceLock::new();
     let program = |p: &mut Program, commits: Option<&Commits>| {
-        for to in args.save.iter().chain(&args.save_adapter) {
-            check_folder(p, to)?;
+        if let Some(to) = &args.save {
+            check_folder(p, to, source.saved_bytes())?;
+        }
+        if let Some(to) = &args.save_adapter {
+            // It is small beside the model.
+            check_folder(p, to, 0)?;
         }
         let divided = match p.epoch() {
             1 => Divided::new(source, args, cut)?,

@@ -37,6 +37,7 @@ const SEQUENCES: usize = 8;
 
 /// Train a model on texts and serve it at the same time
 #[derive(Parser)]
+#[command(name = "train_and_serve", version)]
 struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]
@@ -85,6 +86,7 @@ struct Parts {
 
 fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let folder = Folder::open(&args.model)?;
+    folder.check_training()?;
     let (stages, microbatches) = (args.cut.stages(), 2 * args.training_stages);
     let most = folder.config().positions().min(POSITIONS);
     ensure!(args.time <= most, "--time: expected at most {most}");
@@ -152,12 +154,22 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
     let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;
     // The last step, on process 0 until it has ended.
     let mut last: Option<StepHandle> = None;
+    // The reason why there is no further step.
+    let mut spoiled: Option<Error> = None;
     loop {
         if let Some(ended) = last.take_if(|last| is_first && last.is_complete()) {
-            let report = ended.read()?;
-            say(&format!("step {}: loss {:.3}", report.step, report.loss));
+            match ended.read() {
+                Ok(report) => say(&format!("step {}: loss {:.3}", report.step, report.loss)),
+                // Its weights are refused, so the server goes on with those before.
+                Err(why @ Error::Kernel(_)) => {
+                    say(&format!("error: the training has ended, and the server goes on: {why}"));
+                    spoiled = Some(why);
+                }
+                Err(why) => return Err(why.into()),
+            }
         }
-        let is_next = last.is_none() && trainer.steps() < args.steps as u64;
+        let is_done = spoiled.is_some() || trainer.steps() >= args.steps as u64;
+        let is_next = last.is_none() && !is_done;
         let next = is_next.then_some(());
         let turn = match p.is_dry_run() && trainer.steps() < STEPS_OF_DRY_RUN {
             true => Turn::Other(()),
@@ -186,5 +198,5 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
         front.drain();
         front.join();
     }
-    Ok(())
+    spoiled.map_or(Ok(()), |why| Err(why.into()))
 }

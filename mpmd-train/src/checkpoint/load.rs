@@ -197,13 +197,15 @@ pub(crate) fn load(
         }
     };
     let older: Vec<u64> = steps.into_iter().filter(|older| *older < step).collect();
+    // Of a damaged checkpoint alone: what differs from this training differs in older ones too.
     let advice = |error: Error| match older.last() {
         Some(older) => Error::Environment(format!(
-            "{error}. There is an older checkpoint: `Checkpoints::at({older})` restores it"
+            "{error}. There is an older checkpoint: to continue after step {older}, remove {}",
+            folder::manifest(&from.folder, step).display()
         )),
         None => error,
     };
-    let opened = Checkpoint::open(from, step);
+    let opened = Checkpoint::open(from, step).map_err(advice);
     let own = opened.as_ref().map_or(Ok(String::new()), |opened| opened.manifest.hash());
     let first = on_first(p, String::new(), || own.clone())?;
     let checked = opened.and_then(|opened| {
@@ -214,7 +216,7 @@ pub(crate) fn load(
         }
         Ok(opened)
     });
-    agree(p, checked.as_ref().map(drop).map_err(Clone::clone)).map_err(advice)?;
+    agree(p, checked.as_ref().map(drop).map_err(Clone::clone))?;
     let checkpoint = Arc::new(checked?);
     let arrays = read_arrays(p, &checkpoint, &contents.arrays).map_err(advice)?;
     let Manifest { step, seed, .. } = checkpoint.manifest;

@@ -181,12 +181,14 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Prepares the folder for the saves of a training that continues after `step`. Returns the
-    /// same error on every process if it cannot be written, if another job saves there, or if there
-    /// is a checkpoint of a later step, which the training would meet. After the first epoch those
-    /// are its own.
-    pub(crate) fn claim(&self, p: &mut Program, step: u64) -> Result<()> {
-        check_folder(p, &self.folder)?;
+    /// Prepares the folder for the saves of a training that continues after the step of `contents`.
+    /// Returns the same error on every process if it cannot be written, if there is no room for a
+    /// checkpoint, if another job saves there, or if there is a checkpoint of a later step, which
+    /// the training would meet. After the first epoch those are its own.
+    pub(crate) fn claim(&self, p: &mut Program, contents: &Contents) -> Result<()> {
+        let bytes = contents.arrays.iter().map(|(_, array)| array.aval().bytes() as u64).sum();
+        check_folder(p, &self.folder, bytes)?;
+        let step = contents.step;
         let (run, epoch) = (p.run_id(), p.epoch());
         on_first(p, (), || {
             self.lock(run, epoch)?;

@@ -5,26 +5,29 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
+use mpmd_base::bytes_text;
 use mpmd_core::{Program, Result};
+use rustix::fs::statvfs;
 
 use super::failed;
 use crate::agree::{agree, on_first};
 
-/// Creates `folder` if it is missing, and has each process create and remove a file there. Every
-/// process must call it before it writes there, so that a folder without room for files is found
-/// early. In a dry run it does nothing.
+/// Creates `folder` if it is missing, and has each process create and remove a file there, and look
+/// for room for `bytes`, which all processes write there together. Every process must call it
+/// before it writes there, so that a folder without room is found early. In a dry run it does
+/// nothing.
 ///
 /// # Errors
 ///
-/// If a process cannot. Every process gets the same error.
-pub fn check_folder(p: &mut Program, folder: &Path) -> Result<()> {
+/// If a process cannot, or there is less room. Every process gets the same error.
+pub fn check_folder(p: &mut Program, folder: &Path, bytes: u64) -> Result<()> {
     let first = on_first(p, folder.to_owned(), || {
         create_folder(folder)?;
         Ok(folder.to_owned())
     })?;
     let own = match first == folder {
         _ if p.is_dry_run() => Ok(()),
-        true => try_folder(folder),
+        true => try_folder(folder).and_then(|()| find_room(folder, bytes)),
         false => Err(failed(
             folder,
             &format!("process 0 names another folder, {}: name the same", first.display()),
@@ -37,6 +40,25 @@ fn try_folder(folder: &Path) -> Result<()> {
     let file = beside(&folder.join("try"));
     let tried = File::create_new(&file).and_then(|_| fs::remove_file(&file));
     tried.map_err(|error| failed(folder, &format!("no file can be created there: {error}")))
+}
+
+/// Checks that the disk of a folder has room for so many bytes. Some file systems say nothing of
+/// that.
+fn find_room(folder: &Path, bytes: u64) -> Result<()> {
+    let Ok(disk) = statvfs(folder) else { return Ok(()) };
+    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+    match disk.f_blocks == 0 || free >= bytes {
+        true => Ok(()),
+        false => Err(failed(
+            folder,
+            &format!(
+                "{} are to be saved there, and its disk has room for {}: make room, or save \
+                 elsewhere",
+                bytes_text(bytes),
+                bytes_text(free)
+            ),
+        )),
+    }
 }
 
 /// Writes a file beside `path`, and gives it this name when it is on the disk. So a reader sees the
@@ -126,6 +148,16 @@ mod tests {
         let name = folder.path().display().to_string();
         let left = left.filter(|path| path.display().to_string().starts_with(&name));
         assert_eq!(left.count(), 1, "nor beside a folder");
+    }
+
+    #[test]
+    fn too_little_room_is_found_before() {
+        let folder = tempfile::tempdir().unwrap();
+        find_room(folder.path(), 1).unwrap();
+        let said = find_room(folder.path(), 1 << 62).unwrap_err().to_string();
+        assert!(said.contains(": 4.0 EiB are to be saved there, and its disk has room"), "{said}");
+        // It tells no size.
+        find_room(Path::new("/proc"), 1 << 62).unwrap();
     }
 
     #[test]

@@ -1,19 +1,23 @@
 //! The metrics of a training, as lines of JSON in a file.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write as _;
+use std::io::{Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use mpmd_core::{Error, Recovery, Result};
 use serde_json::json;
 
+use super::progress::say;
 use super::report::{EvaluationReport, StepReport};
 use crate::tensors::disk::beside;
 
-/// A file with one line of JSON for each step, each evaluation and each recovery.
+/// A file with one line of JSON for each step, each evaluation and each recovery. A line that cannot
+/// be written is left out: the training is worth more.
 pub(super) struct Metrics {
     file: File,
     path: PathBuf,
+    /// True once a warning has said that lines are missing.
+    has_warned: bool,
     /// Seconds of the earlier runs that the file has.
     before: f64,
 }
@@ -27,7 +31,12 @@ impl Metrics {
         let text =
             if append { std::fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let file = options.open(path).map_err(|error| unwritable(path, &error))?;
-        Ok(Self { file, path: path.to_owned(), before: last_seconds(&text) })
+        Ok(Self::of(file, path, &text))
+    }
+
+    /// Returns the metrics that go on in a file with this text.
+    fn of(file: File, path: &Path, text: &str) -> Self {
+        Self { file, path: path.to_owned(), has_warned: false, before: last_seconds(text) }
     }
 
     /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
@@ -55,12 +64,12 @@ impl Metrics {
         let mut file = File::create_new(&new).map_err(|error| refused(&error))?;
         file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
         std::fs::rename(&new, path).map_err(|error| refused(&error))?;
-        Ok(Self { file, path: path.to_owned(), before: last_seconds(&kept) })
+        Ok(Self::of(file, path, &kept))
     }
 
     /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
     /// the step's weight.
-    pub(super) fn step(&mut self, report: &StepReport, seconds: f64) -> Result<()> {
+    pub(super) fn step(&mut self, report: &StepReport, seconds: f64) {
         let StepReport { step, loss, weight, norm, rate, .. } = report;
         let mut line = json!({
             "step": step, "loss": loss, "norm": norm, "rate": rate,
@@ -69,34 +78,43 @@ impl Metrics {
         if !report.metrics.is_empty() {
             line["metrics"] = json!(report.metrics);
         }
-        self.line(&line)
+        self.line(&line);
     }
 
     /// Writes the mean loss and metrics of an evaluation.
-    pub(super) fn evaluation(&mut self, report: &EvaluationReport, seconds: f64) -> Result<()> {
+    pub(super) fn evaluation(&mut self, report: &EvaluationReport, seconds: f64) {
         let seconds = self.before + seconds;
         let mut line =
             json!({ "step": report.step, "evaluation": report.loss(), "seconds": seconds });
         if !report.metrics.is_empty() {
             line["metrics"] = json!(report.metrics);
         }
-        self.line(&line)
+        self.line(&line);
     }
 
     /// Writes the recovery after which the training goes on from `step` updates.
-    pub(super) fn recovery(&mut self, step: u64, recovery: &Recovery) -> Result<()> {
+    pub(super) fn recovery(&mut self, step: u64, recovery: &Recovery) {
         let Recovery { epoch, reached, seconds, useful, new, failure, .. } = recovery;
         let new: Vec<u32> = new.iter().map(|(process, _)| process.0).collect();
         self.line(&json!({
             "step": step, "recovery": epoch, "reached": reached, "seconds": seconds,
             "useful": useful, "new": new, "failure": failure,
-        }))
+        }));
     }
 
-    /// Writes a line at once, so that a killed process leaves whole lines.
-    fn line(&mut self, value: &serde_json::Value) -> Result<()> {
-        let line = format!("{value}\n");
-        self.file.write_all(line.as_bytes()).map_err(|error| unwritable(&self.path, &error))
+    /// Writes a line at once, so that a killed process leaves whole lines. Warns once if that fails.
+    fn line(&mut self, value: &serde_json::Value) {
+        let whole = self.file.metadata().map(|file| file.len());
+        let Err(error) = self.file.write_all(format!("{value}\n").as_bytes()) else { return };
+        // A part of the line may be there. Neither has to succeed, as on a pipe.
+        if let Ok(whole) = whole {
+            _ = self.file.set_len(whole);
+        }
+        _ = self.file.seek(SeekFrom::End(0));
+        if !std::mem::replace(&mut self.has_warned, true) {
+            let why = unwritable(&self.path, &error);
+            say(&format!("warning: {why}. The training goes on, and lines are missing there"));
+        }
     }
 }
 
@@ -109,4 +127,27 @@ fn last_seconds(text: &str) -> f64 {
 
 fn unwritable(path: &Path, error: &std::io::Error) -> Error {
     Error::Environment(format!("cannot write the metrics to {}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_that_cannot_be_written_is_left_out_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut metrics = Metrics::open(&path, false).unwrap();
+        metrics.line(&json!({ "step": 1 }));
+        // A handle for reading alone stands for a full disk.
+        let writable = std::mem::replace(&mut metrics.file, File::open(&path).unwrap());
+        metrics.line(&json!({ "step": 2 }));
+        assert!(metrics.has_warned);
+        metrics.file = writable;
+        metrics.line(&json!({ "step": 3 }));
+        let expected = "{\"step\":1}\n{\"step\":3}\n";
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
+        let gone = Metrics::open(&folder.path().join("none/metrics.jsonl"), false);
+        assert_eq!(gone.err().map(|why| why.to_string().contains("none")), Some(true));
+    }
 }

@@ -211,9 +211,20 @@ impl StepHandle {
     ///
     /// # Errors
     ///
-    /// If an operation of the step failed.
+    /// If an operation of the step failed. [`Error::Kernel`] if the loss or the norm of the
+    /// gradients is not finite: the update has spoiled the parameters.
     pub fn read(self) -> Result<StepReport> {
-        Ok(self.read_all()?.0)
+        let is_dry_run = self.figures.values.to_host()?.is_none();
+        let report = self.read_all()?.0;
+        let StepReport { step, loss, norm, .. } = report;
+        match is_dry_run || (loss.is_finite() && norm.is_finite()) {
+            true => Ok(report),
+            false => Err(Error::kernel(format!(
+                "step {step} of the training has loss {loss} and gradients of norm {norm}: lower \
+                 the learning rate, clip the gradients, or look at the data and at the weights \
+                 that the training began with"
+            ))),
+        }
     }
 
     /// As [`StepHandle::read`], with what the trainer alone looks at.

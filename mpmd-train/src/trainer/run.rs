@@ -95,7 +95,8 @@ impl<'a> Run<'a> {
 
     /// Makes process 0 write a line of JSON for each step and evaluation to this file. Overwrites
     /// the file if the model is new, and appends to it otherwise. After [`Trainer::resume`] removes
-    /// the lines of steps that are repeated.
+    /// the lines of steps that are repeated. Lines that cannot be written later, as on a full disk,
+    /// are left out, and a warning says so once.
     ///
     /// A step has the fields `step`, `loss`, `norm`, `rate`, `seconds` of all runs in the file, and
     /// `tokens`, the step's weight. An evaluation has `step`, `evaluation` and `seconds`. Both have
@@ -201,7 +202,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ///
     /// Two further steps are issued before the report of a step is read. If any process gets
     /// Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, all processes stop after the same step, also during an
-    /// evaluation. A second Ctrl-C or SIGTERM ends its process at once.
+    /// evaluation. A second Ctrl-C or SIGTERM, two seconds later or more, ends its process at once.
     ///
     /// After [`Trainer::resume`] in a job that [shrinks](mpmd_core::OnLoss::Shrink), SIGTERM and
     /// SIGUSR1 end only the process that gets them, two commits later, and the others go on:
@@ -211,10 +212,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// # Errors
     ///
     /// Those of [`Trainer::step`] and [`Trainer::evaluate`]. If a loss or a norm is not finite: the
-    /// error names the step and the stage, and the parameters that gave it are not saved. If the
-    /// metrics or a checkpoint cannot be written. Before the first step, if a process cannot
-    /// write to the folder of checkpoints, if another job saves there, or if it has a checkpoint of
-    /// a later step than this trainer.
+    /// error names the step and the stage, and the parameters that gave it are not saved. If a
+    /// checkpoint cannot be written. Before the first step, if the file of metrics cannot be
+    /// opened, if a process cannot write to the folder of checkpoints or there is no room for one,
+    /// if another job saves there, or if it has a checkpoint of a later step than this trainer.
     #[track_caller]
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
@@ -226,7 +227,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
-        let saves = Saves::new(p, run.checkpoints, run.save_every, self.steps())?;
+        let saves = Saves::new(p, run.checkpoints, run.save_every, self)?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
         } else if !self.watches {
@@ -245,17 +246,21 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let open = |path: &PathBuf| {
             let done = self.steps();
             let repeated = self.recent.iter().map(|recent| recent.step).filter(|step| *step > 0);
-            match (self.is_resumed, p.epoch() > 1) {
+            let resumed = match (self.is_resumed, p.epoch() > 1) {
                 (true, _) => Metrics::resume(path, repeated.min().unwrap_or(done + 1), done),
                 (false, true) => Metrics::resume(path, done + 1, steps.min(done + 1)),
-                (false, false) => Metrics::open(path, done > 0),
-            }
+                (false, false) => return Metrics::open(path, done > 0).map(Some),
+            };
+            // The training has begun before, so it goes on.
+            let unwritten =
+                |why: &Error| say(&format!("warning: {why}. The training goes on without them"));
+            Ok(resumed.inspect_err(unwritten).ok())
         };
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),
             saves,
             start,
-            metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?,
+            metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?.flatten(),
             progress: (first && progress)
                 .then(|| Progress::new((self.steps(), steps), seconds, start)),
             limit: seconds.map(|seconds| (began, seconds)),
@@ -267,7 +272,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             evaluation: None,
         };
         if let (Some(recovery), Some(metrics)) = (self.recovery.take(), &mut observer.metrics) {
-            metrics.recovery(self.steps(), &recovery)?;
+            metrics.recovery(self.steps(), &recovery);
         }
         if std::mem::take(&mut self.is_resumed) {
             self.repeat_reports(p, &mut observer)?;
@@ -446,7 +451,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
         }
-        observer.evaluated(report)
+        observer.evaluated(report);
+        Ok(())
     }
 
     /// Reads a step's report, and passes it to the observer and to the save under way.
@@ -472,7 +478,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<()> {
         let (step, loss, weight, norm) = (report.step, report.loss, report.weight, report.norm);
         if observer.is_dry_run || (loss.is_finite() && norm.is_finite()) {
-            return observer.step(report);
+            observer.step(report);
+            return Ok(());
         }
         let what =
             format!("step {step} of the training has loss {loss} and gradients of norm {norm}");
@@ -523,14 +530,14 @@ impl Observer<'_> {
         Ok(sums)
     }
 
-    fn step(&mut self, report: StepReport) -> Result<()> {
+    fn step(&mut self, report: StepReport) {
         self.stopped = self.stopped.or(report.stop);
         if self.is_dry_run {
             self.last = Some(report);
-            return Ok(());
+            return;
         }
         if let Some(metrics) = &mut self.metrics {
-            metrics.step(&report, self.start.elapsed().as_secs_f64())?;
+            metrics.step(&report, self.start.elapsed().as_secs_f64());
         }
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
@@ -539,22 +546,20 @@ impl Observer<'_> {
             self.next = Next::Stop;
         }
         self.last = Some(report);
-        Ok(())
     }
 
     fn evaluating(&self, done: usize, all: usize) {
         self.progress.iter().for_each(|progress| progress.evaluating(done, all));
     }
 
-    fn evaluated(&mut self, report: EvaluationReport) -> Result<()> {
+    fn evaluated(&mut self, report: EvaluationReport) {
         if let Some(metrics) = &mut self.metrics {
-            metrics.evaluation(&report, self.start.elapsed().as_secs_f64())?;
+            metrics.evaluation(&report, self.start.elapsed().as_secs_f64());
         }
         self.progress.iter().for_each(|progress| progress.evaluated(&report));
         if (self.on_evaluation)(&report) == Next::Stop {
             self.next = Next::Stop;
         }
         self.evaluation = Some(report);
-        Ok(())
     }
 }

@@ -74,16 +74,15 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    /// Prepares the folder for the saves of a training that continues after `step`: see
-    /// [`Checkpoints::claim`].
-    pub(super) fn new(
+    /// Prepares the folder for the saves of a trainer: see [`Checkpoints::claim`].
+    pub(super) fn new<In: Tree<Leaf = MpmdArray>>(
         p: &mut Program,
         to: Option<Checkpoints>,
         every: Option<u64>,
-        step: u64,
+        trainer: &Trainer<In>,
     ) -> Result<Self> {
         if let Some(to) = &to {
-            to.claim(p, step)?;
+            to.claim(p, &trainer.contents(to.is_trained_only()))?;
         } else if every.is_some() {
             let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
             return Err(Error::kernel(problem));

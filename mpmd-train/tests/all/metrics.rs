@@ -206,3 +206,16 @@ fn seconds_of_a_metrics_file_never_fall() {
     assert_eq!(seconds.len(), 26);
     assert!(seconds.is_sorted(), "{seconds:?}");
 }
+
+#[test]
+fn full_disk_under_the_metrics_ends_no_training() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
+        let run = Run::steps(6).evaluate_every(2).progress(false).metrics("/dev/full");
+        trainer.run(p, run, &windows())
+    });
+    for outcome in results {
+        let outcome = outcome.unwrap();
+        assert!(outcome.steps == 6 && outcome.evaluation.is_some(), "{outcome:?}");
+    }
+}

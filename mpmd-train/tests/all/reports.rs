@@ -72,6 +72,27 @@ fn evaluation_equals_the_loss_of_a_step() {
 }
 
 #[test]
+fn step_with_a_loss_that_is_no_number_is_an_error() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let mut trainer = trainer(p, true, Sgd::default())?.rate(Rate::Constant(f64::INFINITY));
+        let (data, meshes) = (windows(), meshes(p)?);
+        let mut reports = Vec::new();
+        for step in 1..=2 {
+            let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
+            let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
+            reports.push(trainer.step(p, microbatches)?.read());
+        }
+        Ok(reports)
+    });
+    for reports in results {
+        let reports = reports.unwrap();
+        assert!(reports[0].is_ok(), "{reports:?}");
+        let said = reports[1].as_ref().unwrap_err().to_string();
+        assert!(said.starts_with("step 2 of the training has loss NaN and gradients"), "{said}");
+    }
+}
+
+#[test]
 fn dry_run_plans_a_few_steps_and_writes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("metrics.jsonl");
