@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use mpmd::{Error, FailureKind, Result};
 use mpmd_base::block::{Instant, now, since};
-use mpmd_models::{Choices, Inference, Times, Versions};
+use mpmd_models::{Choices, Inference, Times, Versions, next_of_folder, version_number};
 use serde::{Deserialize, Serialize};
 
 use crate::metrics::{Figures, StageFigures};
-use crate::queue::{Arrivals, News, PauseMode, Sender, Waker};
+use crate::queue::{Arrivals, Awaited, News, PauseMode, Sender, Waker};
 use crate::request::{Event, Request};
 use crate::scheduler::{Decision, Scheduler, Sizes};
 
@@ -66,7 +66,7 @@ pub struct Engine {
     /// The times of the stages since they were made, as far as they are known, and before.
     stages: [Vec<StageFigures>; 2],
     /// The time of the last question for them, and the answer unless it was read.
-    pub(crate) asked: (Instant, Option<Times>),
+    asked: (Instant, Option<Times>),
     pause: Option<PauseMode>,
     weights: Weights,
     /// Why the last call of [`run`](crate::run) failed.
@@ -172,7 +172,10 @@ impl Engine {
                 return Ok(Step::Pass(decision));
             }
             if let Some(choices) = self.open.pop_front() {
-                let choices = match inference.read(&choices) {
+                self.arrivals.wait_for(Awaited::Choices);
+                let read = inference.read(&choices);
+                self.arrivals.answered(Awaited::Choices);
+                let choices = match read {
                     Ok(choices) => choices.unwrap_or_default(),
                     Err(why) if concerns_one_pass(&why) => {
                         self.fail(&why, inference);
@@ -191,15 +194,28 @@ impl Engine {
                 }
                 self.read_times(inference)?;
                 self.report();
-                if since(self.asked.0) > TIMES {
+                if self.must_ask() {
                     return Ok(Step::Times);
                 }
             } else if self.clients.is_empty() && self.arrivals.is_over() {
                 return Ok(Step::End);
             } else if !self.wait(inference.versions()) {
-                return Ok(Step::Idle);
+                self.read_times(inference)?;
+                // So it is known without requests, too, that the stages answer.
+                return Ok(if self.must_ask() { Step::Times } else { Step::Idle });
             }
         }
+    }
+
+    /// True if it is time to ask for the times of the stages.
+    fn must_ask(&self) -> bool {
+        self.asked.1.is_none() && since(self.asked.0) > TIMES
+    }
+
+    /// Notes that the times of the stages have been asked for.
+    pub(crate) fn ask(&mut self, times: Times) {
+        self.asked = (now(), Some(times));
+        self.arrivals.wait_for(Awaited::Times);
     }
 
     /// Decides on the next pass, unless enough are open or the requests are paused.
@@ -253,7 +269,7 @@ impl Engine {
         match self.weights.load.take() {
             Some(Load::Asked(path)) if self.scheduler.old().is_none() => {
                 self.set_room(versions, false);
-                let version = newest.wrapping_add(1);
+                let version = next_of_folder(newest);
                 self.weights.load = Some(Load::Reading(version));
                 return Some(Step::Load(path, version));
             }
@@ -309,6 +325,7 @@ impl Engine {
         let Some(asked) = &self.asked.1 else { return Ok(()) };
         let Some(times) = inference.read_times(asked)? else { return Ok(()) };
         self.asked.1 = None;
+        self.arrivals.answered(Awaited::Times);
         let figures = times.iter().enumerate().map(|(stage, own)| StageFigures {
             busy: own.busy,
             handed_bytes: own.handed_bytes,
@@ -339,6 +356,7 @@ impl Engine {
         self.stages[1] = self.stages();
         self.stages[0].clear();
         self.asked.1 = None;
+        self.arrivals.forget_answers();
         self.report();
     }
 
@@ -431,7 +449,7 @@ impl Engine {
             surplus_rows: counts.surplus_tokens,
             in_flight: self.scheduler.open(),
             recoveries: self.recoveries,
-            version: newest,
+            version: version_number(newest),
             versions: self.weights.versions,
             upgrades: self.weights.upgrades,
             version_requests: [of(newest), old.map_or(0, of)],

@@ -1,7 +1,6 @@
 //! The loop of all processes: each issues the steps that process 0 decides.
 
 use mpmd::{Error, ProcessId, Program, Result};
-use mpmd_base::block::now;
 use mpmd_models::{Choices, Inference};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -117,7 +116,7 @@ impl<'a> Serving<'a> {
             Step::Times => {
                 let times = inference.times(p)?;
                 if let Some(engine) = &mut self.engine {
-                    engine.asked = (now(), Some(times));
+                    engine.ask(times);
                 }
             }
             Step::Retire(version) => inference.retire(version),

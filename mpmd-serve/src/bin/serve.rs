@@ -17,6 +17,7 @@ const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the gui
 
 /// Serve a model from a folder of a model hub, as a pipeline, with the HTTP interface of OpenAI
 #[derive(Parser)]
+#[command(name = "serve", version)]
 struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors; default: a tiny
     /// demonstration model

@@ -114,6 +114,7 @@ async fn checked(access: &Access, request: Request, next: Next) -> Response {
 
 async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
     let (status, word) = match shared.queue.phase() {
+        Phase::Ready if shared.queue.is_stalled() => (StatusCode::SERVICE_UNAVAILABLE, "stalled"),
         Phase::Ready => (StatusCode::OK, "ready"),
         Phase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
         Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),

@@ -1,6 +1,7 @@
 //! The waiting line between the clients, which tokio's threads serve, and the engine, which has a
 //! thread of its own.
 
+mod answers;
 mod control;
 #[cfg(test)]
 mod tests;
@@ -15,6 +16,8 @@ use tokio::sync::{mpsc, watch};
 
 use crate::metrics::{Figures, Metrics};
 use crate::request::{Event, Finish, Request};
+use answers::Answers;
+pub(crate) use answers::Awaited;
 pub(crate) use control::News;
 pub use control::{Denied, PauseMode, Waker, WeightInfo};
 use control::{Pause, Weights};
@@ -102,6 +105,7 @@ struct Shared {
     cut: watch::Sender<Option<Arc<str>>>,
     /// Changes with the state's lock held.
     pause: watch::Sender<Pause>,
+    answers: Mutex<Answers>,
 }
 
 struct State {
@@ -156,6 +160,7 @@ pub fn queue(limits: Limits) -> (Queue, Arrivals) {
         changed: Condvar::new(),
         cut: watch::channel(None).0,
         pause: watch::Sender::default(),
+        answers: Mutex::default(),
     });
     (Queue(shared.clone()), Arrivals(shared))
 }
@@ -210,6 +215,11 @@ impl Queue {
     /// Returns the state of the server.
     pub fn phase(&self) -> Phase {
         self.0.state.lock().phase
+    }
+
+    /// True if the stages take far longer to answer than usual, as when a process is stopped.
+    pub fn is_stalled(&self) -> bool {
+        self.0.answers.lock().are_late(now())
     }
 
     /// Takes no further requests. Ends a pause.
@@ -364,6 +374,21 @@ impl Arrivals {
     /// Sets the figures that `/metrics` shows.
     pub fn report(&self, figures: Figures) {
         self.0.metrics.set(figures);
+    }
+
+    /// Says that process 0 waits for an answer of the stages.
+    pub(crate) fn wait_for(&self, awaited: Awaited) {
+        self.0.answers.lock().wait(awaited, now());
+    }
+
+    /// Says that an answer of the stages has come.
+    pub(crate) fn answered(&self, awaited: Awaited) {
+        self.0.answers.lock().come(awaited, now());
+    }
+
+    /// Says that no earlier answer will come.
+    pub(crate) fn forget_answers(&self) {
+        self.0.answers.lock().forget();
     }
 }
 

@@ -75,9 +75,27 @@ impl Serving {
     }
 
     /// Asks the program to end, and waits for that.
-    fn end(mut self) -> (ExitStatus, Vec<String>) {
-        let pid = Pid::from_child(&self.child);
-        kill_process(pid, Signal::TERM).unwrap();
+    fn end(self) -> (ExitStatus, Vec<String>) {
+        self.signal(Signal::TERM);
+        self.ended()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Sends SIGTERM to the program and to the processes that it has started, twice.
+    fn signal_all_twice(&self) {
+        for _ in 0..2 {
+            self.signal(Signal::TERM);
+            for process in processes(self.child.id()) {
+                kill_process(process, Signal::TERM).unwrap();
+            }
+        }
+    }
+
+    /// Waits until the program has ended.
+    fn ended(mut self) -> (ExitStatus, Vec<String>) {
         let start = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -130,7 +148,8 @@ fn program_answers_over_one_and_several_processes() {
 
 #[test]
 fn open_requests_end_before_the_program() {
-    for args in [&["--stages", "1"][..], &["--stages", "2", "--processes", "2"]] {
+    let two = &["--stages", "2", "--processes", "2"][..];
+    for (args, twice) in [(&["--stages", "1"][..], false), (two, false), (two, true)] {
         let serving = Serving::start("plain", args);
         let ask = json!({ "prompt": "A kernel", "max_tokens": 900, "ignore_eos": true });
         let (address, body) = (serving.address, ask.to_string());
@@ -147,7 +166,12 @@ fn open_requests_end_before_the_program() {
             }
             assert!(start.elapsed() < LONG && !client.is_finished(), "{metrics}");
         }
-        serving.end();
+        match twice {
+            true => serving.signal_all_twice(),
+            false => serving.signal(Signal::TERM),
+        }
+        let (status, said) = serving.ended();
+        assert!(status.success() && said.is_empty(), "{args:?}, {twice}: {status}: {said:?}");
         let answer = client.join().unwrap();
         assert_eq!(answer.json()["usage"]["completion_tokens"], 900, "{args:?}: {answer:?}");
     }
@@ -264,13 +288,19 @@ fn killed_stages_are_replaced_and_requests_go_on() {
     assert!(status.success(), "{status}: {said:?}");
 }
 
-/// Returns the processes of a job that another process has started, but for the first.
-fn processes_but_first(launcher: u32) -> Vec<Pid> {
-    let first = process_of(launcher, 0);
+/// Returns the processes that another process has started.
+fn processes(launcher: u32) -> Vec<Pid> {
     let children = format!("/proc/{launcher}/task/{launcher}/children");
     let children = std::fs::read_to_string(children).unwrap_or_default();
     let children = children.split_whitespace().filter_map(|child| child.parse().ok());
-    children.filter_map(Pid::from_raw).filter(|child| Some(*child) != first).collect()
+    children.filter_map(Pid::from_raw).collect()
+}
+
+/// Returns the processes of a job that another process has started, but for the first.
+fn processes_but_first(launcher: u32) -> Vec<Pid> {
+    let first = process_of(launcher, 0);
+    let all = processes(launcher).into_iter();
+    all.filter(|child| Some(*child) != first).collect()
 }
 
 #[test]
@@ -320,6 +350,27 @@ fn any_process_but_the_front_may_be_lost() {
 }
 
 #[test]
+fn stopped_stage_is_seen_also_without_requests() {
+    let serving = Serving::start("plain", &["--stages", "2", "--processes", "2"]);
+    let stage = process_of(serving.child.id(), 1).expect("the second stage");
+    for (signal, status, word) in [(Signal::STOP, 503, "stalled"), (Signal::CONT, 200, "ready")] {
+        kill_process(stage, signal).unwrap();
+        let start = Instant::now();
+        loop {
+            let answer = serving.send("GET", "/ready", &Value::Null);
+            if answer.status == status {
+                assert_eq!(answer.json(), json!({ "status": word }));
+                break;
+            }
+            assert!(start.elapsed() < LONG, "{answer:?}");
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+    let (status, said) = serving.end();
+    assert!(status.success(), "{status}: {said:?}");
+}
+
+#[test]
 fn without_a_spare_open_requests_fail_with_the_reason() {
     let serving = Serving::start("plain", &["--stages", "2", "--processes", "2"]);
     let ask = json!({ "prompt": "A", "max_tokens": 900, "ignore_eos": true });
@@ -335,6 +386,50 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
         assert_eq!(answer.status, 500, "{answer:?}");
         assert!(answer.body.contains("process 1"), "{answer:?}");
     });
+}
+
+#[test]
+fn model_with_dropout_is_served_but_not_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(path("plain")).unwrap() {
+        let from = entry.unwrap().path();
+        std::fs::copy(&from, folder.path().join(from.file_name().unwrap())).unwrap();
+    }
+    let config = folder.path().join("config.json");
+    let mut changed: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    changed["attention_dropout"] = json!(0.1);
+    std::fs::write(&config, changed.to_string()).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_train_and_serve"));
+    command.arg("--model").arg(folder.path()).arg(path("text.txt")).args(["--port", "0"]);
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("attention_dropout"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    let serving = Serving::start_with(&["--model", folder.path().to_str().unwrap()]);
+    assert!(serving.end().0.success());
+}
+
+#[test]
+fn server_goes_on_after_a_training_that_is_spoiled() {
+    let (model, text) = (path("plain"), path("text.txt"));
+    let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
+    let args = ["--model", model, text, "--steps", "50", "--time", "24", "--lr", "1e38"];
+    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args);
+    let found = "error: the training has ended, and the server goes on: step ";
+    let start = Instant::now();
+    loop {
+        let line = serving.lines.lock().unwrap().recv_timeout(LONG).unwrap();
+        if line.starts_with(found) {
+            assert!(line.contains("NaN") || line.contains("inf"), "{line}");
+            break;
+        }
+        assert!(line.starts_with("step ") && start.elapsed() < LONG, "{line}");
+    }
+    let ask = json!({ "prompt": "A", "max_tokens": 8, "temperature": 0, "ignore_eos": true });
+    let answer = serving.send("POST", "/v1/completions", &ask);
+    assert_eq!(answer.json()["usage"]["completion_tokens"], 8, "{answer:?}");
+    let (status, said) = serving.end();
+    assert!(!status.success(), "{status}: {said:?}");
 }
 
 #[test]
