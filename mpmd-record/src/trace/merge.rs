@@ -166,7 +166,8 @@ pub struct RunStep {
     pub ops: (u64, u64),
     /// Start of the step's first kernel, in seconds.
     pub start: f64,
-    /// End of the step's last kernel, in seconds.
+    /// Time in seconds at which the last kernel of this step and of those before has ended. Kernels
+    /// of a later step may end first.
     pub end: f64,
 }
 
@@ -420,6 +421,11 @@ impl Merging {
         // A step without kernels took no time and is left out.
         let counts = |step: &RunStep| step.start.is_finite();
         run.steps = by_last.into_values().filter(counts).collect();
+        let mut latest = 0.0;
+        for step in &mut run.steps {
+            step.end = step.end.max(latest);
+            latest = step.end;
+        }
         let kernels = run.kernels.iter().map(|kernel| kernel.end);
         let pieces = run.pieces.iter().filter_map(Piece::on_its_way).map(|(_, end)| end);
         run.end = kernels.chain(pieces).fold(0.0, f64::max);

@@ -224,6 +224,23 @@ fn late_thread_is_named_with_its_work() {
 }
 
 #[test]
+fn no_step_ends_before_the_one_before() {
+    let mut traces = two_stages();
+    // A kernel of the first step goes on until the second one has ended.
+    for event in &mut traces[1].events {
+        if let What::Ended { op: 5, .. } = event.what {
+            event.at = 300 * MILLI;
+        }
+    }
+    let run = Run::merge(&traces, Vec::new());
+    let ends: Vec<f64> = run.steps.iter().map(|step| step.end).collect();
+    assert!(ends[0] > 0.2 && near(ends[0], ends[1]), "{ends:?}");
+    let said = run.summary();
+    let steps = said.lines().find(|line| line.starts_with("steps 1 to 2: ")).unwrap();
+    assert!(!steps.contains('-'), "{steps}");
+}
+
+#[test]
 fn work_after_the_last_step_is_no_part_of_it() {
     let whole = Run::merge(&two_stages(), Vec::new());
     let mut traces = two_stages();
