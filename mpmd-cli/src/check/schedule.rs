@@ -11,7 +11,9 @@ use mpmd_schedule::flow::{Leaves, StepNames};
 use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
 use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
 
-use crate::schedule::{built_in, check_numbers, is_file, read_costs, read_text, step_length};
+use crate::schedule::{
+    built_in, check_numbers, is_file, read_costs, read_text, step_length, units,
+};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -265,6 +267,7 @@ impl Findings {
             "           idle between first and last action, by rank: {}",
             idle.join(" ")
         );
+        let unit = units(unit);
         if let Some(other) = &self.other {
             let how = match self.leaves {
                 Leaves::InOrder => "if results are sent at once, as by this framework's runner",
@@ -326,7 +329,7 @@ mod tests {
             "order    ends over tags, direction, pair, single\n",
             "step     206 units, of which 14 are beyond the busiest rank's compute time; ranks \
              compute nothing for 6.8 % of the time\n",
-            "over single: 298 unit, 1.45x\n",
+            "over single: 298 units, 1.45x\n",
             "memory   rank 0: 17 activations\n",
         ] {
             assert!(text.contains(line), "{line}: {text}");

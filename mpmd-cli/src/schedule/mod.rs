@@ -17,7 +17,7 @@ use mpmd_schedule::{Dialect, Lowered, Schedule, Text};
 use crate::files::{say, write, write_output};
 use source::Source;
 pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_text};
-pub(crate) use table::step_length;
+pub(crate) use table::{step_length, units};
 
 /// The exit status for wrong arguments or files.
 const WRONG: u8 = 2;

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_launch::printable;
 use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, Text, by_cost, is_by_cost};
 
-use super::{Asked, ScheduleArgs};
+use super::{Asked, ScheduleArgs, units};
 use crate::files::{note, read};
 
 /// A schedule with the text and costs from which it is shown.
@@ -60,7 +60,7 @@ impl Source {
         };
         ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
-        let unit = printable(costs.map_or("units", |costs| &costs.unit));
+        let unit = printable(units(costs.map_or("unit", |costs| &costs.unit)));
         note(&format!("{}: {:.6} {unit}", found.schedule.name(), found.makespan));
         for (name, makespan) in &found.fixed {
             match makespan {

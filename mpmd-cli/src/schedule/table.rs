@@ -65,14 +65,19 @@ pub(super) fn table(
     text
 }
 
+/// Returns the name of a unit of time behind a number.
+pub(crate) fn units(unit: &str) -> &str {
+    if unit == "unit" { "units" } else { unit }
+}
+
 /// Describes the length of a step, the part of it that the busiest rank waits, and the share of all
 /// ranks' time without work.
 pub(crate) fn step_length(found: &Simulated, unit: &str) -> String {
-    let units = if unit == "unit" { "units" } else { unit };
     format!(
-        "{} {units}, of which {} are beyond the busiest rank's compute time; ranks compute nothing \
+        "{} {}, of which {} are beyond the busiest rank's compute time; ranks compute nothing \
          for {:.1} % of the time",
         number(found.makespan),
+        units(unit),
         number(found.bubble()),
         100.0 * found.bubble_share()
     )

@@ -21,7 +21,7 @@ fn proved_schedule_exits_with_0() {
     let (code, out, _) = said(&check(&["1f1b", "-p", "4", "-m", "8", "--channel", "pair"]));
     assert_eq!(code, Some(0), "{out}");
     assert!(out.contains("order    ends over pair\n") && out.contains("step     33 unit"), "{out}");
-    assert!(out.contains("30 unit if results are sent at once"), "{out}");
+    assert!(out.contains("30 units if results are sent at once"), "{out}");
 }
 
 #[test]

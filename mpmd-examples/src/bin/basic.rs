@@ -8,6 +8,7 @@ use mpmd::prelude::*;
 
 /// Add one on devices 0 to 3, double on devices 4 to 7, and print the results of each process.
 #[derive(Parser)]
+#[command(name = "basic", version)]
 struct Args {
     #[command(flatten)]
     job: mpmd_job::JobArgs,

@@ -11,6 +11,7 @@ use mpmd::topology::DeviceKind;
 
 /// Compute y = a x + y on one device: a CUDA device if there is one, otherwise the CPU.
 #[derive(Parser)]
+#[command(name = "cuda_kernel", version)]
 struct Args {
     /// Number of elements of x and y
     #[arg(long, default_value_t = 1 << 20)]

@@ -14,6 +14,7 @@ use mpmd_job::{JobArgs, Rejected, at_least};
 
 /// Train a four-stage, tensor-parallel pipeline on 8 devices.
 #[derive(Parser)]
+#[command(name = "pipeline", version)]
 struct Args {
     #[command(flatten)]
     job: JobArgs,

@@ -21,6 +21,7 @@ const DEVICES: usize = 8;
 
 /// Move a tree of parameters between two meshes, there and back.
 #[derive(Parser)]
+#[command(name = "reshard", version)]
 struct Args {
     #[command(flatten)]
     job: JobArgs,

@@ -41,6 +41,7 @@ use mpmd_job::{Elastic, JobArgs, at_least, not_negative, say};
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
+#[command(name = "train_gpt", version)]
 struct Args {
     /// Files and folders to train on; default: the text of this repository
     paths: Vec<PathBuf>,

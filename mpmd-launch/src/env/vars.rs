@@ -42,7 +42,7 @@ impl<'a> Vars<'a> {
         let number = value.parse().map_err(|_| LaunchError::Variable {
             variable: name.into(),
             value,
-            expected: format!("a number of type {}", std::any::type_name::<T>()),
+            expected: "a number".to_owned(),
         });
         number.map(Some)
     }

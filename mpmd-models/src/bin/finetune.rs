@@ -13,6 +13,7 @@ use mpmd_models::{CutArgs, Folder};
 
 /// Train or score a model from a folder of a model hub, as a pipeline
 #[derive(Parser)]
+#[command(name = "finetune", version)]
 struct Args {
     #[command(flatten)]
     source: Source,

@@ -11,6 +11,7 @@ use mpmd_models::{CutArgs, Folder};
 
 /// Continue a text by a model from a folder of a model hub, as a pipeline
 #[derive(Parser)]
+#[command(name = "generate", version)]
 struct Args {
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]

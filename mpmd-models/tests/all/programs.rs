@@ -465,6 +465,68 @@ fn ctrl_c_saves_and_says_what_is_true() {
 }
 
 #[test]
+fn request_that_comes_twice_to_all_processes_saves() {
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("saved");
+    let args = ["--stages", "2", "--steps", "100000000", "--checkpoints", to.to_str().unwrap()];
+    let mut job = Alone::start(&args);
+    let mut errors = BufReader::new(job.0.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("step 1/") {
+        line.clear();
+        assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
+    }
+    // As systemd does: to the launcher and to its processes, which hear it from the launcher too.
+    let launcher = job.0.id();
+    let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
+    let all = format!("kill -TERM {launcher} {}", children.unwrap());
+    for _ in 0..2 {
+        assert!(Command::new("sh").args(["-c", &all]).status().unwrap().success(), "{all}");
+    }
+    let mut said = String::new();
+    errors.read_to_string(&mut said).unwrap();
+    assert!(said.lines().last().is_some_and(|line| line.ends_with(", saved")), "{said}");
+    assert_eq!(job.wait().code(), Some(143), "{said}");
+}
+
+#[test]
+fn result_of_the_process_in_place_of_the_first_is_json() {
+    let mut job = Alone::start(&["--stages", "2", "--elastic", "--steps", "600"]);
+    let mut errors = BufReader::new(job.0.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("step 1/") {
+        line.clear();
+        assert!(errors.read_line(&mut line).unwrap() > 0, "it has ended");
+    }
+    let launcher = job.0.id();
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = fs::read_to_string(children).unwrap();
+    let is_first = |child: &&str| {
+        let variables = fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
+        variables.split(|byte| *byte == 0).any(|variable| variable == b"MPMD_RANK=0")
+    };
+    let first = children.split_whitespace().find(is_first).unwrap();
+    assert!(Command::new("sh").args(["-c", "kill -KILL $0", first]).status().unwrap().success());
+    let (mut said, mut result) = (String::new(), String::new());
+    let mut output = job.0.stdout.take().unwrap();
+    errors.read_to_string(&mut said).unwrap();
+    output.read_to_string(&mut result).unwrap();
+    assert_eq!(job.wait().code(), Some(0), "{said}");
+    assert!(
+        said.contains("it was ended by signal 9 (SIGKILL); the system sends it when memory is")
+    );
+    let result: serde_json::Value = serde_json::from_str(result.trim_end()).unwrap();
+    assert_eq!(result["steps"], 600, "{said}");
+}
+
+#[test]
+fn program_tells_its_version() {
+    let output = bare(FINETUNE).arg("--version").output().unwrap();
+    let expected = format!("finetune {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!((output.status.code(), output.stdout), (Some(0), expected.into_bytes()));
+}
+
+#[test]
 fn errors_that_nobody_reads_do_not_end_a_training() {
     for (args, code) in [(&["--steps", "5"][..], 0), (&["--stages", "9"], 1)] {
         let mut job = Alone::start(args);
@@ -512,6 +574,7 @@ fn finetune_publishes_what_it_saves() {
         "--stages=2",
         "--steps=300",
         "--publish-every=100",
+        "--publish-as=bf16",
         "--time=32",
         "--save",
         &at(&saved),

@@ -22,7 +22,7 @@ pub(crate) const RULES: &[Rule] =
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
 pub(crate) const PRODUCTION_RULES: &[Rule] =
-    &[one_way_in, one_face_of_devices, planners_are_pure, blocking_in_one_module];
+    &[one_way_in, one_face_of_devices, planners_are_pure, blocking_in_one_module, version_is_told];
 
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
@@ -248,6 +248,21 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
     named.chain(elapsed).collect()
 }
 
+/// Finds programs whose arguments lack `--version`.
+fn version_is_told(source: &Source) -> Vec<Finding> {
+    if !source.path.contains("/src/bin/") && !source.path.ends_with("/src/main.rs") {
+        return Vec::new();
+    }
+    let lines: Vec<&str> = source.text.lines().collect();
+    let lacks_version = |(_, two): &(usize, &[&str])| {
+        let is_parser = two[0].starts_with("#[derive(") && two[0].contains("Parser");
+        is_parser && !(two[1].starts_with("#[command(") && two[1].contains("version"))
+    };
+    let found = lines.windows(2).enumerate().filter(lacks_version);
+    let remedy = "no --version: write #[command(name = \"…\", version)] below";
+    found.map(|(i, _)| finding(i + 1, remedy)).collect()
+}
+
 fn is_in(source: &Source, places: &[&str]) -> bool {
     places.iter().any(|place| source.is_in_module(place))
 }
@@ -411,6 +426,18 @@ mod tests {
         assert_eq!(check("mpmd-core/src/pipeline/run.rs"), NONE);
         let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
         assert_eq!(broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good), NONE);
+    }
+
+    #[test]
+    fn program_without_version_is_found() {
+        let check = |path, text| broken(version_is_told, path, text);
+        let bad =
+            "use clap::Parser;\n#[derive(Debug, Parser)]\n#[command(name = \"a\")]\nstruct A;";
+        assert_eq!(check("mpmd-x/src/bin/a.rs", bad), [2]);
+        assert_eq!(check("mpmd-x/src/main.rs", bad), [2]);
+        assert_eq!(check("mpmd-x/src/lib.rs", bad), NONE);
+        let good = bad.replace("\"a\"", "\"a\", version");
+        assert_eq!(check("mpmd-x/src/main.rs", &good), NONE);
     }
 
     #[test]

@@ -111,11 +111,16 @@ impl MpmdArray {
             Repr::Host(host) => {
                 Err(read(format!("{} is uncommitted: it has no shards", host.aval())))
             }
-            Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
-                "cannot read the shards of {}: this process ({}) owns none of its devices",
-                placed.describe(),
-                placed.made.runtime.me
-            ))),
+            Repr::Placed(placed) if placed.shards.is_empty() => {
+                let runtime = &placed.made.runtime;
+                let why = match &runtime.dry_run {
+                    None => format!("this process ({}) owns none of its devices", runtime.me),
+                    Some(_) => "the process of the dry run owns no device, as processes of a run \
+                                may own none of these: ask `is_fully_remote` before"
+                        .to_owned(),
+                };
+                Err(read(format!("cannot read the shards of {}: {why}", placed.describe())))
+            }
             Repr::Placed(_) => self.shards_here(at),
         }
     }
