@@ -414,7 +414,8 @@ enum News {
 impl Seeker {
     fn run(&self, ends: &mpsc::Receiver<()>) {
         let mut retry = RETRY[0];
-        // The last reason, of which others need not be told again.
+        // The reasons of the last attempt and of the last line in the log.
+        let mut last = None;
         let mut said = None;
         while !self.shared.has_ended() {
             let before = self.shared.state.lock().0.versions;
@@ -429,12 +430,20 @@ impl Seeker {
                 self.shared.note(|state| state.trouble = Some(why.clone()));
             }
             let why = found.err();
-            if let Some(why) = why.clone().filter(|_| why != said) {
-                tracing::warn!(name = self.subscribing.name, "no versions come: {why}");
-                // The receiver is gone once the subscription has ended.
-                _ = self.told.send(News::NotFound(why));
+            match &why {
+                None => said = None,
+                Some(reason) if why != last => {
+                    // The receiver is gone once the subscription has ended.
+                    _ = self.told.send(News::NotFound(reason.clone()));
+                }
+                // A publisher that starts is not ready at the first attempt.
+                Some(reason) if why != said => {
+                    tracing::warn!(name = self.subscribing.name, "no versions come: {reason}");
+                    said = why.clone();
+                }
+                Some(_) => {}
             }
-            said = why;
+            last = why;
             self.shared.sleep(retry);
         }
     }
