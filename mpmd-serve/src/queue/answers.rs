@@ -50,8 +50,8 @@ impl Answers {
     /// True if an answer takes far longer than usual.
     pub(super) fn are_late(&self, now: Instant) -> bool {
         let bound = STALLED.as_secs_f64().max(UNUSUAL * self.usual);
-        let waits = self.since.iter().flatten();
-        waits.into_iter().any(|since| now.saturating_duration_since(*since).as_secs_f64() > bound)
+        let is_late = |since: &Instant| now.saturating_duration_since(*since).as_secs_f64() > bound;
+        self.since.iter().flatten().any(is_late)
     }
 }
 
@@ -61,7 +61,8 @@ mod tests {
 
     #[test]
     fn answers_are_late_after_ten_seconds_or_eight_times_the_usual() {
-        let (start, mut answers) = (mpmd_base::block::now(), Answers::default());
+        let start = mpmd_base::block::now();
+        let mut answers = Answers::default();
         let at = |seconds| start + Duration::from_secs(seconds);
         assert!(!answers.are_late(at(99)), "nothing is awaited");
         answers.wait(Awaited::Times, at(100));

@@ -411,9 +411,10 @@ fn model_with_dropout_is_served_but_not_trained() {
 
 #[test]
 fn server_goes_on_after_a_training_that_is_spoiled() {
-    let (model, text) = (path("plain"), path("text.txt"));
-    let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
-    let args = ["--model", model, text, "--steps", "50", "--time", "24", "--lr", "1e38"];
+    let model = path("plain");
+    let text = path("text.txt");
+    let paths = ["--model", model.to_str().unwrap(), text.to_str().unwrap()];
+    let args = [&paths[..], &["--steps", "50", "--time", "24", "--lr", "1e38"]].concat();
     let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args);
     let found = "error: the training has ended, and the server goes on: step ";
     let start = Instant::now();
