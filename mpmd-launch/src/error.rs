@@ -86,7 +86,7 @@ pub enum LaunchError {
         /// The problem of the token.
         error: TokenError,
     },
-    /// The file with the user's secret cannot be used. The environment is at fault.
+    /// A file with a user's secret or keys cannot be used. The environment is at fault.
     #[error("{variable}={path}: {why}")]
     TokenFile {
         /// The variable that names the file.

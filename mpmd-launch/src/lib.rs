@@ -39,7 +39,7 @@ pub mod testing;
 mod words;
 
 pub use cause::{ExitKind, JobFailure};
-pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, read_secret, spin};
+pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, read_private, read_secret, spin};
 #[doc(hidden)]
 pub use env::{
     TRANSPORTS, UnknownVariable, check_transport, kinds_by_process, peer_timeout, process_counts,

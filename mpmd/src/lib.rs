@@ -323,11 +323,12 @@ pub mod launch {
     //! `mpmd run` is a thin layer over [`Launch`]; its [`Outcome`] says how the job ended.
     //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
     //! to its job, and a [`DryRunEnv`] for `mpmd check`. [`read_secret`] reads the file of a user's
-    //! secret, from which a token can be made.
+    //! secret, from which a token can be made; [`read_private`] any file that only its user may
+    //! read.
 
     pub use mpmd_launch::{
         DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
-        read_secret, variables,
+        read_private, read_secret, variables,
     };
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }

@@ -26,7 +26,7 @@ use mpmd_transport::rendezvous::{Token, split_address};
 pub use device::{cuda_collectives, device_kinds, kinds_by_process, process_counts};
 pub(super) use known::check as check_names;
 pub use known::{UnknownVariable, unknown_variables_here};
-pub use secret::read_secret;
+pub use secret::{read_private, read_secret};
 pub use spin::spin;
 pub use timeout::peer_timeout;
 pub use transport::{TRANSPORTS, check_transport};

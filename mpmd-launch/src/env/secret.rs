@@ -40,6 +40,36 @@ pub(super) fn read(
     variable: &'static str,
     owners: &[u32],
 ) -> Result<Vec<u8>, LaunchError> {
+    let bytes = read_private_of(path, variable, owners, MOST)?;
+    let secret = bytes.trim_ascii();
+    if secret.len() < LEAST {
+        let found = secret.len();
+        let why = format!("a secret is {LEAST} to {MOST} bytes long; this one has {found}");
+        return Err(LaunchError::TokenFile { variable, path: path.to_owned(), why });
+    }
+    Ok(secret.to_vec())
+}
+
+/// Reads a file of this user or of root that no other user can read or write, of `most` bytes at
+/// most. `variable` names the setting that has the path, for the error.
+///
+/// # Errors
+///
+/// For any other file.
+pub fn read_private(
+    path: &str,
+    variable: &'static str,
+    most: usize,
+) -> Result<Vec<u8>, LaunchError> {
+    read_private_of(path, variable, &owners(), most)
+}
+
+fn read_private_of(
+    path: &str,
+    variable: &'static str,
+    owners: &[u32],
+    most: usize,
+) -> Result<Vec<u8>, LaunchError> {
     let wrong = |why: String| LaunchError::TokenFile { variable, path: path.to_owned(), why };
     let failed = |error: std::io::Error| wrong(error.to_string());
     // Names the file without opening it: that could wait for the writer of a pipe, or start a
@@ -57,16 +87,13 @@ pub(super) fn read(
         let mode = data.mode() & 0o7777;
         return Err(wrong(format!("others can use it, its mode is {mode:04o}; make that 0600")));
     }
+
     // The same file, even if the path names another one by now.
     let file = File::open(format!("/proc/self/fd/{}", place.as_raw_fd())).map_err(failed)?;
     let mut bytes = Vec::new();
-    file.take(MOST as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
-    let secret = bytes.trim_ascii();
-    if bytes.len() > MOST || secret.len() < LEAST {
-        let bytes = if bytes.len() > MOST { "more".to_owned() } else { secret.len().to_string() };
-        return Err(wrong(format!(
-            "a secret is {LEAST} to {MOST} bytes long; this one has {bytes}"
-        )));
+    file.take(most as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() > most {
+        return Err(wrong(format!("it has more than {most} bytes")));
     }
-    Ok(secret.to_vec())
+    Ok(bytes)
 }

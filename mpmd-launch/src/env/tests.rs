@@ -350,7 +350,7 @@ fn unsafe_secret_files_are_refused() {
     refused(with_secret(&[b'a'; 31], 0o600), "32 to 4096 bytes long; this one has 31");
     refused(with_secret(&[b' '; 40], 0o600), "this one has 0");
     assert!(with_secret(&[b'a'; 4096], 0o600).is_ok());
-    refused(with_secret(&[b'a'; 4097], 0o600), "this one has more");
+    refused(with_secret(&[b'a'; 4097], 0o600), "it has more than 4096 bytes");
     let folder = tempfile::tempdir().unwrap();
     let named = |name: &std::path::Path| {
         let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", name.to_str().unwrap())]].concat();

@@ -1,16 +1,16 @@
 //! Access to the server: keys, and requests that a browser sends for pages of other servers.
 
-use std::io;
 use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use axum::http::{HeaderMap, StatusCode, header};
+use mpmd::launch::read_private;
 use subtle::{Choice, ConstantTimeEq as _};
 
 use super::failure::Failure;
 
 /// Limit on the length of the file of keys, in bytes.
-const LARGEST_FILE: u64 = 64 << 10;
+const LARGEST_FILE: usize = 64 << 10;
 
 /// The clients that may use the server.
 pub(super) enum Access {
@@ -23,16 +23,12 @@ pub(super) enum Access {
 }
 
 impl Access {
-    /// Reads the keys of a file, one on each line. `option` has named the file.
-    pub(super) fn keys(option: &str, file: &Path) -> anyhow::Result<Self> {
-        let read = || -> io::Result<String> {
-            let found = file.metadata()?;
-            match found.is_file() && found.len() <= LARGEST_FILE {
-                true => std::fs::read_to_string(file),
-                false => Err(io::Error::other("expected a small regular file")),
-            }
-        };
-        let text = read().with_context(|| format!("{option} {}", file.display()))?;
+    /// Reads the keys of a file, one on each line. Nobody but its user may read it. `option` has
+    /// named the file.
+    pub(super) fn keys(option: &'static str, file: &Path) -> anyhow::Result<Self> {
+        let path = file.to_str().with_context(|| format!("{option}: expected a path in UTF-8"))?;
+        let text = read_private(path, option, LARGEST_FILE)?;
+        let text = String::from_utf8_lossy(&text);
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let keys: Vec<String> = lines.map(str::to_owned).collect();
         let file = file.display();
@@ -43,6 +39,14 @@ impl Access {
             "{option} {file}: expected keys of ASCII characters without blanks"
         );
         Ok(Self::Keys(keys))
+    }
+
+    /// True if a key of one is a key of the other.
+    pub(super) fn shares_a_key_with(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Keys(own), Self::Keys(others)) => own.iter().any(|key| others.contains(key)),
+            _ => false,
+        }
     }
 
     /// Checks that the client may use the server.
