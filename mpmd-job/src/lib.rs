@@ -38,6 +38,7 @@ use mpmd::topology::DeviceKind;
 use mpmd::{Builder, Commits, Error, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 
+pub use mpmd_launch::printable;
 pub use numbers::{at_least, not_negative};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
@@ -156,6 +157,17 @@ impl JobTransport {
             Self::Inproc => "inproc",
         }
     }
+}
+
+/// The part that a process has in a job.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum JobPart {
+    /// It starts the processes of the job, and is none of them.
+    Parent,
+    /// It is process 0.
+    First,
+    /// It is another process, or a dry run.
+    Other,
 }
 
 /// A program's result that is not good enough, although the program ran to its end. The job's exit
@@ -363,6 +375,28 @@ impl JobArgs {
         self.processes.unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
     }
 
+    /// Returns the part that this process has in a job that [`run`] starts over these devices.
+    ///
+    /// # Errors
+    ///
+    /// If the environment variables of the job are invalid.
+    pub fn part(
+        &self,
+        default_processes: usize,
+        devices: impl Into<Placement>,
+    ) -> anyhow::Result<JobPart> {
+        Ok(match JobEnv::from_env()? {
+            Some(env) if env.dry_run.is_some() || env.is_added => JobPart::Other,
+            Some(env) if env.process.index() == 0 => JobPart::First,
+            Some(_) => JobPart::Other,
+            None => {
+                let processes = self.processes_for(default_processes, &devices.into());
+                let runs_itself = self.transport == Some(JobTransport::Inproc) || processes == 1;
+                if runs_itself { JobPart::First } else { JobPart::Parent }
+            }
+        })
+    }
+
     /// Prints an error and returns the exit code if there can be no such job.
     fn refused(&self, processes: usize, on: &Placement) -> anyhow::Result<Option<ExitCode>> {
         let devices = on.devices();
@@ -469,12 +503,13 @@ fn launcher_says(error: &Error) -> bool {
     error.failure().is_some_and(|failure| failure.kind != FailureKind::PeerLost)
 }
 
-/// Prints a line to stderr in one write. Does nothing if nobody reads it any more.
+/// Prints a line to stderr in one write, with control characters escaped: it may have a text of a
+/// file or of a peer. Does nothing if nobody reads it any more.
 ///
 /// `eprintln!` would panic then, before the program has saved its results. It also writes in
 /// pieces, and the launcher may print another process's line to the same stream at that moment.
 pub fn say(line: &str) {
-    let _ = stderr().write_all(format!("{line}\n").as_bytes());
+    let _ = stderr().write_all(format!("{}\n", printable(line)).as_bytes());
 }
 
 #[cfg(test)]
@@ -500,6 +535,18 @@ mod tests {
         let (process, result) = threads(&Simulation::new(3, 3), failing);
         assert_eq!(process, 1);
         assert!(result.unwrap_err().to_string().contains("out of paper"));
+    }
+
+    #[test]
+    fn process_of_a_job_of_one_is_its_first() {
+        let part = |transport, processes| {
+            let args = JobArgs { transport, processes, ..JobArgs::default() };
+            args.part(2, vec![1, 1]).unwrap()
+        };
+        assert_eq!(part(None, Some(1)), JobPart::First);
+        assert_eq!(part(Some(JobTransport::Inproc), None), JobPart::First);
+        assert_eq!(part(None, None), JobPart::Parent);
+        assert_eq!(part(Some(JobTransport::Tcp), Some(2)), JobPart::Parent);
     }
 
     #[test]

@@ -1,22 +1,39 @@
 //! The log of the command line and of programs that want one: `tracing` events on standard error.
 //! The end of a program whose standard output fails.
 
+use std::fmt::{self, Write as _};
 use std::io::{IsTerminal, Write, stderr};
 use std::panic::{set_hook, take_hook};
 use std::process::exit;
 
+use tracing::field::Field;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::MakeExt as _;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
+
+use crate::output::printable;
 
 /// The filter without `RUST_LOG`: warnings, except those that the runtime prints itself.
 const WARNINGS: &str = "warn,mpmd::warning=off,mpmd::hang=off";
 
-/// Writes `tracing` events to standard error, filtered by the variable `RUST_LOG`. Without it,
-/// writes warnings and errors. Does nothing if the process has a subscriber already.
+/// Writes `tracing` events to standard error, with control characters escaped, filtered by the
+/// variable `RUST_LOG`. Without it, writes warnings and errors. Does nothing if the process has a
+/// subscriber already.
 pub fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(WARNINGS));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr);
+    let log = log.fmt_fields(debug_fn(write_field).delimited(" "));
     // Fails if the caller has installed a subscriber.
     let _ = log.with_ansi(stderr().is_terminal()).try_init();
+}
+
+/// Writes a field of an event: its message as it is, others with their names.
+fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
+    let value = format!("{value:?}");
+    match field.name() {
+        "message" => to.write_str(&printable(&value)),
+        name => write!(to, "{name}={}", printable(&value)),
+    }
 }
 
 /// The exit code of a program whose output has lost its reader. A shell shows the same for a
@@ -40,4 +57,44 @@ pub fn end_with_stdout() {
         let _ = stderr().write_all(line.as_bytes());
         exit(1);
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// The text of a log.
+    #[derive(Clone, Default)]
+    struct Text(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Text {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn log_has_no_control_characters_of_strangers() {
+        let text = Text::default();
+        let writer = text.clone();
+        let log = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false);
+        let log = log.fmt_fields(debug_fn(write_field).delimited(" ")).finish();
+        let name = "\u{1b}[31mRED\u{9b}\u{202e}";
+        tracing::subscriber::with_default(log, || {
+            let _span = tracing::error_span!("reads", file = %name).entered();
+            tracing::error!(key = %name, quoted = name, "unknown key {name}");
+        });
+        let text = String::from_utf8(text.0.lock().unwrap().clone()).unwrap();
+        let shown = "\\u001b[31mRED\\u009b\\u202e";
+        assert!(text.contains(&format!("unknown key {shown} key={shown} quoted=")), "{text}");
+        assert!(text.contains(&format!("reads{{file={shown}}}")), "{text}");
+        assert!(!text.trim_end().contains(|c: char| c.is_control() || c == '\u{202e}'), "{text}");
+    }
 }

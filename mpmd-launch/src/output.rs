@@ -11,17 +11,28 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::words::LastWords;
 
 /// Returns a text of another process or of a file without control characters, which could command
-/// a terminal. Line ends and tabs stay. Others become `\\u001b` and the like, as in JSON.
+/// a terminal, and without marks that change the order in which text is shown. Line ends and tabs
+/// stay. Others become `\\u001b` and the like, as in JSON: so a text of JSON keeps its values.
 pub fn printable(text: &str) -> Cow<'_, str> {
-    let commands = |c: char| c.is_control() && c != '\n' && c != '\t';
-    if !text.contains(commands) {
+    if !text.contains(commands_terminal) {
         return Cow::Borrowed(text);
     }
-    let escaped = |c: char| match commands(c) {
+    let escaped = |c: char| match commands_terminal(c) {
         true => format!("\\u{:04x}", u32::from(c)),
         false => c.to_string(),
     };
     Cow::Owned(text.chars().map(escaped).collect())
+}
+
+/// True for the control characters but line ends and tabs, and for the marks of direction, with
+/// which a text can be shown in another order than it has.
+fn commands_terminal(c: char) -> bool {
+    match c {
+        '\n' | '\t' => false,
+        '\u{61c}' | '\u{200e}' | '\u{200f}' => true,
+        '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => true,
+        c => c.is_control(),
+    }
 }
 
 /// One of the launcher's own output streams.
@@ -54,10 +65,11 @@ impl Stream {
     }
 }
 
-/// Prints a line of the launcher to standard error. `eprintln!` would panic and end the job if
-/// nobody reads that any more.
+/// Prints a line of the launcher to standard error, with control characters escaped. `eprintln!`
+/// would panic and end the job if nobody reads that any more.
 pub(super) fn say(line: impl Display) {
-    let _ = Stream::Err.write(format!("mpmd: {line}\n").as_bytes());
+    let line = format!("mpmd: {line}\n");
+    let _ = Stream::Err.write(printable(&line).as_bytes());
 }
 
 /// Returns the prefix of each line of `process`: its number in brackets, padded to the width of the
@@ -225,6 +237,8 @@ mod tests {
             printable("\u{1b}[2J\u{9b}2J\r\u{7f}\0x"),
             "\\u001b[2J\\u009b2J\\u000d\\u007f\\u0000x"
         );
+        // Shown as "user", though it is no such text.
+        assert_eq!(printable("\u{202e}resu\u{2069}\u{61c}"), "\\u202eresu\\u2069\\u061c");
     }
 
     fn all(chunks: &[&[u8]]) -> String {

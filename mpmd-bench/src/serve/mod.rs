@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use mpmd::random::Key;
+use mpmd_launch::printable;
 use mpmd_layout::random::bits;
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
@@ -261,7 +262,9 @@ fn show(
         println!("stage {stage:<14} idle {:.1} % of the time", share * 100.0);
     }
     println!("this client          {own:.2} s of a core");
-    results.failures.iter().for_each(|why| eprintln!("a request failed: {why}"));
+    for why in &results.failures {
+        eprintln!("a request failed: {}", printable(why));
+    }
 }
 
 #[cfg(test)]

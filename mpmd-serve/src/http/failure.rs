@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use mpmd_job::printable;
 use serde_json::{Value, json};
 
 use crate::queue::Refused;
@@ -38,9 +39,15 @@ impl Failure {
         Self { param: Some(param.clone()), ..Self::invalid(format!("{param}: {why}")) }
     }
 
-    /// Returns the failure of something in the server.
+    /// Returns the failure of something in the server, for this reason.
     pub(super) fn server(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+    }
+
+    /// Returns the failure of something in the server. The details are for its log alone.
+    pub(super) fn internal(what: &str, details: impl Display) -> Self {
+        tracing::error!("{what}: {details}");
+        Self::server(format!("{what}: the server's log has the reason"))
     }
 
     /// Returns the failure of a request for which there is no room now.
@@ -57,7 +64,8 @@ impl Failure {
         Self { code: Some(code), ..self }
     }
 
-    /// Returns the object that clients expect.
+    /// Returns the object that clients expect. Its texts may be of the request or of the model's
+    /// files, and clients print them: control characters are escaped.
     pub(super) fn body(&self) -> Value {
         let kind = match self.status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -66,6 +74,8 @@ impl Failure {
             _ => "invalid_request_error",
         };
         let Self { message, param, code, .. } = self;
+        let message = printable(message);
+        let param = param.as_deref().map(printable);
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
     }
 }
