@@ -1,22 +1,22 @@
 //! The program `generate`: a prompt to text.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
-use std::io::{Write as _, stdout};
+use std::io::{IsTerminal as _, Write as _, stdout};
 use std::process::ExitCode;
 
 use anyhow::ensure;
 use clap::builder::NonEmptyStringValueParser;
 use mpmd::{Error, ProcessId, Program, Result};
-use mpmd_job::{JobArgs, at_least, not_negative};
+use mpmd_job::{JobArgs, at_least, not_negative, printable};
 use serde::Serialize;
-use serde_json::json;
 use tokenizers::Tokenizer;
 
 use crate::cut::{CutArgs, Held, Room};
 use crate::folder::Folder;
 use crate::sample::Sampling;
 use crate::stages::Stages;
-use crate::template::Templates;
+use crate::template::{Message, Templates};
 use crate::text::Text;
 use crate::tokens::{check_inputs, check_rows, encode_prompt, spread, tokenizer};
 use crate::wrong;
@@ -136,7 +136,8 @@ impl GenerateArgs {
                 ids.clone()
             }
             (_, Some(message), _) => {
-                let message = json!({ "role": "user", "content": message });
+                let message =
+                    Message::new([("role", "user".to_owned()), ("content", message.clone())]);
                 let text = Templates::of(folder)?.prompt(&[message])?;
                 encode_prompt(tokenizer, &text, false)?
             }
@@ -159,8 +160,9 @@ struct Generated<'a> {
     text: &'a str,
 }
 
-/// Generates text, and has process 0 print it to stdout as it comes, or one line of JSON. Checks
-/// the folder before a process is started. Process 0 alone needs the tokenizer.
+/// Generates text, and has process 0 print it to stdout as it comes, or one line of JSON. On a
+/// terminal, control characters of the text are escaped. Checks the folder before a process is
+/// started. Process 0 alone needs the tokenizer.
 ///
 /// # Errors
 ///
@@ -219,7 +221,12 @@ pub fn run(
             .generator(p, &meshes, in_half)?;
         let own = own.into_inner().filter(|_| !p.is_dry_run());
         let text = own.map(|tokenizer| Text::new(tokenizer.into(), args.stop.clone()));
-        let output = RefCell::new(text.map(|text| Output { text, is_json: args.json }));
+        let form = match (args.json, stdout().is_terminal()) {
+            (true, _) => Form::Json,
+            (false, true) => Form::Terminal,
+            (false, false) => Form::Bytes,
+        };
+        let output = RefCell::new(text.map(|text| Output { text, form }));
         let is_end = |p: &mut Program, tokens: &[u32]| {
             let is_end = tokens.last().is_some_and(|last| ends.contains(last));
             let next = || match (output.borrow_mut().as_mut(), tokens.last()) {
@@ -240,33 +247,76 @@ pub fn run(
     })
 }
 
+/// The form in which the new text is printed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Form {
+    /// One line of JSON at the end.
+    Json,
+    /// As it comes, with control characters escaped: the text of a model could command the
+    /// terminal.
+    Terminal,
+    /// As it comes, byte by byte, for a file or another program.
+    Bytes,
+}
+
+impl Form {
+    /// Returns what is printed of a part of the text as it comes.
+    fn shown(self, part: &str) -> Cow<'_, str> {
+        match self {
+            Self::Json => Cow::Borrowed(""),
+            Self::Terminal => printable(part),
+            Self::Bytes => Cow::Borrowed(part),
+        }
+    }
+}
+
 /// The text of the new tokens, which is printed as it comes.
 struct Output {
     text: Text,
-    is_json: bool,
+    form: Form,
 }
 
 impl Output {
     /// Prints what a further token adds. Returns true if the text has one that ends it.
     fn next(&mut self, token: u32) -> Result<bool> {
         let more = self.text.push(token)?;
-        if !self.is_json {
-            print!("{more}");
-            // If it fails, the next line does, and ends the program.
-            _ = stdout().flush();
-        }
+        print!("{}", self.form.shown(more));
+        // If it fails, the next line does, and ends the program.
+        _ = stdout().flush();
         Ok(self.text.is_stopped())
     }
 
     /// Prints the rest, or the line of JSON.
     fn end(mut self, tokens: &[u32]) -> anyhow::Result<()> {
         let rest = self.text.end()?;
-        if !self.is_json {
-            println!("{rest}");
-            return Ok(());
+        match self.form {
+            Form::Json => println!("{}", json_line(tokens, self.text.given())?),
+            form => println!("{}", form.shown(rest)),
         }
-        let text = self.text.given();
-        println!("{}", serde_json::to_string(&Generated { tokens, text })?);
         Ok(())
+    }
+}
+
+/// Returns the line of `--json`. JSON escapes some control characters by itself, and its values
+/// stay if the others are escaped, too.
+fn json_line(tokens: &[u32], text: &str) -> serde_json::Result<String> {
+    let line = serde_json::to_string(&Generated { tokens, text })?;
+    Ok(printable(&line).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_of_a_model_cannot_command_a_terminal() {
+        let text = "a\u{1b}[2J\u{9b}\u{202e}\n\tb\r";
+        let escaped = "a\\u001b[2J\\u009b\\u202e\n\tb\\u000d";
+        assert_eq!(Form::Terminal.shown(text), escaped);
+        assert_eq!(Form::Bytes.shown(text), text);
+        let line = json_line(&[7], text).unwrap();
+        assert!(!line.contains(|c: char| c.is_control() || c == '\u{202e}'), "{line}");
+        let value: serde_json::Value = serde_json::from_str(&line).unwrap();
+        assert_eq!(value["text"], text);
     }
 }

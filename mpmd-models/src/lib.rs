@@ -82,7 +82,7 @@ pub use rope::{Angles, Places, Rope, Rotation, Scaling};
 pub use sample::Sampling;
 pub use save::{save, save_adapter};
 pub use stages::Stages;
-pub use template::Templates;
+pub use template::{Message, Templates};
 pub use text::Text;
 pub use tokens::{Tokens, encode_prompt, tokenizer};
 pub use versions::{Versions, next_of_folder, version_number};

@@ -44,6 +44,17 @@ struct Template {
     marks_replies: bool,
 }
 
+/// A message of a conversation. Templates see its keys in their order: `tojson` writes them.
+#[derive(Clone, Debug)]
+pub struct Message(Value);
+
+impl Message {
+    /// Creates a message from keys, such as `role` and `content`, and their texts.
+    pub fn new<'a>(texts: impl IntoIterator<Item = (&'a str, String)>) -> Self {
+        Self(Value::from_pairs(texts))
+    }
+}
+
 /// Text, and the ranges of its bytes that are replies.
 pub(crate) type Marked = (String, Vec<Range<usize>>);
 
@@ -125,20 +136,14 @@ impl Templates {
         }
     }
 
-    /// Returns the text with which a model replies to the messages of a conversation: objects, with
-    /// `role` and `content`.
+    /// Returns the text with which a model replies to the messages of a conversation.
     ///
     /// # Errors
     ///
     /// If the template refuses them.
-    pub fn prompt(&self, messages: &[serde_json::Value]) -> Result<String> {
+    pub fn prompt(&self, messages: &[Message]) -> Result<String> {
         let failed = |why: String| Error::Environment(format!("the chat template: {why}"));
-        let read = |message: &serde_json::Value| serde_json::from_value(message.clone());
-        let messages: Vec<Value> = messages
-            .iter()
-            .map(read)
-            .collect::<Result<_, serde_json::Error>>()
-            .map_err(|why| failed(why.to_string()))?;
+        let messages: Vec<Value> = messages.iter().map(|message| message.0.clone()).collect();
         let template = self.all.iter().rev().flatten().next();
         let template = template.ok_or_else(|| failed("none".to_owned()))?;
         Ok(template.render(&messages, None, true).map_err(|why| failed(detail(&why)))?.0)
@@ -393,8 +398,6 @@ impl Formatter for Separated {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]
@@ -409,7 +412,7 @@ mod tests {
         ] {
             let template = Template::new(source, BTreeMap::new()).unwrap();
             let templates = Templates { all: [None, Some(template)] };
-            let found = templates.prompt(&[json!({ "role": "user", "content": "" })]);
+            let found = templates.prompt(&[Message::new([("role", "user".to_owned())])]);
             assert!(found.is_err(), "{source}: {} bytes", found.unwrap().len());
         }
     }
@@ -428,10 +431,10 @@ mod tests {
              {% for m in messages %}{% set ns.a = ns.a + m.content | length %}{% endfor %}\
              {{ f('ab', ns.a) }}{{ none }}{{ true }}{{ strftime_now }}",
         ];
-        let messages = [
-            json!({ "role": "system", "content": "Say a {{ word }}." }),
-            json!({ "role": "user", "content": "日本 {% endif %} a" }),
-        ];
+        let messages = [["system", "Say a {{ word }}."], ["user", "日本 {% endif %} a"]];
+        let messages = messages.map(|[role, content]| {
+            Message::new([("role", role.to_owned()), ("content", content.to_owned())])
+        });
         let special = BTreeMap::from([("eos_token".to_owned(), "</s>".to_owned())]);
         let samples = samples.map(|sample| sample.as_bytes().to_vec());
         mpmd_fuzz::bytes("templates", &samples, |source| {

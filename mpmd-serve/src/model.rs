@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mpmd_models::{Folder, Sampling, Templates, encode_prompt, tokenizer};
+use mpmd_models::{Folder, Message, Sampling, Templates, encode_prompt, tokenizer};
 use tokenizers::Tokenizer;
 
 /// A model, as clients know it.
@@ -56,12 +56,18 @@ impl Model {
     }
 
     /// Returns the tokens with which a conversation goes on.
-    pub(crate) fn chat(&self, messages: &[serde_json::Value]) -> Result<Vec<u32>, String> {
+    pub(crate) fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, String> {
         let templates = self.templates.as_ref().map_err(Clone::clone)?;
         self.encode(&templates.prompt(messages).map_err(|why| why.to_string())?, false)
     }
 
-    /// Returns the text of tokens, special ones included.
+    /// True if the tokenizer has the token: a model may have further rows.
+    pub(crate) fn knows(&self, token: u32) -> bool {
+        self.tokenizer.id_to_token(token).is_some()
+    }
+
+    /// Returns the text of tokens, special ones included. Tokens that the tokenizer lacks have
+    /// none.
     pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, String> {
         self.tokenizer.decode(tokens, false).map_err(|why| why.to_string())
     }

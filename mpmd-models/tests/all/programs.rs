@@ -55,6 +55,25 @@ fn score_is_one_line_of_json_from_process_0() {
 }
 
 #[test]
+fn errors_have_no_control_characters_of_a_folder() {
+    let folder = copy("plain");
+    change_config(folder.path(), |config| config["\u{1b}[31m\u{9b}RED\u{202e}"] = 1.into());
+    for program in [FINETUNE, env!("CARGO_BIN_EXE_generate")] {
+        let mut command = bare(program);
+        command.arg("--model").arg(folder.path());
+        match program == FINETUNE {
+            true => command.args(["--score", text().to_str().unwrap(), "--tokens", "9"]),
+            false => command.args(["--prompt-ids", "1"]),
+        };
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("\\u001b[31m\\u009bRED\\u202e"), "{said:?}");
+        let is_shown = |c: char| c == '\n' || !c.is_control() && c != '\u{202e}';
+        assert!(said.chars().all(is_shown), "{said:?}");
+    }
+}
+
+#[test]
 fn any_cut_gives_the_same_score_and_memory_is_respected() {
     let (model, text) = (path("grouped"), text());
     let arguments = ["--model", model.to_str().unwrap(), "--score", text.to_str().unwrap()];

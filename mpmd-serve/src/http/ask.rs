@@ -3,8 +3,8 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::Sampling;
-use serde_json::{Value, json};
+use mpmd_models::{Message, Sampling};
+use serde_json::{Map, Value};
 
 use super::failure::Failure;
 use super::fields::Fields;
@@ -99,7 +99,7 @@ impl Ask {
 }
 
 /// Checks that a request asks for this model, if for any.
-pub(super) fn check_model(fields: &mut Fields, model: &Model) -> Result<(), Failure> {
+pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), Failure> {
     match fields.text("model")?.filter(|name| *name != model.name) {
         None => Ok(()),
         Some(_) => {
@@ -110,7 +110,7 @@ pub(super) fn check_model(fields: &mut Fields, model: &Model) -> Result<(), Fail
     }
 }
 
-fn sampling(fields: &mut Fields, model: &Model) -> Result<Sampling, Failure> {
+fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure> {
     let own = model.sampling;
     // vLLM's clients write all tokens as -1.
     let top_k =
@@ -153,7 +153,7 @@ pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-fn usage(fields: &mut Fields, streams: bool) -> Result<bool, Failure> {
+fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, Failure> {
     let options = fields.take("stream_options", "an object with include_usage", |value| {
         let options = value.as_object()?;
         let usage = options.get("include_usage").map_or(Some(false), Value::as_bool)?;
@@ -165,7 +165,7 @@ fn usage(fields: &mut Fields, streams: bool) -> Result<bool, Failure> {
     }
 }
 
-fn stops(fields: &mut Fields) -> Result<Vec<String>, Failure> {
+fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, Failure> {
     let (count, bytes) = STOPS;
     let expected = format!("a text, or {count} texts at most, each of 1 to {bytes} bytes");
     let stops = fields.take("stop", &expected, |value| {
@@ -180,7 +180,7 @@ fn stops(fields: &mut Fields) -> Result<Vec<String>, Failure> {
     Ok(stops.unwrap_or_default())
 }
 
-fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, Failure> {
+fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, Failure> {
     let wanted = fields.flag("logprobs", false)?;
     let top = fields.count("top_logprobs", (0, LOGPROBS))?;
     match top {
@@ -193,10 +193,10 @@ fn chat_logprobs(fields: &mut Fields) -> Result<Option<usize>, Failure> {
 pub(super) enum Source {
     Text(String, bool),
     Tokens(Vec<u32>),
-    Messages(Vec<Value>),
+    Messages(Vec<Message>),
 }
 
-fn text_source(fields: &mut Fields) -> Result<Source, Failure> {
+fn text_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
     fields
         .take("prompt", "a text, a list of tokens, or a list of one of these", read_prompt)?
         .ok_or_else(|| Failure::field("prompt", "expected a prompt, found none"))
@@ -220,22 +220,27 @@ pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
 }
 
 /// Takes the messages of a conversation.
-pub(super) fn chat_source(fields: &mut Fields) -> Result<Source, Failure> {
+pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
     let list = |value: &Value| value.as_array().filter(|list| !list.is_empty()).cloned();
     let messages = fields
         .take("messages", "a list of messages", list)?
         .ok_or_else(|| Failure::field("messages", "expected a list of messages, found none"))?;
-    let read = |(at, message): (usize, Value)| message_of(at, message);
-    Ok(Source::Messages(messages.into_iter().enumerate().map(read).collect::<Result<_, _>>()?))
+    let mut read = Vec::new();
+    for (at, message) in messages.into_iter().enumerate() {
+        let Value::Object(message) = message else {
+            let why = "expected an object with role and content";
+            return Err(Failure::field(format!("messages[{at}]"), why));
+        };
+        read.push(message_of(at, message)?);
+    }
+    let ordered = fields.message_keys()?.into_iter().zip(read);
+    Ok(Source::Messages(ordered.map(|(keys, texts)| in_order(&keys, texts)).collect()))
 }
 
-fn message_of(at: usize, message: Value) -> Result<Value, Failure> {
+/// Returns the texts of a message: role, content and perhaps name.
+fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts, Failure> {
     const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
     let wrong = |field: &str, why: &str| Failure::field(format!("messages[{at}]{field}"), why);
-    let Value::Object(message) = message else {
-        return Err(wrong("", "expected an object with role and content"));
-    };
-    let mut fields = message;
     let role = fields.remove("role").unwrap_or_default();
     let role = role.as_str().filter(|role| ROLES.contains(role));
     let role = role.ok_or_else(|| wrong(".role", &format!("expected one of {ROLES:?}")))?;
@@ -257,13 +262,23 @@ fn message_of(at: usize, message: Value) -> Result<Value, Failure> {
         let key: String = key.chars().take(60).collect();
         return Err(wrong(&format!(".{key}"), "not supported by this server"));
     }
-    let mut message = json!({ "role": role, "content": content });
+    let mut texts = vec![("role", role.to_owned()), ("content", content)];
     match name {
-        Some(Value::String(name)) => message["name"] = name.into(),
+        Some(Value::String(name)) => texts.push(("name", name)),
         Some(_) => return Err(wrong(".name", "expected a text")),
         None => {}
     }
-    Ok(message)
+    Ok(texts)
+}
+
+/// The keys of a message, and their texts.
+type MessageTexts = Vec<(&'static str, String)>;
+
+/// Returns a message with its keys in the order of the request. A template may show it, as it does
+/// with the examples of a training.
+fn in_order(keys: &[String], mut texts: MessageTexts) -> Message {
+    texts.sort_by_key(|(key, _)| keys.iter().position(|found| found == key));
+    Message::new(texts)
 }
 
 /// Returns the tokens of a prompt, which is the field `name`.
@@ -289,21 +304,43 @@ mod tests {
     use std::path::Path;
 
     use mpmd_models::Folder;
+    use serde_json::json;
 
     use super::*;
 
     const POSITIONS: usize = 64;
 
     fn model() -> Model {
+        model_with("{% for m in messages %}{{ m.role ~ m.content ~ m.name }}{% endfor %}")
+    }
+
+    fn model_with(template: &str) -> Model {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain");
         let folder = tempfile::tempdir().unwrap();
         for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
         {
             std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
         }
-        let template = "{% for m in messages %}{{ m.role ~ m.content ~ m.name }}{% endfor %}";
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
         Model::of(&Folder::open(folder.path()).unwrap(), None, POSITIONS).unwrap()
+    }
+
+    #[test]
+    fn messages_keep_the_order_of_their_keys() {
+        let model = model_with("{{ messages | tojson }}");
+        for (message, expected) in [
+            (r#"{"role": "user", "content": "x"}"#, r#"[{"role": "user", "content": "x"}]"#),
+            (r#"{"content": "x", "role": "user"}"#, r#"[{"content": "x", "role": "user"}]"#),
+            (
+                r#"{"tool_calls": null, "name": "me", "role": "user",
+                    "content": [{"text": "x", "type": "text"}]}"#,
+                r#"[{"name": "me", "role": "user", "content": "x"}]"#,
+            ),
+        ] {
+            let body = format!("{{\"messages\": [{message}], \"max_tokens\": 1}}");
+            let ask = Ask::of(body.as_bytes(), Form::Chat, &model, None).unwrap();
+            assert_eq!(model.decode(&ask.request.prompt).unwrap(), expected);
+        }
     }
 
     #[test]

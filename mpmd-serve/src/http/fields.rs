@@ -1,6 +1,9 @@
 //! The fields of a request's JSON. Each is taken once. Fields that are left at the end
 //! are not supported.
 
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
 
 use super::failure::Failure;
@@ -18,15 +21,25 @@ const HARMLESS: [&str; 6] = [
 const SHOWN: usize = 60;
 
 /// The fields of a request.
-pub(super) struct Fields(Map<String, Value>);
+pub(super) struct Fields<'a> {
+    body: &'a [u8],
+    fields: Map<String, Value>,
+}
 
-impl Fields {
-    pub(super) fn of(body: &[u8]) -> Result<Self, Failure> {
+impl<'a> Fields<'a> {
+    pub(super) fn of(body: &'a [u8]) -> Result<Self, Failure> {
         match serde_json::from_slice(body) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
+            Ok(Value::Object(fields)) => Ok(Self { body, fields }),
             Ok(_) => Err(Failure::invalid("the body: expected an object")),
-            Err(why) => Err(Failure::invalid(format!("the body: expected JSON: {why}"))),
+            Err(why) => Err(invalid_json(why)),
         }
+    }
+
+    /// Returns the keys of each message in the order of the request, which `serde_json`'s maps do
+    /// not keep.
+    pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, Failure> {
+        let body: BodyKeys = serde_json::from_slice(self.body).map_err(invalid_json)?;
+        Ok(body.messages.into_iter().map(|keys| keys.0).collect())
     }
 
     /// Takes a field. `None` if it is absent or null.
@@ -36,7 +49,7 @@ impl Fields {
         expected: &str,
         read: impl FnOnce(&Value) -> Option<T>,
     ) -> Result<Option<T>, Failure> {
-        let Some(value) = self.0.remove(name).filter(|value| !value.is_null()) else {
+        let Some(value) = self.fields.remove(name).filter(|value| !value.is_null()) else {
             return Ok(None);
         };
         let wrong = || {
@@ -86,7 +99,7 @@ impl Fields {
             "response_format" => *value == json!({ "type": "text" }),
             _ => HARMLESS.contains(&name) || value.is_null(),
         };
-        match self.0.iter().find(|(name, value)| !value.is_null() && !neutral(name, value)) {
+        match self.fields.iter().find(|(name, value)| !value.is_null() && !neutral(name, value)) {
             None => Ok(()),
             Some((name, value)) => {
                 let found: String = value.to_string().chars().take(SHOWN).collect();
@@ -95,5 +108,42 @@ impl Fields {
                 Err(Failure::field(name, why).code("unsupported_parameter"))
             }
         }
+    }
+}
+
+fn invalid_json(why: serde_json::Error) -> Failure {
+    Failure::invalid(format!("the body: expected JSON: {why}"))
+}
+
+/// The keys of the messages of a request.
+#[derive(serde::Deserialize)]
+struct BodyKeys {
+    messages: Vec<Keys>,
+}
+
+/// The keys of an object, in their order.
+struct Keys(Vec<String>);
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_map(KeysVisitor)
+    }
+}
+
+struct KeysVisitor;
+
+impl<'de> Visitor<'de> for KeysVisitor {
+    type Value = Keys;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+        let mut keys = Vec::new();
+        while let Some((key, IgnoredAny)) = map.next_entry()? {
+            keys.push(key);
+        }
+        Ok(Keys(keys))
     }
 }
