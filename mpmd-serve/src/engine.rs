@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::{Figures, StageFigures};
 use crate::queue::{Arrivals, Awaited, News, PauseMode, Sender, Waker};
-use crate::request::{Event, Request};
+use crate::request::{Event, Request, reason};
 use crate::scheduler::{Decision, Scheduler, Sizes};
 
 /// Longest time between two steps: shorter than any peer timeout, so that a server without requests
@@ -314,7 +314,7 @@ impl Engine {
         tracing::error!("a pass has failed: {why}");
         let ended = self.scheduler.fail();
         if let Some(mut sender) = ended.and_then(|id| self.clients.remove(&id)) {
-            sender.send(Event::Failed(format!("the model has failed: {why}").into()));
+            sender.send(Event::Failed(format!("the model has failed: {}", reason(why)).into()));
         }
         self.passes[1] += 1;
         self.forget();

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use mpmd::{Error, FailureKind};
 use mpmd_models::Sampling;
 use serde::{Deserialize, Serialize};
 
@@ -60,4 +61,40 @@ pub struct Logprobs {
     pub chosen: f32,
     /// The most probable tokens and theirs, the most probable first.
     pub top: Vec<(u32, f32)>,
+}
+
+/// The reason of a failure that clients need not know.
+const LOG: &str = "the server's log has the reason";
+
+/// Returns the reason of a failure for clients, without lines and operations of the program: these
+/// are for its log.
+pub(crate) fn reason(why: &Error) -> String {
+    let Some(failure) = why.failure() else { return LOG.to_owned() };
+    let process = failure.process;
+    match failure.kind {
+        FailureKind::PeerLost => format!("process {process} is lost"),
+        FailureKind::Memory => format!("process {process} has no memory left"),
+        _ => LOG.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd::{Failure, ProcessId};
+
+    use super::*;
+
+    #[test]
+    fn reasons_for_clients_tell_no_lines_of_the_program() {
+        let message = "put (operation 3, src/load.rs:70): no memory";
+        for (kind, expected) in [
+            (FailureKind::PeerLost, "process 1 is lost"),
+            (FailureKind::Memory, "process 1 has no memory left"),
+            (FailureKind::Kernel, LOG),
+        ] {
+            let failure = Failure::new(kind, ProcessId(1), 3, message);
+            assert_eq!(reason(&Error::Failed(Arc::new(failure))), expected);
+        }
+        assert_eq!(reason(&Error::kernel(message)), LOG);
+    }
 }

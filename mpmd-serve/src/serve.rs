@@ -8,9 +8,9 @@ use anyhow::ensure;
 use mpmd::candle::nn::BLOCK;
 use mpmd::topology::Mesh;
 use mpmd::train::stop::StopFlag;
-use mpmd::{DeviceId, Error, ProcessId, Program, Result};
+use mpmd::{DeviceId, Error, ProcessId, Program};
 use mpmd_base::{bytes_text, parse_bytes};
-use mpmd_job::{Elastic, JobArgs, at_least, say};
+use mpmd_job::{Elastic, JobArgs, JobPart, at_least, say};
 use mpmd_models::generate::WeightType;
 use mpmd_models::{CutArgs, Folder, Held, MOST_TOKENS, Room, Stages, SubscribeArgs};
 
@@ -18,6 +18,7 @@ use crate::engine::Engine;
 use crate::http::{Front, HttpArgs};
 use crate::model::Model;
 use crate::queue::queue;
+use crate::request::reason;
 use crate::scheduler::Sizes;
 use crate::serving;
 
@@ -138,8 +139,22 @@ pub fn run(
     );
     http.check()?;
     let subscribing = args.subscribe.subscribing()?;
-    // It stays from epoch to epoch of a job that recovers.
-    let own: Mutex<Option<(Front, Engine)>> = Mutex::new(None);
+    // Clients can ask for the state of the server before the processes of the job meet. It stays
+    // from epoch to epoch of a job that recovers.
+    let own = match job.part(devices.len(), devices.clone())? {
+        JobPart::First => {
+            let (front, engine) = started(folder, http, sizes)?;
+            let engine = engine.grace(Duration::from_secs(args.version_grace.into()));
+            let engine = if args.chunk.is_none() { engine.measure_chunk() } else { engine };
+            Some((front, engine))
+        }
+        JobPart::Parent => {
+            http.check_resources()?;
+            None
+        }
+        JobPart::Other => None,
+    };
+    let own = Mutex::new(own);
     let program = |p: &mut Program| {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the
         // others stay until it has.
@@ -153,17 +168,13 @@ pub fn run(
         }
         let subscribe = |subscribing| inference.subscribe(p, subscribing);
         let _subscription = subscribing.clone().map(subscribe).transpose()?;
-        let start = || {
+        // Until now a signal ends the process.
+        let catch_signals = || {
             let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
-            if own.is_none() {
-                let (front, engine) = started(folder, http, sizes)?;
-                let engine = engine.grace(Duration::from_secs(args.version_grace.into()));
-                let engine = if args.chunk.is_none() { engine.measure_chunk() } else { engine };
-                *own = Some((front, engine));
-            }
-            Ok(())
+            let caught = own.as_mut().map(|(front, _)| front.catch_signals()).transpose();
+            caught.map(drop).map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
         };
-        p.broadcast_value(ProcessId(0), (), start)?;
+        p.broadcast_value(ProcessId(0), (), catch_signals)?;
         if !is_first || p.is_dry_run() {
             return anyhow::Ok(serving::run(p, &mut inference, stages, None)?);
         }
@@ -171,7 +182,7 @@ pub fn run(
         let engine = own.as_mut().map(|(_, engine)| engine);
         let result = serving::run(p, &mut inference, stages, engine);
         if let (Err(why), Some((_, engine))) = (&result, &mut *own) {
-            engine.failed = Some(why.to_string().into());
+            engine.failed = Some(format!("the server has failed: {}", reason(why)).into());
         }
         Ok(result?)
     };
@@ -195,11 +206,10 @@ pub fn run(
 }
 
 /// Starts the front, and returns it with the engine behind it.
-fn started(folder: &Folder, http: &HttpArgs, sizes: Sizes) -> Result<(Front, Engine)> {
+fn started(folder: &Folder, http: &HttpArgs, sizes: Sizes) -> anyhow::Result<(Front, Engine)> {
     let (queue, arrivals) = queue(http.limits());
-    let model = Model::of(folder, http.model_name.clone(), sizes.positions);
-    let front = model.and_then(|model| Front::start(http, model, queue));
-    let front = front.map_err(|why| Error::Environment(format!("{why:#}")))?;
+    let model = Model::of(folder, http.model_name.clone(), sizes.positions)?;
+    let front = Front::listen(http, model, queue)?;
     let address = front.address();
     say(&match http.description {
         Some(description) => format!("{description} Its chat page: http://{address}/"),

@@ -10,6 +10,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::ensure;
 use clap::Parser;
@@ -21,7 +22,7 @@ use mpmd::train::stop::StopFlag;
 use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
 use mpmd::weights::{Publication, Subscribing};
 use mpmd::{Error, ProcessId, Program};
-use mpmd_job::{JobArgs, at_least, say};
+use mpmd_job::{JobArgs, JobPart, at_least, say};
 use mpmd_models::generate::WeightType;
 use mpmd_models::{CutArgs, Folder, MOST_TOKENS, Room, Stages, Tokens, Weights};
 use mpmd_serve::{Engine, Front, HttpArgs, Model, Serving, Sizes, Turn, queue};
@@ -75,12 +76,11 @@ fn main() -> ExitCode {
     })
 }
 
-/// The stages of a model, and the meshes of both uses.
+/// The stages of a model for both uses.
 struct Parts {
     serving: Stages,
     training: Stages,
-    /// The devices of each process.
-    devices: Vec<usize>,
+    sizes: Sizes,
     schedule: Schedule,
 }
 
@@ -97,25 +97,52 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Stages::new(&folder, args.training_stages, args.time)?.after(devices.iter().sum());
     devices.extend(training.devices(|stage| stage)?);
     let schedule = Schedule::one_f_one_b(args.training_stages, microbatches)?;
-    let parts = Parts { serving, training, devices: devices.clone(), schedule };
-    mpmd_job::run(&args.job, devices.len(), devices, |p| program(p, args, &folder, &parts))
-}
-
-fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyhow::Result<()> {
-    let is_first = p.process() == ProcessId(0);
-    if !is_first {
-        // A signal comes to all processes. Process 0 drains the server; the others wait for that.
-        StopFlag::install()?;
-    }
-    // The server, whose answers are requests of a queue.
-    let Parts { serving, training, devices, schedule } = parts;
     let sizes = Sizes {
         lanes: serving.meshes(|stage| stage)?.len(),
         sequences: SEQUENCES.max(devices.len()),
         blocks: 2 * SEQUENCES * POSITIONS.div_ceil(16),
         chunk: MOST_TOKENS,
-        positions: folder.config().positions().min(POSITIONS),
+        positions: most,
     };
+    let parts = Parts { serving, training, sizes, schedule };
+
+    // The server's front, whose answers are requests of a queue. It says that it starts until the
+    // engine takes them.
+    let own = match args.job.part(devices.len(), devices.clone())? {
+        JobPart::First => {
+            let (queue, arrivals) = queue(args.http.limits());
+            let model = Model::of(&folder, args.http.model_name.clone(), sizes.positions)?;
+            let front = Front::listen(&args.http, model, queue)?;
+            say(&format!("listening on http://{}", front.address()));
+            Some((front, Engine::new(sizes, arrivals).measure_chunk()))
+        }
+        JobPart::Parent => {
+            args.http.check_resources()?;
+            None
+        }
+        JobPart::Other => None,
+    };
+    let own = Mutex::new(own);
+    mpmd_job::run(&args.job, devices.len(), devices, |p| {
+        let is_first = p.process() == ProcessId(0);
+        let own = is_first.then(|| own.lock().unwrap_or_else(PoisonError::into_inner).take());
+        program(p, args, &folder, &parts, own.flatten())
+    })
+}
+
+fn program(
+    p: &mut Program,
+    args: &Args,
+    folder: &Folder,
+    parts: &Parts,
+    own: Option<(Front, Engine)>,
+) -> anyhow::Result<()> {
+    let is_first = p.process() == ProcessId(0);
+    if !is_first {
+        // A signal comes to all processes. Process 0 drains the server; the others wait for that.
+        StopFlag::install()?;
+    }
+    let Parts { serving, training, sizes, schedule } = parts;
     let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
     let meshes = serving.meshes(|stage| stage)?;
     let mut inference = serving.inference(p, &meshes, room, true)?;
@@ -142,13 +169,9 @@ fn program(p: &mut Program, args: &Args, folder: &Folder, parts: &Parts) -> anyh
     let subscribing = Subscribing::new(NAME, address.unwrap_or_default(), token);
     let subscription = inference.subscribe(p, subscribing)?;
 
-    let (mut front, mut engine) = (None, None);
-    if is_first && !p.is_dry_run() {
-        let (queue, arrivals) = queue(args.http.limits());
-        let model = Model::of(folder, args.http.model_name.clone(), sizes.positions)?;
-        let started = Front::start(&args.http, model, queue)?;
-        say(&format!("listening on http://{}", started.address()));
-        (front, engine) = (Some(started), Some(Engine::new(sizes, arrivals).measure_chunk()));
+    let (mut front, mut engine) = own.unzip();
+    if let Some(front) = &mut front {
+        front.catch_signals()?;
     }
     let waker = engine.as_ref().map(Engine::waker);
     let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;

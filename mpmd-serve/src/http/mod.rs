@@ -2,47 +2,39 @@
 
 mod access;
 mod ask;
+mod connection;
 mod control;
 mod failure;
 mod fields;
 mod paced;
+mod peer;
 mod reply;
 mod routes;
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::PathBuf;
-use std::pin::pin;
 use std::sync::Arc;
+use std::task::Context;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
-use axum::Router;
-use hyper::server::conn::http1::Builder;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
+use anyhow::{Context as _, anyhow, ensure};
 use mpmd_base::{StopRequest, StopRequests, parse_bytes};
 use mpmd_job::at_least;
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::runtime::Runtime;
-use tokio::sync::{Semaphore, watch};
+use tokio::net::TcpSocket;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::model::Model;
 use crate::queue::{Limits, Queue};
 use access::Access;
-use paced::Paced;
+use connection::{accept, reserve_descriptors};
 use routes::{Shared, bodies, routes};
 
 /// Number of threads for connections, and for the reading of requests.
 const THREADS: usize = 2;
-/// Time limit for the head of a request, also on a connection that had one before.
-const HEAD: Duration = Duration::from_secs(30);
-/// Limits on the head of a request: number of headers, and bytes.
-const HEADERS: (usize, usize) = (64, 32 << 10);
-/// Time limit for a client to take the next byte of a reply.
-const SLOWEST: Duration = Duration::from_secs(30);
 /// Size of a connection's send buffer in the system, in bytes.
 const BUFFER: u32 = 64 << 10;
 /// Time for connections to end after their last reply.
@@ -58,14 +50,16 @@ pub struct HttpArgs {
     /// Port to listen on; 0: any that is free
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
-    /// File with an API key on each line; every request needs one of them
+    /// File with an API key on each line, which only its user may read; every request needs one of
+    /// them
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Serve every client that can connect, without a key
     #[arg(long, conflicts_with = "api_key_file")]
     pub no_auth: bool,
     /// File with a key on each line for the endpoints that control the server: /pause, /resume,
-    /// /update_weight_version and /load_weights; without it there are none
+    /// /update_weight_version and /load_weights; without it there are none. Only its user may read
+    /// it, and it has other keys than --api-key-file
     #[arg(long, value_name = "FILE")]
     pub control_key_file: Option<PathBuf>,
     /// Folder from which /load_weights may load weights, also from folders in it; may be given
@@ -93,7 +87,8 @@ pub struct HttpArgs {
     /// Largest number of new tokens of a request; default: as many as the model has positions
     #[arg(long, value_name = "N", value_parser = at_least(1))]
     pub max_tokens: Option<usize>,
-    /// Largest number of connections; more of them wait
+    /// Largest number of connections; more of them wait. The limit of open files (`ulimit -n`) must
+    /// have room for them
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least(1))]
     pub max_connections: usize,
     /// Largest body of a request
@@ -113,8 +108,26 @@ impl HttpArgs {
     ///
     /// As for [`Front::start`], except that the address may be in use.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
-        self.control()?;
-        self.access().map(drop)
+        let (control, _) = self.control()?;
+        let (_, access) = self.access()?;
+        ensure!(
+            !control.is_some_and(|control| control.shares_a_key_with(&access)),
+            "--control-key-file and --api-key-file: expected other keys in each, found one that \
+             is in both"
+        );
+        Ok(())
+    }
+
+    /// Checks that the address is free, and that the process may have descriptors for all
+    /// connections.
+    ///
+    /// # Errors
+    ///
+    /// If it is not so.
+    pub fn check_resources(&self) -> anyhow::Result<()> {
+        let (address, _) = self.access()?;
+        reserve_descriptors(self.max_connections)?;
+        bind(address).map(drop)
     }
 
     /// Returns the clients that may control the server, and the folders of weights that may be
@@ -155,6 +168,8 @@ impl HttpArgs {
 pub struct Front {
     address: SocketAddr,
     signals: watch::Sender<u32>,
+    /// The threads, until signals are caught there.
+    uncaught: Option<Handle>,
     thread: JoinHandle<()>,
 }
 
@@ -164,9 +179,24 @@ impl Front {
     ///
     /// # Errors
     ///
-    /// If the keys cannot be read, other hosts could connect although the arguments do not say that
-    /// they may, or the address cannot be listened on.
+    /// As for [`listen`](Self::listen).
     pub fn start(args: &HttpArgs, model: Model, queue: Queue) -> anyhow::Result<Self> {
+        let mut front = Self::listen(args, model, queue)?;
+        front.catch_signals()?;
+        Ok(front)
+    }
+
+    /// Listens and answers requests: until the queue is open, that the server is starting. Leaves
+    /// signals alone until [`catch_signals`](Self::catch_signals).
+    ///
+    /// # Errors
+    ///
+    /// If the keys cannot be read, other hosts could connect although the arguments do not say that
+    /// they may, or the address cannot be listened on. If the process may not have descriptors for
+    /// all connections.
+    pub fn listen(args: &HttpArgs, model: Model, queue: Queue) -> anyhow::Result<Self> {
+        args.check()?;
+        reserve_descriptors(args.max_connections)?;
         let (address, access) = args.access()?;
         let (control, weights) = args.control()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -177,7 +207,7 @@ impl Front {
             .build()?;
         let listener = {
             let _entered = runtime.enter();
-            listen(address).with_context(|| format!("cannot listen on {address}"))?
+            bind(address)?.listen(1024).with_context(|| format!("cannot listen on {address}"))?
         };
         let address = listener.local_addr()?;
         let body = usize::try_from(args.max_body).unwrap_or(usize::MAX);
@@ -198,17 +228,32 @@ impl Front {
         let (connections, drain) = (args.max_connections, Duration::from_secs(args.drain.into()));
         let signals = watch::Sender::new(0);
         let asked = signals.subscribe();
-        catch_signals(&runtime, &signals)?;
+        let uncaught = Some(runtime.handle().clone());
         let thread = std::thread::Builder::new().name("front".to_owned()).spawn(move || {
             let (end, ended) = watch::channel(());
-            let accept = runtime.spawn(accept(listener, routes, connections, ended));
+            let next = move |cx: &mut Context<'_>| {
+                let accepted = listener.poll_accept(cx);
+                accepted.map_ok(|(stream, _)| stream)
+            };
+            let accept = runtime.spawn(accept(next, routes, connections, ended));
             runtime.block_on(drained(&queue, asked, drain));
             drop(end);
             // Has no error but a panic.
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
         })?;
-        Ok(Self { address, signals, thread })
+        Ok(Self { address, signals, uncaught, thread })
+    }
+
+    /// Has SIGTERM and SIGINT drain the server from now on; a second one also ends the open
+    /// requests. A second call does nothing.
+    ///
+    /// # Errors
+    ///
+    /// If the system refuses it.
+    pub fn catch_signals(&mut self) -> io::Result<()> {
+        let Some(threads) = self.uncaught.take() else { return Ok(()) };
+        catch_signals(&threads, &self.signals)
     }
 
     /// Returns the address that it listens on.
@@ -229,17 +274,23 @@ impl Front {
     }
 }
 
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    socket.set_reuseaddr(true)?;
-    // Connections inherit it.
-    socket.set_send_buffer_size(BUFFER)?;
-    socket.bind(address)?;
-    socket.listen(1024)
+/// Returns a socket with this address.
+fn bind(address: SocketAddr) -> anyhow::Result<TcpSocket> {
+    let bind = || {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.set_reuseaddr(true)?;
+        // Connections inherit it.
+        socket.set_send_buffer_size(BUFFER)?;
+        socket.bind(address)?;
+        Ok(socket)
+    };
+    bind().map_err(|why: io::Error| {
+        anyhow!("cannot listen on {address}: {why}; give another --port, or --port 0 for any")
+    })
 }
 
 /// Counts the requests to end that come by signals.
-fn catch_signals(runtime: &Runtime, count: &watch::Sender<u32>) -> io::Result<()> {
+fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let _entered = runtime.enter();
     let mut terminate = signal(SignalKind::terminate())?;
@@ -276,58 +327,4 @@ async fn drained(queue: &Queue, mut asked: watch::Receiver<u32>, longest: Durati
     }
     queue.fail("the server is shutting down");
     _ = timeout(LAST, empty()).await;
-}
-
-/// Accepts connections until the sender of `ended` is dropped. Then waits for their last bytes.
-async fn accept(
-    listener: TcpListener,
-    routes: Router,
-    most: usize,
-    mut ended: watch::Receiver<()>,
-) {
-    let permits = Arc::new(Semaphore::new(most));
-    loop {
-        let accepted = async {
-            let permit = permits.clone().acquire_owned().await.ok()?;
-            Some((listener.accept().await, permit))
-        };
-        let (stream, permit) = tokio::select! {
-            _ = ended.changed() => break,
-            Some((Ok((stream, _)), permit)) = accepted => (stream, permit),
-            // The process has no descriptor left, or the client has gone.
-            else => {
-                sleep(Duration::from_millis(20)).await;
-                continue;
-            }
-        };
-        let (routes, ended) = (routes.clone(), ended.clone());
-        tokio::spawn(async move {
-            connection(stream, routes, ended).await;
-            drop(permit);
-        });
-    }
-    drop(listener);
-    _ = timeout(LAST, permits.acquire_many(u32::try_from(most).unwrap_or(u32::MAX))).await;
-}
-
-async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receiver<()>) {
-    // Else each event would wait for the acknowledgement of the one before.
-    _ = stream.set_nodelay(true);
-    let (headers, bytes) = HEADERS;
-    let connection = Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD)
-        .max_headers(headers)
-        .max_buf_size(bytes)
-        .serve_connection(
-            TokioIo::new(Paced::new(stream, SLOWEST)),
-            TowerToHyperService::new(routes),
-        );
-    let mut connection = pin!(connection);
-    // An error is the client's: it has left, or sent no HTTP, which has been answered.
-    tokio::select! {
-        _ = connection.as_mut() => return,
-        _ = ended.changed() => connection.as_mut().graceful_shutdown(),
-    }
-    _ = connection.await;
 }

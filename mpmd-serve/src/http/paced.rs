@@ -2,25 +2,33 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::{Instant, Sleep, sleep};
+
+use super::peer::Peer;
+
+/// Longest time for which the bytes of a refused body are read and dropped. A connection that is
+/// closed with unread bytes is reset, and the client may lose the refusal.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// A connection that fails once its peer has taken no byte for a while, although there are some.
 pub(super) struct Paced {
-    stream: TcpStream,
+    peer: Arc<Peer>,
     longest: Duration,
     /// The end of the wait for the peer.
     end: Pin<Box<Sleep>>,
     waits: bool,
+    is_shut: bool,
 }
 
 impl Paced {
-    pub(super) fn new(stream: TcpStream, longest: Duration) -> Self {
-        Self { stream, longest, end: Box::pin(sleep(longest)), waits: false }
+    pub(super) fn new(peer: Arc<Peer>, longest: Duration) -> Self {
+        Self { peer, longest, end: Box::pin(sleep(longest)), waits: false, is_shut: false }
     }
 
     /// Returns the result of a write, or an error once the wait has been too long.
@@ -43,11 +51,11 @@ impl Paced {
 
 impl AsyncRead for Paced {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         to: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, to)
+        self.peer.poll_read(cx, to)
     }
 }
 
@@ -57,7 +65,7 @@ impl AsyncWrite for Paced {
         cx: &mut Context<'_>,
         from: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.stream).poll_write(cx, from);
+        let result = self.peer.poll_write(cx, |stream| stream.try_write(from));
         self.pace(result, cx)
     }
 
@@ -66,27 +74,46 @@ impl AsyncWrite for Paced {
         cx: &mut Context<'_>,
         from: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.stream).poll_write_vectored(cx, from);
+        let result = self.peer.poll_write(cx, |stream| stream.try_write_vectored(from));
         self.pace(result, cx)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        true
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // The system has all that was written.
+        self.peer.flush();
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        let this = &mut *self;
+        if !std::mem::replace(&mut this.is_shut, true) {
+            shutdown(&this.peer.stream, Shutdown::Write)?;
+            this.end.as_mut().reset(Instant::now() + LINGER);
+        }
+        if !this.peer.has_unread() {
+            return Poll::Ready(Ok(()));
+        }
+
+        let mut dropped = [0; 4096];
+        while this.end.as_mut().poll(cx).is_pending() {
+            let mut dropped = ReadBuf::new(&mut dropped);
+            ready!(this.peer.poll_read(cx, &mut dropped))?;
+            if dropped.filled().is_empty() {
+                break;
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpListener;
+    use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -96,7 +123,8 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
         let (mut client, server) = (client.unwrap(), accepted.unwrap().0);
-        let mut paced = Paced::new(server, Duration::from_millis(300));
+        let peer = Arc::new(Peer::new(server));
+        let mut paced = Paced::new(peer, Duration::from_millis(300));
         let bytes = vec![7; 1 << 24];
         let mut taken = vec![0; 1 << 24];
         let (written, read) = tokio::join!(paced.write_all(&bytes), client.read_exact(&mut taken));

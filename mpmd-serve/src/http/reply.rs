@@ -2,17 +2,19 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::Json;
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse as _, Response};
-use futures::stream::unfold;
+use futures::stream::{Stream as _, poll_fn, unfold};
 use mpmd_models::Text;
 use serde_json::{Map, Value, json};
 
 use super::ask::{Ask, Form, random};
 use super::failure::Failure;
+use super::peer::Peer;
 use crate::model::{Model, unix_seconds};
 use crate::queue::Stream;
 use crate::request::{Event, Finish, Token};
@@ -88,7 +90,7 @@ impl Reply {
                 Ok(added) => piece.text += added,
                 Err(why) => {
                     self.stream = None;
-                    return Some(Err(Failure::server(why.to_string())));
+                    return Some(Err(Failure::internal("the tokens have no text", why)));
                 }
             }
             if self.text.is_stopped() {
@@ -135,14 +137,24 @@ impl Reply {
         Ok(Json(reply).into_response())
     }
 
-    /// Returns the reply as server-sent events.
-    pub(super) fn events(self) -> Response {
+    /// Returns the reply as server-sent events. A client that sends nothing more gets a comment,
+    /// which shows if it has left.
+    pub(super) fn events(self, peer: Arc<Peer>) -> Response {
         let at = if self.ask.form == Form::Chat { Part::Role } else { Part::Piece };
         let next = async |(mut reply, at): (Self, Part)| {
             let (data, at) = reply.event(at).await?;
             Some((Ok::<_, Infallible>(Sent::default().data(data)), (reply, at)))
         };
-        let events = unfold((self, at), next);
+        let mut events = Box::pin(unfold((self, at), next));
+        let mut silence = Box::pin(async move { peer.silence().await });
+        let mut is_silent = false;
+        let events = poll_fn(move |cx| {
+            if !is_silent && silence.as_mut().poll(cx).is_ready() {
+                is_silent = true;
+                return Poll::Ready(Some(Ok(Sent::default().comment(""))));
+            }
+            events.as_mut().poll_next(cx)
+        });
         Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
     }
 

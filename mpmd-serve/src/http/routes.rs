@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::body::{Body, HttpBody as _};
+use axum::extract::{Extension, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
@@ -21,6 +21,7 @@ use super::ask::{Ask, Form, Source, chat_source, check_model, read_tokens, token
 use super::control::{is_paused, load_weights, pause, resume, update_weight_version, weight_info};
 use super::failure::Failure;
 use super::fields::Fields;
+use super::peer::Peer;
 use super::reply::Reply;
 use crate::model::Model;
 use crate::queue::{Phase, Queue};
@@ -136,21 +137,23 @@ async fn models(State(shared): Shares) -> Json<Value> {
     Json(json!({ "object": "list", "data": [model] }))
 }
 
-async fn completions(shared: Shares, body: Body) -> Answer {
-    reply(shared, body, Form::Completion).await
+type Client = Extension<Arc<Peer>>;
+
+async fn completions(shared: Shares, client: Client, body: Body) -> Answer {
+    reply(shared, client, body, Form::Completion).await
 }
 
-async fn chat(shared: Shares, body: Body) -> Answer {
-    reply(shared, body, Form::Chat).await
+async fn chat(shared: Shares, client: Client, body: Body) -> Answer {
+    reply(shared, client, body, Form::Chat).await
 }
 
-async fn reply(State(shared): Shares, body: Body, form: Form) -> Answer {
+async fn reply(State(shared): Shares, Extension(client): Client, body: Body, form: Form) -> Answer {
     let most = shared.most;
     let ask = parse(&shared, body, move |body, model| Ask::of(body, form, model, most)).await?;
     let stream = shared.queue.submit(ask.request.clone())?;
     let streams = ask.streams;
     let reply = Reply::new(shared.model.clone(), ask, stream);
-    if streams { Ok(reply.events()) } else { reply.whole().await }
+    if streams { Ok(reply.events(client)) } else { reply.whole().await }
 }
 
 async fn tokenize(State(shared): Shares, body: Body) -> Answer {
@@ -180,6 +183,10 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
         let tokens = fields.take("tokens", "a list of tokens", read_tokens)?;
         let tokens = tokens.ok_or_else(|| Failure::field("tokens", "expected a list of tokens"))?;
         fields.end()?;
+        if let Some(token) = tokens.iter().find(|token| !model.knows(**token)) {
+            let why = format!("expected tokens of the model's tokenizer, found {token}");
+            return Err(Failure::field("tokens", why));
+        }
         let text = model.decode(&tokens).map_err(|why| Failure::field("tokens", why))?;
         Ok(json!({ "prompt": text }))
     };
@@ -204,21 +211,29 @@ pub(super) async fn parse<T: Send + 'static>(
         result
     };
     let result = tokio::task::spawn_blocking(read).await;
-    result.map_err(|why| Failure::server(format!("the request could not be read: {why}")))?
+    result.map_err(|why| Failure::internal("the request could not be read", why))?
 }
 
-/// Reads a body. Returns its bytes, and the permits for their memory.
+/// Reads a body, unless its announced length is too long. Returns its bytes, and the permits for
+/// their memory.
 async fn bytes(
     body: Body,
     shared: &Shared,
 ) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), Failure> {
+    let most = shared.body;
+    let too_long = || {
+        let why = format!("the body: expected at most {most} bytes (--max-body)");
+        Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why)
+    };
+    if body.size_hint().lower() > most as u64 {
+        return Err(too_long());
+    }
+
     let (mut parts, mut bytes, mut held) = (body.into_data_stream(), Vec::new(), Vec::new());
     while let Some(part) = parts.next().await {
         let part = part.map_err(|why| Failure::invalid(format!("the body: {why}")))?;
-        let most = shared.body;
         if bytes.len() + part.len() > most {
-            let why = format!("the body: expected at most {most} bytes (--max-body)");
-            return Err(Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why));
+            return Err(too_long());
         }
         let permits = u32::try_from(part.len()).unwrap_or(u32::MAX);
         let permit = shared.bodies.clone().try_acquire_many_owned(permits);

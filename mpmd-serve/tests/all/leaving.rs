@@ -1,13 +1,14 @@
 //! Clients that leave or do not read, and the end of the server.
 
-use std::io::{Read as _, Write as _};
+use std::io::{BufReader, Read as _, Write as _};
+use std::net::{Shutdown, TcpStream};
 use std::time::Instant;
 
 use mpmd_serve::{Finish, Front, Phase};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use serde_json::json;
 
-use crate::client::{connect, read, write};
+use crate::client::{connect, read, read_chunk, read_head, write};
 use crate::server::{Act, LONG, Server};
 
 /// Waits until a condition holds.
@@ -35,6 +36,62 @@ fn client_that_leaves_ends_its_request() {
         server.queue.metrics().contains("mpmd_requests_running 0")
     });
     assert!(server.queue.metrics().contains("mpmd_requests_ended_total{end=\"left\"} 2"));
+}
+
+#[test]
+fn client_that_leaves_unread_bytes_is_noticed() {
+    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    for (body, more) in [
+        (json!({ "prompt": "ab" }), "\r\n"),
+        (json!({ "prompt": "ab", "stream": true }), "\r\n"),
+        (json!({ "prompt": "ab" }), "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ] {
+        let mut stream = connect(server.address);
+        write_on(&mut stream, &body, more);
+        until("the request is taken", || server.queue.open() == 1);
+        drop(stream);
+        until("the client is noticed", || server.queue.open() == 0);
+    }
+    assert!(server.queue.metrics().contains("mpmd_requests_ended_total{end=\"left\"} 3"));
+}
+
+/// Writes a request on a connection that is kept, and more bytes behind it.
+fn write_on(stream: &mut TcpStream, body: &serde_json::Value, more: &str) {
+    let body = body.to_string();
+    let head = format!("{COMPLETIONS}Content-Length: {}\r\n\r\n", body.len());
+    stream.write_all(format!("{head}{body}{more}").as_bytes()).unwrap();
+}
+
+#[test]
+fn half_closed_client_gets_its_answer() {
+    // The engine ends the requests once the clients were asked.
+    let server = Server::start(&[], |_| Act::Ignore);
+    let mut clients = Vec::new();
+    for body in [json!({ "prompt": "ab" }), json!({ "prompt": "ab", "stream": true })] {
+        let mut stream = connect(server.address);
+        write_on(&mut stream, &body, "");
+        stream.shutdown(Shutdown::Write).unwrap();
+        let mut from = BufReader::new(stream);
+        let asked = read_head(&mut from);
+        match body.get("stream") {
+            None => assert!(asked.starts_with("HTTP/1.1 100 Continue\n"), "{asked}"),
+            Some(_) => assert_eq!(read_chunk(&mut from).unwrap(), b": \n\n"),
+        }
+        clients.push(from);
+    }
+    assert_eq!(server.queue.open(), 2, "both are open");
+    server.queue.fail("the end");
+    let mut whole = String::new();
+    clients[0].read_to_string(&mut whole).unwrap();
+    assert!(whole.starts_with("HTTP/1.1 500") && whole.contains("the end"), "{whole}");
+    let event = read_chunk(&mut clients[1]).unwrap();
+    assert!(String::from_utf8_lossy(&event).contains("the end"), "{event:?}");
+    // A quick answer comes alone.
+    let echo = Server::echo();
+    let mut stream = connect(echo.address);
+    write_on(&mut stream, &json!({ "prompt": "ab" }), "");
+    stream.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(read(stream).json()["choices"][0]["text"], "ab");
 }
 
 #[test]

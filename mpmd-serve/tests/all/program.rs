@@ -1,7 +1,8 @@
 //! The program, as a user starts it.
 
 use std::io::{BufRead as _, BufReader};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, mpsc};
@@ -39,6 +40,17 @@ impl Serving {
     fn start_of(program: &str, args: &[&str]) -> Self {
         let mut command = Command::new(program);
         command.args(["--port", "0"]).args(args);
+        let serving = Self::launch(command);
+        let start = Instant::now();
+        while serving.send("GET", "/ready", &Value::Null).status != 200 {
+            assert!(start.elapsed() < LONG, "it never takes requests");
+            thread::sleep(Duration::from_millis(20));
+        }
+        serving
+    }
+
+    /// Starts a program, and waits until it listens.
+    fn launch(mut command: Command) -> Self {
         let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
         let (to, lines) = mpsc::channel();
         let from = BufReader::new(child.stderr.take().unwrap());
@@ -52,13 +64,7 @@ impl Serving {
             panic!("{found}");
         };
         let lines = Mutex::new(lines);
-        let serving = Self { said: found, address, child, lines };
-        let start = Instant::now();
-        while serving.send("GET", "/ready", &Value::Null).status != 200 {
-            assert!(start.elapsed() < LONG, "it never takes requests");
-            thread::sleep(Duration::from_millis(20));
-        }
-        serving
+        Self { said: found, address, child, lines }
     }
 
     fn send(&self, method: &str, path: &str, body: &Value) -> Answer {
@@ -188,11 +194,12 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
             "--elastic --control-key-file Cargo.toml --allow-weights /",
             "--allow-weights: a spare has the weights of the start alone, so leave out --elastic",
         ),
-        ("--control-key-file Cargo.toml", "--control-key-file Cargo.toml: expected keys of ASCII"),
+        ("--control-key-file /dev/null", "--control-key-file=/dev/null: it is no regular file"),
         (
             "--control-key-file Cargo.lock --allow-weights none",
-            "--control-key-file Cargo.lock: No such file",
+            "--control-key-file=Cargo.lock: No such file",
         ),
+        ("--max-connections 1073741824", "raise it (`ulimit -n`), or give fewer connections"),
         ("--stages 9", "num_hidden_layers: expected at least 9, the number of stages, found 4"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
@@ -203,6 +210,40 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
         assert!(!output.status.success() && said.contains(expected), "{args}: {said}");
         assert_eq!(said.lines().count(), 1, "{said}");
     }
+}
+
+#[test]
+fn address_in_use_is_said_before_anything_else() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    for args in [&["--stages", "1"][..], &["--stages", "2", "--processes", "2"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
+        command.arg("--model").arg(path("plain")).args(args);
+        let output = command.args(["--port", &address.port().to_string()]).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        let expected = format!("error: cannot listen on {address}: ");
+        assert!(!output.status.success() && said.contains(&expected), "{said}");
+        assert!(said.contains("give another --port") && !said.contains("broadcast"), "{said}");
+    }
+}
+
+#[test]
+fn server_says_that_it_starts_until_all_processes_have_joined() {
+    // Process 0 of two, of which the other one never comes.
+    let rendezvous = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
+    command.arg("--model").arg(path("plain")).args(["--stages", "2", "--port", "0"]);
+    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+    command.env("MASTER_PORT", rendezvous.port().to_string());
+    let serving = Serving::launch(command);
+    assert_eq!(serving.send("GET", "/health", &Value::Null).status, 200);
+    let ready = serving.send("GET", "/ready", &Value::Null);
+    assert_eq!((ready.status, &ready.json()["status"]), (503, &json!("starting")));
+    let refused = serving.send("POST", "/v1/completions", &json!({ "prompt": "a" }));
+    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("5")));
+    // It is not caught yet.
+    let (status, _) = serving.end();
+    assert_eq!(status.signal(), Some(15));
 }
 
 #[test]
@@ -384,7 +425,7 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
         kill_process(stage, Signal::KILL).unwrap();
         let answer = client.join().unwrap();
         assert_eq!(answer.status, 500, "{answer:?}");
-        assert!(answer.body.contains("process 1"), "{answer:?}");
+        assert!(answer.body.contains("process 1 is lost"), "{answer:?}");
     });
 }
 

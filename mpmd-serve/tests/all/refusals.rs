@@ -1,5 +1,8 @@
 //! Everything that is refused, with the field at fault.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+
 use clap::Parser as _;
 use mpmd_models::Folder;
 use mpmd_serve::{Front, Model};
@@ -191,6 +194,59 @@ fn full_line_is_429_with_a_time() {
 }
 
 #[test]
+fn refusals_have_no_control_characters_of_strangers() {
+    let server = Server::echo();
+    let messages = json!([{ "role": "tool", "content": "x" }]);
+    for body in [
+        // The template's own text.
+        json!({ "messages": messages }),
+        json!({ "messages": [{ "role": "user", "content": "a" }], "\u{9b}2J\u{202e}": 1 }),
+    ] {
+        let answer = server.post("/v1/chat/completions", &body);
+        let error = &answer.json()["error"];
+        let texts = [&error["message"], &error["param"]].map(|text| text.as_str().unwrap());
+        assert!(answer.status == 400 && texts[0].contains("\\u009b"), "{texts:?}");
+        assert!(!texts.concat().contains(|c: char| c.is_control() || c == '\u{202e}'), "{texts:?}");
+    }
+}
+
+#[test]
+fn requests_without_exactly_one_host_are_refused() {
+    let server = Server::echo();
+    for (head, expected) in [
+        ("GET /version HTTP/1.1\r\nHost: localhost\r\n", 200),
+        ("GET /version HTTP/1.1\r\n", 400),
+        ("GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400),
+        ("GET /version HTTP/1.0\r\n", 200),
+        ("GET /version HTTP/1.0\r\nHost: a\r\nHost: b\r\n", 400),
+    ] {
+        assert_eq!(send(server.address, head, b"").status, expected, "{head}");
+    }
+}
+
+#[test]
+fn body_that_is_announced_as_too_long_is_not_awaited() {
+    let server = Server::start(&["--max-body", "1KiB"], |_| Act::Echo);
+    let head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\n";
+    for more in ["", "Expect: 100-continue\r\n"] {
+        let mut stream = connect(server.address);
+        std::io::Write::write_all(&mut stream, format!("{head}{more}\r\n").as_bytes()).unwrap();
+        assert_eq!(param(&read(stream), 413), None, "{more}");
+    }
+    // One that is sent in any case is read for a while, so that its client gets the answer.
+    let long = server.post_bytes("/tokenize", &vec![b' '; 300_000]);
+    assert_eq!(param(&long, 413), None);
+}
+
+#[test]
+fn tokens_that_the_tokenizer_lacks_are_named() {
+    let server = Server::echo();
+    let answer = server.post("/detokenize", &json!({ "tokens": [5, 123_456, 6] }));
+    assert_eq!(param(&answer, 400).as_deref(), Some("tokens"));
+    assert!(answer.body.contains("found 123456"), "{answer:?}");
+}
+
+#[test]
 fn large_bodies_and_heads_are_refused() {
     let server = Server::start(&["--max-body", "1KiB"], |_| Act::Echo);
     let body = json!({ "prompt": "a".repeat(1024) });
@@ -198,6 +254,10 @@ fn large_bodies_and_heads_are_refused() {
     let head = "GET /version HTTP/1.1\r\nHost: localhost\r\n";
     let long = format!("{head}X: {}\r\n", "x".repeat(100_000));
     assert_eq!(send(server.address, &long, b"").status, 431);
+    let several: String = (0..4).map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000))).collect();
+    assert_eq!(send(server.address, &format!("{head}{several}"), b"").status, 431);
+    let less: String = (0..3).map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000))).collect();
+    assert_eq!(send(server.address, &format!("{head}{less}"), b"").status, 200);
     let many: String = (0..100).map(|at| format!("X-{at}: x\r\n")).collect();
     assert_eq!(send(server.address, &format!("{head}{many}"), b"").status, 431);
     let mut stream = connect(server.address);
@@ -257,7 +317,7 @@ fn pages_of_other_servers_are_refused_without_keys() {
 }
 
 #[test]
-fn other_hosts_need_a_key_or_the_word() {
+fn arguments_that_let_strangers_in_are_refused() {
     let start = |args: &[&str]| {
         let all = [&["serve", "--port", "0"], args].concat();
         let Args { http } = Args::parse_from(all);
@@ -266,10 +326,21 @@ fn other_hosts_need_a_key_or_the_word() {
     };
     let empty = tempfile::NamedTempFile::new().unwrap();
     let empty = empty.path().to_str().unwrap();
+    let keys = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(keys.path(), "key-one\n").unwrap();
+    let one = keys.path().to_str().unwrap();
+    let for_all = tempfile::NamedTempFile::new().unwrap();
+    std::fs::set_permissions(for_all.path(), Permissions::from_mode(0o644)).unwrap();
+    let readable = for_all.path().to_str().unwrap();
     for (args, expected) in [
         (&["--host", "0.0.0.0"] as &[&str], "give --api-key-file FILE, or --no-auth"),
         (&["--host", "0.0.0.0", "--api-key-file", empty], "expected a key on a line, found none"),
-        (&["--api-key-file", "/nowhere"], "--api-key-file /nowhere"),
+        (&["--api-key-file", "/nowhere"], "--api-key-file=/nowhere: No such file"),
+        (&["--api-key-file", "/dev/null"], "--api-key-file=/dev/null: it is no regular file"),
+        (&["--api-key-file", readable], "others can use it, its mode is 0644; make that 0600"),
+        (&["--control-key-file", readable], "others can use it, its mode is 0644; make that 0600"),
+        (&["--api-key-file", one, "--control-key-file", one], "found one that is in both"),
+        (&["--max-connections", "1073741824"], "raise it (`ulimit -n`), or give fewer connections"),
         (&["--host", "no such host"], "--host no such host"),
     ] {
         let error = format!("{:#}", start(args).err().unwrap());

@@ -71,7 +71,7 @@ impl Server {
             std::fs::copy(plain().join(file), folder.path().join(file)).unwrap();
         }
         let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
-                        {% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}\
+                        {% if messages[0].role == 'tool' %}{{ raise_exception('no \u{9b}tools') }}\
                         {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}";
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
         let all = [&["serve", "--port", "0", "--model-name", "toy"], args].concat();

@@ -1,0 +1,234 @@
+//! The connections of clients.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use axum::Router;
+use axum::http::{HeaderMap, Request, StatusCode, Version, header};
+use axum::response::{IntoResponse as _, Response};
+use hyper::body::{Body as _, Incoming};
+use hyper::server::conn::http1::Builder;
+use hyper::service::{Service as _, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{sleep, timeout};
+
+use super::LAST;
+use super::failure::Failure;
+use super::paced::Paced;
+use super::peer::Peer;
+
+/// Time limit for the head of a request, also on a connection that had one before.
+const HEAD: Duration = Duration::from_secs(30);
+/// Limits on the head of a request: number of headers, and bytes.
+const HEADERS: (usize, usize) = (64, 32 << 10);
+/// Time limit for a client to take the next byte of a reply.
+const SLOWEST: Duration = Duration::from_secs(30);
+/// Time from a connection that could not be accepted to the next attempt.
+const AGAIN: Duration = Duration::from_millis(20);
+/// Descriptors that the process may still open beside those of connections: files of the model, and
+/// links to the other processes.
+const OTHERS: u64 = 64;
+
+/// Raises the process's limit of descriptors, where that is needed, so that there may be this
+/// number of connections beside all else.
+pub(super) fn reserve_descriptors(connections: usize) -> anyhow::Result<()> {
+    let open = std::fs::read_dir("/proc/self/fd").context("/proc/self/fd")?.count() as u64;
+    let others = open + OTHERS;
+    let needed = others + connections as u64;
+    // A limit is absent where there is none.
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current.is_none_or(|current| current >= needed) {
+        return Ok(());
+    }
+
+    ensure!(
+        maximum.is_none_or(|maximum| maximum >= needed),
+        "--max-connections: {connections} connections need {needed} open files, {others} of them \
+         for other purposes, and the limit is {}: raise it (`ulimit -n`), or give fewer connections",
+        maximum.unwrap_or_default()
+    );
+    setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })
+        .context("raising the limit of open files")
+}
+
+/// Accepts the connections that `next` returns until the sender of `ended` is dropped. Then waits
+/// for their last bytes.
+pub(super) async fn accept(
+    mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<TcpStream>> + Send,
+    routes: Router,
+    most: usize,
+    mut ended: watch::Receiver<()>,
+) {
+    let permits = Arc::new(Semaphore::new(most));
+    let mut has_failed = false;
+    loop {
+        let accepted = async {
+            // It is never closed.
+            let permit = permits.clone().acquire_owned().await.ok();
+            (poll_fn(&mut next).await, permit)
+        };
+        let (accepted, permit) = tokio::select! {
+            _ = ended.changed() => break,
+            accepted = accepted => accepted,
+        };
+        match accepted {
+            Ok(stream) => {
+                has_failed = false;
+                let connection = connection(stream, routes.clone(), ended.clone());
+                tokio::spawn(async move {
+                    connection.await;
+                    drop(permit);
+                });
+            }
+            // The process has no descriptor or memory left, or the client has gone.
+            Err(why) => {
+                if !std::mem::replace(&mut has_failed, true) {
+                    tracing::warn!("a connection cannot be accepted, and is tried again: {why}");
+                }
+                sleep(AGAIN).await;
+            }
+        }
+    }
+    drop(next);
+    _ = timeout(LAST, permits.acquire_many(u32::try_from(most).unwrap_or(u32::MAX))).await;
+}
+
+async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receiver<()>) {
+    // Else each event would wait for the acknowledgement of the one before.
+    _ = stream.set_nodelay(true);
+    let (headers, bytes) = HEADERS;
+    let peer = Arc::new(Peer::new(stream));
+    let routes = TowerToHyperService::new(routes);
+    let asked = peer.clone();
+    let service = service_fn(move |request| answer(routes.clone(), asked.clone(), request));
+    let connection = Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD)
+        .max_headers(headers)
+        .max_buf_size(bytes)
+        // It is noticed here that a client has left.
+        .half_close(true)
+        .serve_connection(TokioIo::new(Paced::new(peer.clone(), SLOWEST)), service);
+    let mut connection = pin!(connection);
+
+    // An error is the client's: it has left, or sent no HTTP, which has been answered.
+    tokio::select! {
+        _ = connection.as_mut() => return,
+        () = peer.failure() => return,
+        _ = ended.changed() => connection.as_mut().graceful_shutdown(),
+    }
+    tokio::select! {
+        _ = connection => {}
+        () = peer.failure() => {}
+    }
+}
+
+/// Answers a request, unless the client leaves before.
+async fn answer(
+    routes: TowerToHyperService<Router>,
+    peer: Arc<Peer>,
+    mut request: Request<Incoming>,
+) -> io::Result<Response> {
+    let version = request.version();
+    let has_body = !request.body().is_end_stream();
+    request.extensions_mut().insert(peer.clone());
+    let answer = async {
+        match check_head(&request) {
+            Ok(()) => routes.call(request).await.unwrap_or_else(|never: Infallible| match never {}),
+            Err(failure) => failure.into_response(),
+        }
+    };
+    tokio::select! {
+        biased;
+        answer = answer => {
+            if has_body && !answer.status().is_success() {
+                peer.leave_unread();
+            }
+            Ok(answer)
+        }
+        () = peer.leaving(version) => Err(io::ErrorKind::ConnectionAborted.into()),
+    }
+}
+
+/// Checks what a request says about itself, whatever it asks for.
+fn check_head(request: &Request<Incoming>) -> Result<(), Failure> {
+    let headers = request.headers();
+    let hosts = headers.get_all(header::HOST).iter().count();
+    if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
+        return Err(Failure::invalid(format!("expected one header `Host`, found {hosts}")));
+    }
+
+    let most = HEADERS.1;
+    let path = request.uri().path_and_query().map_or(0, |path| path.as_str().len());
+    if path + head_bytes(headers) > most {
+        let why = format!("expected a path and headers of at most {most} bytes");
+        return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, why));
+    }
+    Ok(())
+}
+
+/// Returns the number of bytes that headers take, with a colon, a blank and the end of the line for
+/// each.
+fn head_bytes(headers: &HeaderMap) -> usize {
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// Sends a request, and returns the first line of the answer.
+    async fn status(mut client: TcpStream) -> String {
+        let request = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        client.write_all(request).await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        answer.lines().next().unwrap_or_default().to_owned()
+    }
+
+    #[tokio::test]
+    async fn failed_accepts_are_followed_by_others() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut failures: VecDeque<io::Error> =
+            [io::Error::from_raw_os_error(24), io::ErrorKind::ConnectionAborted.into()].into();
+        let next = move |cx: &mut Context<'_>| match failures.pop_front() {
+            Some(why) => Poll::Ready(Err(why)),
+            None => listener.poll_accept(cx).map_ok(|(stream, _)| stream),
+        };
+        let routes = Router::new().route("/", get(async || "here"));
+        let (end, ended) = watch::channel(());
+        let accept = tokio::spawn(accept(next, routes, 1, ended));
+        for _ in 0..2 {
+            let client = TcpStream::connect(address).await.unwrap();
+            let found = timeout(Duration::from_secs(60), status(client)).await;
+            assert_eq!(found.expect("an answer"), "HTTP/1.1 200 OK");
+        }
+        drop(end);
+        timeout(Duration::from_secs(60), accept).await.expect("it ends").unwrap();
+    }
+
+    #[test]
+    fn connections_beyond_the_limit_of_files_are_refused() {
+        assert!(reserve_descriptors(1).is_ok());
+        let limit = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 40);
+        let error = reserve_descriptors(limit as usize).unwrap_err().to_string();
+        assert!(error.contains("raise it (`ulimit -n`), or give fewer connections"), "{error}");
+    }
+}
