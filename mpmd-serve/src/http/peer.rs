@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::time::sleep;
 
 /// Time for the answer to come before a silent client is asked.
-const ASK: Duration = Duration::from_millis(100);
+const ASK: Duration = Duration::from_millis(50);
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// The socket of a connection.
