@@ -38,7 +38,9 @@ impl OnCuda<'_> {
             i32::try_from(size).map_err(|_| Error::kernel(format!("{size} rows are too many")))
         };
         let (rows, outputs, inputs) = (size(rows)?, size(outputs)?, size(inputs)?);
-        let compute = match gemm_reduced_precision_f32() {
+        // cuBLAS takes TF32 for factors of f32 alone.
+        let is_single = d_y.dtype() == DType::F32;
+        let compute = match is_single && gemm_reduced_precision_f32() {
             true => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
             false => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };

@@ -175,7 +175,16 @@ const CASES: &[Case] = &[
 /// The loss, and the gradients of all parameters.
 type Found = BTreeMap<String, Vec<f32>>;
 
-fn train(kind: DeviceKind, case: &'static Case, splits: bool) -> Result<Found> {
+/// The way in which passes compute.
+#[derive(Clone, Copy)]
+struct Passes {
+    /// True if gradients of weights are computed later than those of inputs.
+    splits: bool,
+    dtype: DType,
+}
+
+fn train(kind: DeviceKind, case: &'static Case, passes: Passes) -> Result<Found> {
+    let Passes { splits, dtype } = passes;
     let mut p = Program::builder().device_kinds(&[kind]).devices(2).alone()?;
     let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
     let init = Init::Randn { mean: 0.1, stdev: 0.5 };
@@ -202,6 +211,7 @@ fn train(kind: DeviceKind, case: &'static Case, splits: bool) -> Result<Found> {
     let pipeline = Pipeline::first(first, &meshes[0], params)?;
     let params = last.init(&mut p, &meshes[1], 4)?;
     let mut pipeline = pipeline.then(last, &meshes[1], params)?;
+    pipeline.compute_in(dtype)?;
     let input = ShapedArray::new(case.input, if case.indices { DType::U32 } else { DType::F32 });
     let side = [("targets", DType::U32), ("weights", DType::F32)];
     let shapes = side.map(|(name, dtype)| (name.to_owned(), ShapedArray::new(&[2, 3], dtype)));
@@ -244,19 +254,18 @@ fn train(kind: DeviceKind, case: &'static Case, splits: bool) -> Result<Found> {
 }
 
 #[track_caller]
-fn check(splits: bool) {
-    for case in CASES {
-        let name = case.name;
-        let run = |kind| train(kind, case, splits).unwrap_or_else(|why| panic!("{name}: {why}"));
-        let (found, expected) = (run(DeviceKind::Cuda), run(DeviceKind::Cpu));
-        assert_eq!(found.len(), case.params.len() + 2, "{name}");
-        let tolerance = if name.contains("bf16") { 2e-2 } else { 1e-5 };
-        for (path, expected) in &expected {
-            let scale = expected.iter().fold(1.0f32, |most, x| most.max(x.abs()));
-            for (at, (found, expected)) in found[path].iter().zip(expected).enumerate() {
-                let is_near = (found - expected).abs() <= tolerance * scale;
-                assert!(is_near, "{name}: {path} at {at} is {found}, not {expected}");
-            }
+fn check(case: &'static Case, passes: Passes) {
+    let name = case.name;
+    let run = |kind| train(kind, case, passes).unwrap_or_else(|why| panic!("{name}: {why}"));
+    let (found, expected) = (run(DeviceKind::Cuda), run(DeviceKind::Cpu));
+    assert_eq!(found.len(), case.params.len() + 2, "{name}");
+    let is_half = passes.dtype == DType::Bf16 || name.contains("bf16");
+    let tolerance = if is_half { 2e-2 } else { 1e-5 };
+    for (path, expected) in &expected {
+        let scale = expected.iter().fold(1.0f32, |most, x| most.max(x.abs()));
+        for (at, (found, expected)) in found[path].iter().zip(expected).enumerate() {
+            let is_near = (found - expected).abs() <= tolerance * scale;
+            assert!(is_near, "{name}: {path} at {at} is {found}, not {expected}");
         }
     }
     assert_eq!(softcuda::driver().map(|driver| driver.races()), Some(0), "races");
@@ -265,13 +274,30 @@ fn check(splits: bool) {
 #[test]
 fn fused_passes_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        check(false);
+        let passes = Passes { splits: false, dtype: DType::F32 };
+        CASES.iter().for_each(|case| check(case, passes));
     }
 }
 
 #[test]
 fn split_passes_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        check(true);
+        let passes = Passes { splits: true, dtype: DType::F32 };
+        CASES.iter().for_each(|case| check(case, passes));
+    }
+}
+
+#[test]
+fn bf16_weight_gradients_are_computed_with_tf32_on() {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
+        return;
+    }
+    // cuBLAS has no product of bf16 by TF32.
+    candle_core::cuda::set_gemm_reduced_precision_f32(true);
+    let multiplying = ["linear", "linear with activations", "grouped", "embedding, tied to a head"];
+    for case in CASES.iter().filter(|case| multiplying.contains(&case.name)) {
+        for splits in [false, true] {
+            check(case, Passes { splits, dtype: DType::Bf16 });
+        }
     }
 }

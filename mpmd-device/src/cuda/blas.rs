@@ -222,12 +222,14 @@ fn data_type(dtype: DType) -> sys::cudaDataType_t {
 fn compute_type(types: Types) -> sys::cublasComputeType_t {
     match (types.factors, types.math) {
         (DType::F64, _) => sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
-        (_, Math::F32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-        (_, Math::Tf32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
-        (_, Math::F16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16F,
-        (_, Math::Bf16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF,
+        (DType::F32, Math::Tf32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+        (DType::F32, Math::F16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16F,
+        (DType::F32, Math::Bf16) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF,
+        _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     }
 }
+/// Returns the type in which cuBLAS computes a product. It has the fast types for factors of f32
+/// alone.
 
 fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
     if answer.is_success() {
@@ -246,4 +248,50 @@ fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
         name.unwrap_or_else(number),
         format!("{}, {}", number(), text.unwrap_or_default()),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_on_other_streams_are_refused() {
+        if softcuda::again!() {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let arena = mpmd_transport::memory::Arena::device(gpu.allocator());
+        let pool = Pool::in_arena("device", None, &arena);
+        let side = Operand { transposed: false, leading: 1, stride: 0 };
+        let types = Types { factors: DType::F32, result: DType::F32, math: Math::F32 };
+        let product = Product {
+            m: 1,
+            n: 1,
+            k: 1,
+            first: side,
+            second: side,
+            result: side,
+            batch: 1,
+            alpha: 1.0,
+            beta: 0.0,
+            types,
+        };
+        let memory = pool.allocate(4).unwrap();
+        let place = memory.device().unwrap();
+        let multiply = |stream| gpu.gemm(stream, &pool, &product, [place; 3]);
+        assert_eq!(multiply(gpu.compute().stream()), Ok(()));
+        let said = multiply(gpu.inward().stream()).unwrap_err().to_string();
+        assert!(said.contains("cuBLAS issues to the device's own stream alone"), "{said}");
+    }
+
+    #[test]
+    fn fast_types_are_for_factors_of_f32() {
+        let of = |factors, math| compute_type(Types { factors, result: DType::F32, math });
+        let fast = [Math::Tf32, Math::F16, Math::Bf16];
+        let plain = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        assert!(fast.iter().all(|math| of(DType::F32, *math) != plain));
+        for factors in [DType::F16, DType::Bf16] {
+            assert!(fast.iter().all(|math| of(factors, *math) == plain), "{factors}");
+        }
+    }
 }

@@ -162,8 +162,9 @@ fn gemm_ex(
     compute: Compute,
     there: [CUdeviceptr; 3],
 ) -> Status {
-    let (one, zero) = (1.0_f32, 0.0_f32);
-    let (one, zero): (*const f32, *const f32) = (&one, &zero);
+    // Each has the bytes of the largest type.
+    let one = [1.0_f32; 2];
+    let zero = [0.0_f32; 2];
     // SAFETY: as for `sgemm`, with square matrices.
     unsafe {
         sys::cublasGemmEx(
@@ -173,14 +174,14 @@ fn gemm_ex(
             size,
             size,
             size,
-            one.cast(),
+            one.as_ptr().cast(),
             there[0] as *const c_void,
             data[0],
             size,
             there[1] as *const c_void,
             data[1],
             size,
-            zero.cast(),
+            zero.as_ptr().cast(),
             there[2] as *mut c_void,
             data[2],
             size,
@@ -217,6 +218,50 @@ fn half_precisions_are_summed_in_single() {
 
     let mixed = [Data::CUDA_R_16BF, Data::CUDA_R_16F, Data::CUDA_R_32F];
     assert_eq!(gemm_ex(&fixture, 8, mixed, compute, there), Status::CUBLAS_STATUS_NOT_SUPPORTED);
+}
+
+#[test]
+fn products_take_only_the_types_that_cublas_has() {
+    if softcuda::again!() {
+        return;
+    }
+    use Compute::{
+        CUBLAS_COMPUTE_16F as C16, CUBLAS_COMPUTE_16F_PEDANTIC as P16, CUBLAS_COMPUTE_32F as C32,
+        CUBLAS_COMPUTE_32F_FAST_16BF as BRAIN, CUBLAS_COMPUTE_32F_FAST_16F as HALF,
+        CUBLAS_COMPUTE_32F_FAST_TF32 as TF32, CUBLAS_COMPUTE_32F_PEDANTIC as P32,
+        CUBLAS_COMPUTE_64F as C64, CUBLAS_COMPUTE_64F_PEDANTIC as P64,
+    };
+    use Data::{CUDA_R_16BF as BF16, CUDA_R_16F as F16, CUDA_R_32F as F32, CUDA_R_64F as F64};
+    // The table of `cublasGemmEx` for real numbers: factors, result, compute types.
+    let table: [(Data, Data, &[Compute]); 6] = [
+        (F16, F16, &[C16, P16, C32, P32]),
+        (F16, F32, &[C32, P32]),
+        (BF16, BF16, &[C32, P32]),
+        (BF16, F32, &[C32, P32]),
+        (F32, F32, &[C32, P32, HALF, BRAIN, TF32]),
+        (F64, F64, &[C64, P64]),
+    ];
+    let fixture = Fixture::new();
+    let there = [0; 3].map(|number: u64| fixture.put(&[number; 4]));
+    let computes = [C16, P16, C32, P32, HALF, BRAIN, TF32, C64, P64];
+    let check = |[a, b, c]: [Data; 3]| {
+        let row = table.iter().find(|(of, into, _)| [a, b, c] == [*of, *of, *into]);
+        for compute in computes {
+            let expected = match row.is_some_and(|(.., computes)| computes.contains(&compute)) {
+                true => Status::CUBLAS_STATUS_SUCCESS,
+                false => Status::CUBLAS_STATUS_NOT_SUPPORTED,
+            };
+            let found = gemm_ex(&fixture, 2, [a, b, c], compute, there);
+            assert_eq!(found, expected, "{a:?} by {b:?} into {c:?} in {compute:?}");
+        }
+    };
+    let types = [F16, BF16, F32, F64];
+    for a in types {
+        for b in types {
+            types.into_iter().for_each(|c| check([a, b, c]));
+        }
+    }
+    fixture.stream.synchronize().unwrap();
 }
 
 #[test]
