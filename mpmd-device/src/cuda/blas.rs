@@ -176,20 +176,29 @@ impl Drop for Handle {
 }
 
 impl Gpu {
-    /// Issues a matrix product to the device's compute stream, which the unused first argument must
-    /// be. `places` are the memory of the two factors and of the result. Creates the cuBLAS handle
-    /// first if no warm-up has done so.
+    /// Issues a matrix product to the device's compute stream, which `stream` must be: cuBLAS's
+    /// handle issues to that one alone. `places` are the memory of the two factors and of the
+    /// result. Creates the handle first if no warm-up has done so.
     ///
     /// # Errors
     ///
-    /// If cuBLAS is missing or fails.
+    /// If `stream` is another one, or cuBLAS is missing or fails.
     pub fn gemm(
         &self,
-        _: &RawStream,
+        stream: &RawStream,
         pool: &Pool,
         product: &Product,
         places: [DevicePlace; 3],
     ) -> Result<(), CudaError> {
+        if stream.raw != self.compute().stream().raw {
+            return Err(CudaError::new(
+                "multiplying matrices on another library's stream",
+                "",
+                "cuBLAS issues to the device's own stream alone: call `gemm` on the `Cuda` of the \
+                 context, after `Cuda::after` and before `Cuda::before` of the stream, or give \
+                 that library's own cuBLAS the product",
+            ));
+        }
         if self.blas_if_ready().is_none() {
             tracing::warn!(
                 "initialising cuBLAS during a call, because no kernel lists it as a source \
@@ -219,6 +228,8 @@ fn data_type(dtype: DType) -> sys::cudaDataType_t {
     }
 }
 
+/// Returns the type in which cuBLAS computes a product. It has the fast types for factors of f32
+/// alone.
 fn compute_type(types: Types) -> sys::cublasComputeType_t {
     match (types.factors, types.math) {
         (DType::F64, _) => sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
@@ -228,8 +239,6 @@ fn compute_type(types: Types) -> sys::cublasComputeType_t {
         _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
     }
 }
-/// Returns the type in which cuBLAS computes a product. It has the fast types for factors of f32
-/// alone.
 
 fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
     if answer.is_success() {

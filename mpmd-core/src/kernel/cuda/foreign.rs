@@ -44,9 +44,14 @@ impl<'a> Cuda<'a> {
         Ok(self.gpu.compute().after(&stream.0)?)
     }
 
-    /// Returns an interface that issues to `stream`, for all but products of matrices. Values on
-    /// the host, and collectives, still use the device's own stream. Scratch that was used on one
-    /// stream must not be dropped before the other is used.
+    /// Returns the device's allocators, for a library that allocates from the driver's own pool.
+    pub fn device_room(&self) -> DeviceRoom {
+        self.gpu.room(self.memory.device_pool())
+    }
+
+    /// Returns an interface that issues to `stream`. It refuses products of matrices: cuBLAS issues
+    /// to the device's own stream alone, as do collectives, which are calls of the context. Values on the host are copied to the device once for each stream that uses them. Scratch
+    /// that was used on one stream must not be dropped before the other is used.
     pub fn on<'b>(&self, stream: &'b ForeignStream) -> Cuda<'b>
     where
         'a: 'b,

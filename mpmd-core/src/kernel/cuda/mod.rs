@@ -148,7 +148,8 @@ impl<'a> Cuda<'a> {
     ///
     /// # Errors
     ///
-    /// If sizes or dtypes do not fit, `c` is read-only, or cuBLAS is missing or fails.
+    /// If sizes or dtypes do not fit, `c` is read-only, or cuBLAS is missing or fails. If this
+    /// issues to another library's stream: see [`Cuda::on`].
     pub fn gemm<'x>(
         &self,
         gemm: Gemm,
@@ -292,7 +293,7 @@ impl<'a> Cuda<'a> {
     }
 
     /// Returns the place of a part on the device. Host values are copied there first, once per
-    /// call.
+    /// call and stream.
     fn place(&self, part: &Part<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();
         let bytes = part.elements().ok_or_else(|| behind(part))? * size;
@@ -307,7 +308,7 @@ impl<'a> Cuda<'a> {
 
     fn copy_of(&self, values: &[u8]) -> Result<DevicePlace> {
         let (place, staged) =
-            self.memory.copy_of(self.gpu.spare(), values).map_err(out_of_memory)?;
+            self.memory.copy_of(self.gpu.spare(), self.stream, values).map_err(out_of_memory)?;
         if let Some(staged) = staged {
             self.stream.upload(&staged, place.address)?;
             self.memory.hold(staged);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
+use mpmd_device::cuda::RawStream;
 use mpmd_device::cuda::spare::{Spare, place, take};
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
@@ -66,10 +67,18 @@ struct State {
     free: Vec<OwnedBuffer>,
     /// Host memory that work uses until it has ended.
     held: Vec<OwnedBuffer>,
-    /// Device copies of host values, keyed by host address and length.
-    copies: Vec<((usize, usize), OwnedBuffer)>,
+    /// Device copies of host values.
+    copies: Vec<(CopyKey, OwnedBuffer)>,
     /// Device bytes that the call has allocated or taken from the spare blocks.
     bytes: usize,
+}
+
+/// The host values of a device copy, and the stream that makes it: no other stream waits for it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct CopyKey {
+    address: usize,
+    bytes: usize,
+    stream: usize,
 }
 
 impl CallMemory {
@@ -104,13 +113,17 @@ impl CallMemory {
     }
 
     /// Returns the place of the device copy of these host values. At the first call for these
-    /// values, also returns a host buffer from which the caller must issue the copy.
+    /// values and this stream, also returns a host buffer from which the caller must issue the copy
+    /// to the stream.
     pub(super) fn copy_of(
         &self,
         spare: &Spare,
+        stream: &RawStream,
         bytes: &[u8],
     ) -> Result<(DevicePlace, Option<OwnedBuffer>), OutOfMemory> {
-        let (key, len) = ((bytes.as_ptr().addr(), bytes.len()), bytes.len());
+        let len = bytes.len();
+        let stream = stream.handle().addr();
+        let key = CopyKey { address: bytes.as_ptr().addr(), bytes: len, stream };
         let part = |copy: &OwnedBuffer| DevicePlace { bytes: len, ..place(copy) };
         if let Some((_, copy)) = self.state.lock().copies.iter().find(|(known, _)| *known == key) {
             return Ok((part(copy), None));
