@@ -362,6 +362,25 @@ fn matrix_products_are_right_in_every_type_and_batch() {
 }
 
 #[test]
+fn shared_memory_beyond_that_of_a_block_is_refused_by_size() {
+    if softcuda::again!("SOFTCUDA_SHARED" = "101376") {
+        return;
+    }
+    let run = |bytes| {
+        let y = on_device(&[&SAXPY], &[host(&[1f32; 32])], &[f32s([1])], move |cuda, x, y| {
+            let args = [(&x[0]).into(), (&mut y[0]).into()];
+            cuda.launch(&SAXPY, "sums", Grid::new(1, 32).shared(bytes), &args)
+        });
+        y.map(|y| y[0].to_vec::<f32>().unwrap()[0])
+    };
+    assert_eq!(run(101_376).unwrap(), 32.0);
+    let said = why(run(101_377));
+    let expected = "launching sums of saxpy.cu: a block needs 101377 bytes of shared memory, and \
+                    this device gives a block at most 101376";
+    assert!(said.contains(expected), "{said}");
+}
+
+#[test]
 fn f32_products_are_exact_unless_tf32_is_requested() {
     if softcuda::again!() {
         return;

@@ -32,6 +32,8 @@ pub struct Gpu {
     architecture: Architecture,
     processors: u32,
 }
+    /// The most bytes of shared memory that a block can ask for.
+    shared_bytes: u32,
 
 impl Gpu {
     /// Opens the device that the driver numbers `ordinal`.
@@ -53,6 +55,12 @@ impl Gpu {
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         Ok(Arc::new(Self {
+        // The second one is older than blocks that ask for more than it.
+        let shared_bytes =
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                .max(figure(
+                    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK,
+                )?);
             blas: OnceLock::new(),
             products: OnceLock::new(),
             spare: Spare::default(),
@@ -63,6 +71,7 @@ impl Gpu {
             architecture,
             processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             context,
+            shared_bytes,
         }))
     }
 
@@ -148,6 +157,11 @@ impl Gpu {
 
     /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
     /// creating it. If that failed, every call returns the same error.
+    /// Returns the most bytes of shared memory that a block can ask for.
+    pub fn shared_bytes(&self) -> u32 {
+        self.shared_bytes
+    }
+
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)

@@ -40,9 +40,7 @@ impl Gpu {
     ) -> Result<(), CudaError> {
         self.modules().with_function(source, function, |found| {
             found.check(source, function, args)?;
-            found
-                .allow_shared(grid.shared_bytes)
-                .map_err(|error| failed(source, function, error))?;
+            found.allow_shared(source, grid.shared_bytes, self.shared_bytes())?;
             note_uses(stream, args);
             let pointer = |arg: &RawArg| arg.bytes.as_ptr().cast::<c_void>().cast_mut();
             let mut few = [std::ptr::null_mut(); FEW];

@@ -12,7 +12,7 @@ use cudarc::driver::sys;
 use mpmd_base::block::RwLock;
 
 use super::asked::RawArg;
-use super::calls::{self, DriverError};
+use super::calls;
 use super::compile::{self, Architecture};
 use super::context::{Context, cuda};
 use super::error::CudaError;
@@ -58,6 +58,8 @@ pub(super) struct Function {
     raw: sys::CUfunction,
     /// Sizes of the parameters in bytes, if the driver reports them.
     parameters: Option<Vec<usize>>,
+    /// The bytes of shared memory that the function declares itself.
+    own_shared: u32,
     /// The dynamic shared memory in bytes that a launch can have without another request.
     shared_bytes: AtomicU32,
 }
@@ -271,6 +273,7 @@ impl Function {
             name: function.into(),
             raw,
             parameters: parameters(raw),
+            own_shared: own,
             shared_bytes: AtomicU32::new(shared_bytes),
         })
     }
@@ -298,16 +301,36 @@ impl Function {
         Err(CudaError::new(format!("launching {function} of {}", source.name()), "", text))
     }
 
-    /// Allows launches with this many bytes of dynamic shared memory. Asks the driver only if it is
-    /// more than before.
-    pub(super) fn allow_shared(&self, bytes: u32) -> Result<(), DriverError> {
+    /// Allows launches with this many bytes of dynamic shared memory, on a device whose blocks have
+    /// at most `most` bytes. Asks the driver only if it is more than before.
+    ///
+    /// # Errors
+    ///
+    /// If a block of the device has less, or the driver refuses.
+    pub(super) fn allow_shared(
+        &self,
+        source: &Source,
+        bytes: u32,
+        most: u32,
+    ) -> Result<(), CudaError> {
         if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
             return Ok(());
+        }
+        let doing = || format!("launching {} of {}", self.name, source.name());
+        let needed = u64::from(bytes) + u64::from(self.own_shared);
+        if needed > u64::from(most) {
+            let text = format!(
+                "a block needs {needed} bytes of shared memory, and this device gives a block at \
+                 most {most}"
+            );
+            return Err(CudaError::new(doing(), "", text));
         }
         let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let asked = i32::try_from(bytes).unwrap_or(i32::MAX);
         // SAFETY: the function is alive.
-        unsafe { calls::cuFuncSetAttribute(self.raw, dynamic, asked) }.result()?;
+        unsafe { calls::cuFuncSetAttribute(self.raw, dynamic, asked) }
+            .result()
+            .map_err(|error| cuda(doing(), error))?;
         self.shared_bytes.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
     }

@@ -26,6 +26,16 @@ pub struct Source {
     text: &'static str,
     /// The language of the text.
     pub(crate) kind: Kind,
+    smaller: Option<Smaller>,
+}
+
+/// The source of functions with less shared memory, for devices that do not have enough for
+/// another source.
+#[derive(Clone, Copy)]
+struct Smaller {
+    /// Bytes of shared memory of a block from which on a device does not need it.
+    below: u32,
+    source: &'static Source,
 }
 
 /// The kind of a source.
@@ -44,7 +54,7 @@ pub(crate) enum Kind {
 
 /// The source to list in `Kernel::cuda` by a kernel that calls `Cuda::gemm`. cuBLAS is then
 /// initialised before the kernel runs.
-pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas };
+pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas, smaller: None };
 
 impl Source {
     /// Returns a source in CUDA C; `name` appears in messages.
@@ -53,12 +63,26 @@ impl Source {
     /// functions to launch as `extern "C" __global__`. NVRTC's own headers are available. Those of
     /// the CUDA toolkit are available too, if `CUDA_HOME` or `CUDA_PATH` names the toolkit.
     pub const fn cuda(name: &'static str, text: &'static str) -> Self {
-        Self { name, text, kind: Kind::Cuda { exact: false } }
+        Self { name, text, kind: Kind::Cuda { exact: false }, smaller: None }
     }
 
     /// Returns a source in PTX, which goes to the driver unchanged; `name` appears in messages.
     pub const fn ptx(name: &'static str, text: &'static str) -> Self {
-        Self { name, text, kind: Kind::Ptx }
+        Self { name, text, kind: Kind::Ptx, smaller: None }
+    }
+
+    /// Returns the source with another one beside it, which is prepared with it on devices whose
+    /// blocks have less than `below` bytes of shared memory. The code that launches the functions
+    /// chooses between the two by `Cuda::shared_bytes`.
+    #[must_use]
+    pub const fn or_below(self, below: u32, source: &'static Self) -> Self {
+        Self { smaller: Some(Smaller { below, source }), ..self }
+    }
+
+    /// Returns the source to prepare with this one on a device whose blocks have `bytes` bytes of
+    /// shared memory.
+    pub(crate) fn smaller_for(&self, bytes: u32) -> Option<&'static Self> {
+        self.smaller.filter(|smaller| bytes < smaller.below).map(|smaller| smaller.source)
     }
 
     /// Returns the source with each product and each sum rounded separately, as on the host:

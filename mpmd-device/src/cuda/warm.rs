@@ -32,10 +32,12 @@ impl Gpu {
         pool: &Pool,
         sources: &[&'static Source],
     ) -> Result<(), CudaError> {
-        for source in sources.iter().filter(|source| source.kind != Kind::Cublas) {
+        let smaller = sources.iter().filter_map(|source| source.smaller_for(self.shared_bytes()));
+        let all: Vec<&'static Source> = sources.iter().copied().chain(smaller).collect();
+        for source in all.iter().filter(|source| source.kind != Kind::Cublas) {
             self.modules().announce(source);
         }
-        sources.iter().try_for_each(|source| self.make_ready(source, pool))
+        all.iter().try_for_each(|source| self.make_ready(source, pool))
     }
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {

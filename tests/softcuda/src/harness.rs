@@ -14,7 +14,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 const MARK: &str = "SOFTCUDA_AGAIN";
 
 /// Settings that a real driver ignores. With a real driver, tests that set them are skipped.
-const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
+const TOLD: [&str; 3] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY", "SOFTCUDA_SHARED"];
 
 /// The names that the driver and the newest packages of CUDA's libraries have, without the plain
 /// ones of packages for developers. All are links to one file, so that the loader loads one library
@@ -181,7 +181,7 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
 /// On the first call, the test runs again in a new process that finds the driver. It passes if it
 /// passes there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" = "lazy",
 /// "SOFTCUDA_DEVICES" = "2")`. With `MPMD_TEST_GPU=1` the test runs directly with the installed
-/// driver. Then tests that set `SOFTCUDA_FAIL` or `SOFTCUDA_MEMORY` are skipped.
+/// driver. Then tests that set `SOFTCUDA_FAIL`, `SOFTCUDA_MEMORY` or `SOFTCUDA_SHARED` are skipped.
 #[macro_export]
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{

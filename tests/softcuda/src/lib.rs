@@ -45,6 +45,8 @@
 //!
 //! - `SOFTCUDA_DEVICES`: number of devices, 1 by default. With 0 there is a driver but no device.
 //! - `SOFTCUDA_MEMORY`: bytes of each device, 4 GiB by default. Each process counts its own use.
+//! - `SOFTCUDA_SHARED`: most bytes of shared memory that a block can ask for, 227 KiB by default, as
+//!   with H100; A10, L4 and RTX have 99 KiB.
 //! - `SOFTCUDA_PACE`: `eager` (the default): a stream works as soon as it can. `lazy` or
 //!   `lazy:<ms>`: a stream works only when a thread waits for it or queries it, or after a second
 //!   (or `<ms>`); missing waits then show. `seed:<n>`: random short pauses.

@@ -283,6 +283,12 @@ impl<'a> Cuda<'a> {
         self.gpu.processors()
     }
 
+    /// Returns the most bytes of shared memory that a block of a launch can have, dynamic and
+    /// declared together.
+    pub fn shared_bytes(&self) -> u32 {
+        self.gpu.shared_bytes()
+    }
+
     pub(crate) fn gpu(&self) -> &'a Gpu {
         self.gpu
     }

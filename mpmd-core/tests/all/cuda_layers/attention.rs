@@ -85,6 +85,63 @@ fn attention_and_its_gradients_are_exact() {
     }
 }
 
+/// Checks causal attention to heads of `dim` elements, with more tokens than the largest tile has.
+fn check_causal(dim: usize) {
+    for dtype in BOTH {
+        check(Case::new([1, 2, 1, 70, 70, dim], Masked::Causal), dtype);
+    }
+}
+
+/// Returns the number of sources that were compiled so far.
+fn compiled() -> u64 {
+    softcuda::calls("nvrtcCompileProgram").expect("the driver in software")
+}
+
+#[test]
+fn device_with_much_shared_memory_compiles_only_large_tiles() {
+    if softcuda::again!("SOFTCUDA_SHARED" = "232448") {
+        return;
+    }
+    for dim in [64, 128, 256] {
+        let before = compiled();
+        check_causal(dim);
+        assert_eq!(compiled() - before, 2, "one source for each dtype");
+    }
+}
+
+#[test]
+fn gradients_fit_devices_with_99_kib_of_shared_memory() {
+    if softcuda::again!("SOFTCUDA_SHARED" = "101376") {
+        return;
+    }
+    for (dim, sources) in [(64, 2), (128, 4), (256, 4)] {
+        let before = compiled();
+        check_causal(dim);
+        assert_eq!(compiled() - before, sources, "heads of {dim} elements");
+    }
+}
+
+#[test]
+fn gradients_that_fit_no_block_are_refused_by_size() {
+    if softcuda::again!("SOFTCUDA_SHARED" = "65536") {
+        return;
+    }
+    [64, 128].into_iter().for_each(check_causal);
+    let (x, _) = sample(DType::F32, 256, 1);
+    let outputs = [shape(DType::F32, 256), shape(DType::F32, 2)];
+    let ran = on_device(&[], &[x], &outputs, |cuda, x, y| {
+        let [out, normalizers] = y else { panic!("two outputs") };
+        let attention = Attention::causal(1, 1, 1, 256);
+        let q = Heads::in_rows(&x[0], 1, 256, 256);
+        let of = Heads::in_rows(out.at(0), 1, 256, 256);
+        attention.backward(&cuda, [q; 3], [q; 2], &*normalizers, [of; 3])
+    });
+    let said = ran.unwrap_err().to_string();
+    let expected = "gradient of attention: a block for heads of 256 elements needs 67840 bytes \
+                    of shared memory, and this device gives a block at most 65536";
+    assert!(said.contains(expected), "{said}");
+}
+
 fn check(case: Case, dtype: DType) {
     let [batch, heads, groups, queries, keys, dim] = case.sizes;
     // Queries, keys and values of one matrix if all have the same shape, else of two.

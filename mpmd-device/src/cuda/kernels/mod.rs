@@ -19,6 +19,13 @@ pub static UPDATE: Source =
     Source::cuda("update.cu", concat!(include_str!("common.cuh"), include_str!("update.cu")))
         .exact();
 
+/// Returns the bytes of shared memory of a block of attention, with so many tiles of `rows` vectors
+/// of up to `dim` elements, and with a square of scores. All rows have four numbers more. The
+/// forward pass has two such tiles, those of gradients have four.
+pub const fn attention_shared(dim: usize, rows: usize, tiles: usize) -> u32 {
+    (rows * (tiles * (dim + 4) + rows + 4) * size_of::<f32>()) as u32
+}
+
 /// One text compiled for `f32` and for `bf16`.
 #[derive(Debug)]
 pub struct Pair {
@@ -40,11 +47,14 @@ impl Pair {
 macro_rules! pairs {
     ($(
         $(#[$doc:meta])*
-        $name:ident: $file:literal $(with $defines:literal named $label:literal)?,
+        $name:ident: $file:literal
+            $(with $defines:literal named $label:literal)? $(or $smaller:ident below $bytes:expr)?,
     )*) => {
         $($(#[$doc])* pub static $name: Pair = Pair {
-            f32: pairs!($file, "float", "f32" $(, $defines, $label)?),
-            bf16: pairs!($file, "bf16", "bf16" $(, $defines, $label)?),
+            f32: pairs!($file, "float", "f32" $(, $defines, $label)?)
+                $(.or_below($bytes, &$smaller.f32))?,
+            bf16: pairs!($file, "bf16", "bf16" $(, $defines, $label)?)
+                $(.or_below($bytes, &$smaller.bf16))?,
         };)*
 
         /// The sources of all layers.
@@ -66,13 +76,25 @@ pairs! {
     ACTIVATION: "activation.cu",
     /// Attention to vectors of up to 64 elements, with gradients.
     ATTENTION_64: "attention.cu"
-        with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64",
+        with "#define D 64\n#define N 64\n#define BLOCKS 2\n" named "64"
+        or ATTENTION_64_BY_32 below attention_shared(64, 64, 4),
+    /// Attention to vectors of up to 64 elements, in smaller tiles.
+    ATTENTION_64_BY_32: "attention.cu"
+        with "#define D 64\n#define N 32\n#define BLOCKS 2\n" named "64 by 32",
     /// Attention to vectors of up to 128 elements.
     ATTENTION_128: "attention.cu"
-        with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128",
+        with "#define D 128\n#define N 64\n#define BLOCKS 1\n" named "128"
+        or ATTENTION_128_BY_32 below attention_shared(128, 64, 4),
+    /// Attention to vectors of up to 128 elements, in smaller tiles.
+    ATTENTION_128_BY_32: "attention.cu"
+        with "#define D 128\n#define N 32\n#define BLOCKS 1\n" named "128 by 32",
     /// Attention to vectors of up to 256 elements.
     ATTENTION_256: "attention.cu"
-        with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256",
+        with "#define D 256\n#define N 32\n#define BLOCKS 1\n" named "256"
+        or ATTENTION_256_BY_16 below attention_shared(256, 32, 4),
+    /// Attention to vectors of up to 256 elements, in smaller tiles.
+    ATTENTION_256_BY_16: "attention.cu"
+        with "#define D 256\n#define N 16\n#define BLOCKS 1\n" named "256 by 16",
     /// Sums of the columns of a matrix.
     COLUMNS: "columns.cu",
     /// Sums, biases, conversions and dropout.

@@ -10,6 +10,8 @@ use std::time::Duration;
 pub(crate) struct Settings {
     pub(crate) devices: u32,
     pub(crate) memory: u64,
+    /// The most bytes of shared memory of a block, dynamic and declared together.
+    pub(crate) shared: u32,
     pub(crate) pace: Pace,
     pub(crate) abort_on_race: bool,
     pub(crate) fail: Plan,
@@ -98,6 +100,7 @@ impl Settings {
         Ok(Settings {
             devices: number("SOFTCUDA_DEVICES", variable("SOFTCUDA_DEVICES"), 1)?,
             memory: number("SOFTCUDA_MEMORY", variable("SOFTCUDA_MEMORY"), 4 << 30)?,
+            shared: number("SOFTCUDA_SHARED", variable("SOFTCUDA_SHARED"), 227 << 10)?,
             pace: pace(&variable("SOFTCUDA_PACE").unwrap_or_else(|| "eager".into()))?,
             abort_on_race: choice("SOFTCUDA_RACES", ["count", "abort"])?,
             fail: plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,

@@ -1,6 +1,9 @@
 //! Attention without a matrix of scores in memory.
 
-use mpmd_device::cuda::kernels::{ATTENTION_64, ATTENTION_128, ATTENTION_256, Pair};
+use mpmd_device::cuda::kernels::{
+    ATTENTION_64, ATTENTION_64_BY_32, ATTENTION_128, ATTENTION_128_BY_32, ATTENTION_256,
+    ATTENTION_256_BY_16, Pair, attention_shared,
+};
 
 use super::{Arg, Call, Cuda, Part, capped, product};
 use crate::error::{Error, Result};
@@ -127,7 +130,7 @@ impl Attention<'_> {
         normalizers: impl Into<Part<'x>>,
     ) -> Result<()> {
         let normalizers = normalizers.into();
-        let (call, tiles) = self.call(cuda, "attention", &q)?;
+        let (call, tiles) = self.call(cuda, "attention", OF_FORWARD, &q)?;
         let is_empty = self.check(&call, [&q, &k, &v], &[("the result", &out)], &normalizers)?;
         call.writes(&[&out.part, &normalizers])?;
         if is_empty {
@@ -139,7 +142,7 @@ impl Attention<'_> {
         args.push(normalizers.into());
         args.extend(self.sizes());
         let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
-        call.shared("attention", blocks, tiles.shared(2), &args)
+        call.shared("attention", blocks, tiles.shared(OF_FORWARD), &args)
     }
 
     /// Computes the gradients of queries, keys and values from the result, its gradient, and the
@@ -158,7 +161,7 @@ impl Attention<'_> {
         [d_q, d_k, d_v]: [Heads<'x>; 3],
     ) -> Result<()> {
         let normalizers = normalizers.into();
-        let (call, tiles) = self.call(cuda, "gradient of attention", &q)?;
+        let (call, tiles) = self.call(cuda, "gradient of attention", OF_GRADIENTS, &q)?;
         let of_queries = [("the result", &out), ("d_out", &d_out), ("d_q", &d_q)];
         let is_empty = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
         let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
@@ -182,20 +185,33 @@ impl Attention<'_> {
             [q, k, v, d_out].iter().chain(results).for_each(|heads| args.extend(heads.args()));
             args.extend([normalizers.into(), (&means).into()]);
             args.extend(self.sizes());
-            call.shared(function, blocks, tiles.shared(4), &args)?;
+            call.shared(function, blocks, tiles.shared(OF_GRADIENTS), &args)?;
         }
         Ok(())
     }
 
+    /// Creates the call of a pass that has `count` tiles in shared memory, with the largest tiles
+    /// for which a block of the device has room.
     fn call<'x>(
         &self,
         cuda: &'x Cuda<'x>,
         name: &'static str,
+        count: usize,
         q: &Heads<'_>,
     ) -> Result<(Call<'x>, &'static Tiles)> {
-        let tiles = tiles(self.dim).ok_or_else(|| {
-            let dim = self.dim;
-            Error::kernel(format!("{name}: heads have {dim} elements: expected at most 256"))
+        let dim = self.dim;
+        let most = cuda.shared_bytes();
+        let Some(smallest) = tiles(dim).last() else {
+            let why = format!("{name}: heads have {dim} elements: expected at most 256");
+            return Err(Error::kernel(why));
+        };
+
+        let tiles = tiles(dim).find(|tiles| tiles.shared(count) <= most).ok_or_else(|| {
+            let least = smallest.shared(count);
+            Error::kernel(format!(
+                "{name}: a block for heads of {dim} elements needs {least} bytes of shared memory, \
+                 and this device gives a block at most {most}"
+            ))
         })?;
         Ok((Call::new(cuda, name, tiles.source, &q.part)?, tiles))
     }
@@ -274,12 +290,19 @@ fn small(size: usize) -> Arg<'static> {
 
 /// Returns the source for heads of `dim` elements. `None` if they are too long.
 pub(super) fn source(dim: usize) -> Option<&'static Pair> {
-    tiles(dim).map(|tiles| tiles.source)
+    tiles(dim).next().map(|tiles| tiles.source)
 }
 
-fn tiles(dim: usize) -> Option<&'static Tiles> {
-    TILES.iter().find(|tiles| dim <= tiles.dim)
+/// Returns the tiles for heads of `dim` elements, the best ones first. Each later one needs less
+/// shared memory, up to the last one of this length.
+fn tiles(dim: usize) -> impl Iterator<Item = &'static Tiles> {
+    let length = TILES.iter().map(|tiles| tiles.dim).find(|length| dim <= *length);
+    TILES.iter().filter(move |tiles| Some(tiles.dim) == length)
 }
+
+/// Tiles of vectors in the shared memory of a block of the forward pass, and of one of gradients.
+const OF_FORWARD: usize = 2;
+const OF_GRADIENTS: usize = 4;
 
 /// The kernels for vectors of up to `dim` elements.
 struct Tiles {
@@ -289,17 +312,18 @@ struct Tiles {
     source: &'static Pair,
 }
 
-static TILES: [Tiles; 3] = [
+static TILES: [Tiles; 6] = [
     Tiles { dim: 64, rows: 64, source: &ATTENTION_64 },
+    Tiles { dim: 64, rows: 32, source: &ATTENTION_64_BY_32 },
     Tiles { dim: 128, rows: 64, source: &ATTENTION_128 },
+    Tiles { dim: 128, rows: 32, source: &ATTENTION_128_BY_32 },
     Tiles { dim: 256, rows: 32, source: &ATTENTION_256 },
+    Tiles { dim: 256, rows: 16, source: &ATTENTION_256_BY_16 },
 ];
 
 impl Tiles {
-    /// Returns the shared memory of a block with so many tiles of vectors and a square of scores,
-    /// whose rows all have four numbers more.
-    fn shared(&self, tiles: usize) -> u32 {
-        let numbers = self.rows * (tiles * (self.dim + 4) + self.rows + 4);
-        (numbers * size_of::<f32>()) as u32
+    /// Returns the bytes of shared memory of a block with `count` tiles of vectors.
+    fn shared(&self, count: usize) -> u32 {
+        attention_shared(self.dim, self.rows, count)
     }
 }

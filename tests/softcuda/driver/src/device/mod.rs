@@ -185,6 +185,9 @@ pub(crate) fn uuid(device: u32) -> [u8; 16] {
     uuid
 }
 
+/// Bytes of shared memory that the driver reserves for each block.
+pub(crate) const RESERVED_SHARED: u32 = 1 << 10;
+
 /// Returns a device attribute by CUDA's number; attributes not listed here are 0.
 fn attribute(device: u32, attribute: u32) -> i32 {
     match attribute {
@@ -201,18 +204,19 @@ fn attribute(device: u32, attribute: u32) -> i32 {
         14 => 512,            // texture alignment
         // overlap, host mapping, kernels at once, ECC, one address space, priorities
         15 | 19 | 31 | 32 | 41 | 78 => 1,
-        16 => 4,                  // multiprocessors
-        33 => device as i32 + 1,  // PCI bus
-        37 => 1024,               // memory bus, bits
-        38 => 4 << 20,            // L2
-        39 => 2048,               // threads of a multiprocessor
-        40 => 2,                  // copy engines
-        75 => 8,                  // compute capability 8.0
-        81 => 228 << 10,          // shared memory of a multiprocessor
-        97 => 227 << 10,          // shared memory of a block that asks for it
+        16 => 4,                 // multiprocessors
+        33 => device as i32 + 1, // PCI bus
+        37 => 1024,              // memory bus, bits
+        38 => 4 << 20,           // L2
+        39 => 2048,              // threads of a multiprocessor
+        40 => 2,                 // copy engines
+        75 => 8,                 // compute capability 8.0
+        // shared memory of a multiprocessor, and of a block that asks for it
+        81 => (settings().shared + RESERVED_SHARED) as i32,
+        97 => settings().shared as i32,
         91 | 99 | 115 | 125 => 1, // registered memory at its own address, registering, pools
         106 => 32,                // blocks of a multiprocessor
-        111 => 1 << 10,           // reserved shared memory
+        111 => RESERVED_SHARED as i32, // reserved shared memory
         _ => 0,
     }
 }

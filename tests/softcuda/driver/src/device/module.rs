@@ -11,18 +11,18 @@ use parking_lot::Mutex;
 
 use crate::compile::{MARK_LENGTH, Refused, is_image, library};
 use crate::device::memory::memory_file;
-use crate::device::{Context, current};
+use crate::device::{Context, RESERVED_SHARED, current};
 use crate::entry::{In, Out, Text, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
+use crate::settings::settings;
 
 static MODULES: Handles<Module> = Handles::new(4);
 static KERNELS: Handles<Kernel> = Handles::new(5);
 
-/// Limit on the dynamic shared memory of a block in bytes, by default; `SHARED_MOST` is the highest
-/// that `cuFuncSetAttribute` can set.
+/// Limit on the dynamic shared memory of a block in bytes, by default. `SOFTCUDA_SHARED` is the
+/// highest that `cuFuncSetAttribute` can set.
 const SHARED: u32 = 48 << 10;
-const SHARED_MOST: u32 = 227 << 10;
 
 pub(crate) struct Module {
     handle: Handle,
@@ -377,7 +377,7 @@ api! {
         let kernel = kernel(handle)?;
         match attribute {
             8 => {
-                let bytes = u32::try_from(value).ok().filter(|bytes| *bytes <= SHARED_MOST);
+                let bytes = u32::try_from(value).ok().filter(|bytes| *bytes <= settings().shared);
                 kernel.dynamic_shared.store(bytes.ok_or(Code::INVALID_VALUE)?, Ordering::Relaxed);
                 Ok(())
             }
@@ -416,10 +416,11 @@ api! {
         blocks: Out<i32>, handle: Handle, threads: i32, shared: usize,
     ) {
         kernel(handle)?;
-        if !(1..=1024).contains(&threads) || shared > SHARED_MOST as usize {
+        if !(1..=1024).contains(&threads) || shared > settings().shared as usize {
             return Err(Code::INVALID_VALUE);
         }
-        let by_shared = (228 << 10) / (shared + 1024);
+        let reserved = RESERVED_SHARED as usize;
+        let by_shared = (settings().shared as usize + reserved) / (shared + reserved);
         blocks.set((2048 / threads).min(32).min(by_shared as i32))
     }
 }
