@@ -74,7 +74,7 @@ impl Sharing {
     }
 
     fn make_samples(&self) -> Result<Vec<Box<dyn DeviceMemory>>, String> {
-        if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
+        if self.is_turned_off() {
             return Err(format!("{}=0 turns it off", variables::CUDA_IPC));
         }
         if let Some(missing) = SYMBOLS.iter().find(|name| !DRIVER.has(name)) {
@@ -99,6 +99,10 @@ impl DeviceSharing for Sharing {
             }
             Err(why) => Err(why.clone()),
         }
+    }
+
+    fn is_turned_off(&self) -> bool {
+        std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0")
     }
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {

@@ -1,7 +1,7 @@
 //! Allocation of device memory with `cuMemAlloc`, and its descriptions for other processes.
 
 use std::io;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 use cudarc::driver::sys;
 use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
@@ -134,6 +134,14 @@ mod tests {
     fn allocations_share_no_block_of_the_driver() {
         if softcuda::again!("SOFTCUDA_BLOCK" = "2097152") {
             return;
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                tracing::warn!(
+                    %error,
+                    "cannot lend memory of a CUDA device to other processes: what they need of it \
+                     is copied through host memory, at a fraction of the speed"
+                );
+            });
         }
         let allocator = Gpu::open(0).unwrap().allocator();
         let sizes = [1, 640 << 10, 1, (2 << 20) + 1, 1];

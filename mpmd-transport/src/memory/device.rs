@@ -71,6 +71,11 @@ pub trait DeviceSharing: Send + Sync {
     /// A message for users, if this process's devices cannot share memory.
     fn samples(&self) -> Result<Vec<Vec<u8>>, String>;
 
+    /// True if the user has turned sharing off, so that its absence is no surprise.
+    fn is_turned_off(&self) -> bool {
+        false
+    }
+
     /// Tries to open a peer's sample memory, given its description.
     ///
     /// # Errors

@@ -6,6 +6,7 @@
 //! through the sockets of the meeting. No process waits in a cycle: each sends everything before it
 //! receives.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,6 @@ use super::shared::Shared;
 use crate::deadline::after;
 use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
-use mpmd_proto::wire::ProcessId;
 
 /// First bytes of a packet with a sample's description. `NO_MORE` ends the samples. `NONE` says
 /// that there are none, with the reason.
@@ -76,15 +76,23 @@ impl Shared {
             let verdict = hear_verdict(peer, deadline);
             note(&mut why_not[at], step(*index, verdict)?);
         }
+        let mut apart: BTreeMap<String, Vec<u32>> = BTreeMap::new();
         for ((index, peer), why) in peers.into_iter().zip(why_not) {
-            let (me, index) = (self.process, ProcessId(index as u32));
             match why {
                 None => peer.share_devices(),
-                Some(why) => tracing::info!(
-                    target: "mpmd::transport",
-                    "processes {me} and {index} do not lend each other memory of their devices: \
-                     {why}"
-                ),
+                Some(why) => apart.entry(why).or_default().push(index as u32),
+            }
+        }
+        for (why, others) in apart {
+            let said = format!(
+                "process {} and {others:?} do not lend each other memory of their devices: {why}; \
+                 what one of them needs of the other's devices is copied through host memory, at \
+                 a fraction of the speed",
+                self.process
+            );
+            match sharing.is_turned_off() {
+                true => tracing::info!(target: "mpmd::transport", "{said}"),
+                false => tracing::warn!(target: "mpmd::transport", "{said}"),
             }
         }
         // A second call changes nothing.

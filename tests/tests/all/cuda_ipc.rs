@@ -172,15 +172,48 @@ fn stop_shorter_than_peer_timeout_is_no_failure() {
     job.end();
 }
 
-/// With `MPMD_CUDA_IPC=0`, arrays go through host memory, and the processes report the reason.
+/// Runs a job whose processes do not lend each other device memory: arrays go through host memory.
+/// Returns what each process wrote to standard error.
+fn run_apart<'a>(settings: impl Fn(usize) -> &'a [(&'a str, &'a str)]) -> Vec<String> {
+    let (mut job, _folder) = start_with(2, Duration::from_secs(30), &["whole", "5"], settings);
+    let ended = job.wait();
+    for end in &ended {
+        assert_eq!(end.code(), 0, "{}", job.report());
+        assert_eq!(figure(&end.stdout, "memory opened later"), 0, "{}", end.stdout);
+    }
+    ended.into_iter().map(|end| end.stderr).collect()
+}
+
+const REFUSED: &str = "do not lend each other memory of their devices: ";
+
 #[test]
 fn without_ipc_handles_arrays_go_through_the_host() {
     if softcuda::real() {
         println!("skipped: a real driver does not fail at will");
         return;
     }
-    let (mut job, _folder) = start(2, &["whole", "5"], &[(variables::CUDA_IPC, "0")]);
-    for said in job.wait_well() {
-        assert_eq!(figure(&said, "memory opened later"), 0, "{said}");
+    let refused = [("SOFTCUDA_FAIL", "cuIpcOpenMemHandle_v2:1")];
+    for said in run_apart(|process| &refused[..process]) {
+        assert_eq!(said.matches(REFUSED).count(), 1, "{said}");
+        let (_, why) = said.split_once(REFUSED).expect("found above");
+        assert!(why.starts_with("opening memory of another process's CUDA device"), "{said}");
+        assert!(why.contains("copied through host memory"), "{said}");
+    softcuda::registered!();
+    if softcuda::real() {
+        println!("skipped: a real driver does not fail at will");
+        return;
+    }
+    for said in run_apart(|_| &[(variables::CUDA_IPC, "0")]) {
+        assert!(!said.contains(REFUSED), "the user has asked for it: {said}");
     }
 }
+
+/// A driver refuses handles for instance between containers. Both processes warn, with the reason.
+#[test]
+fn refused_ipc_handles_are_reported_once_with_reason_and_cost() {
+    softcuda::registered!();
+    }
+}
+    let off = [(variables::CUDA_IPC, "0")];
+    let said = run_apart(|process| &off[..process]);
+    assert!(said[0].contains("MPMD_CUDA_IPC=0 turns it off"), "the other has not: {said:?}");
