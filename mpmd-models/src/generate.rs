@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::ensure;
 use clap::builder::NonEmptyStringValueParser;
 use mpmd::{Error, ProcessId, Program, Result};
-use mpmd_job::{JobArgs, at_least, not_negative, printable};
+use mpmd_job::{JobArgs, at_least, not_negative, printable, say};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
@@ -219,6 +219,10 @@ pub fn run(
         let mut generator = model
             .cut(cut, Held::inference(folder, Room::for_one(positions), in_half))?
             .generator(p, &meshes, in_half)?;
+        let computed_by = generator.computed_by(p).filter(|_| !p.is_dry_run());
+        if let Some(line) = computed_by.filter(|_| p.process() == ProcessId(0)) {
+            say(&line);
+        }
         let own = own.into_inner().filter(|_| !p.is_dry_run());
         let text = own.map(|tokenizer| Text::new(tokenizer.into(), args.stop.clone()));
         let form = match (args.json, stdout().is_terminal()) {

@@ -41,6 +41,12 @@ impl Generator {
         Self { inference, positions }
     }
 
+    /// Returns a line that says what computes the stages, for people. `None` if all devices are
+    /// CPUs.
+    pub fn computed_by(&self, p: &Program) -> Option<String> {
+        self.inference.computed_by(p)
+    }
+
     /// Generates up to `most` tokens that follow a prompt, and returns them on every process. All
     /// must call it with the same arguments, and block until it ends. It ends early once `is_end`
     /// returns true: all processes call it after each token, with the tokens so far, and must get

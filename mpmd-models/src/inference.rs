@@ -4,7 +4,7 @@
 //! The data path of a pass: its form (`pass`), the state of a stage (`load`), the function of a
 //! stage ([`Load::stage`]), the choices (`choice`). These go to the first stage for later passes.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use mpmd::candle::{CandleStage, Cx, Device, Result as CandleResult, Tensor, stag
 use mpmd::object::MpmdObject;
 use mpmd::pipeline::{Microbatch, Pipeline};
 use mpmd::sharding::Sharding;
-use mpmd::topology::Mesh;
+use mpmd::topology::{DeviceKind, Mesh};
 use mpmd::weights::{Subscribing, Subscription, Wanted};
-use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::{now, since};
 use rayon::prelude::*;
 
@@ -112,6 +112,27 @@ impl Inference {
     pub fn read_on(&mut self, p: &Program, mesh: &Mesh) -> Result<()> {
         (self.owner, self.reader) = (owner(p, mesh)?, mesh.clone());
         Ok(())
+    }
+
+    /// Returns a line that says what computes the stages, for people. `None` if all devices are
+    /// CPUs.
+    pub fn computed_by(&self, p: &Program) -> Option<String> {
+        let is_accelerator = |device: &DeviceId| {
+            p.topology().kind_of(*device).is_some_and(DeviceKind::is_accelerator)
+        };
+        let stages = self.loads.iter().zip(&self.meshes);
+        let stages = stages.filter(|(_, mesh)| mesh.devices().iter().any(is_accelerator));
+        let reasons: Vec<_> = stages.map(|(load, _)| load.on_host_because()).collect();
+        if reasons.is_empty() {
+            return None;
+        }
+
+        let mut line = self.pipeline.describe_devices(p);
+        for why in reasons.into_iter().flatten().collect::<BTreeSet<_>>() {
+            line += "; ";
+            line += why;
+        }
+        Some(line)
     }
 
     /// Returns the process that can read choices.
@@ -281,7 +302,7 @@ impl Inference {
     fn check_pass(&self, pass: &Pass) -> Result<()> {
         pass.chunks.iter().try_for_each(|chunk| self.check_chunk(chunk))?;
 
-        let mut filled = HashSet::new();
+        let mut filled = BTreeSet::new();
         for chunk in &pass.chunks {
             let from = chunk.start as usize / BLOCK;
             let to = (chunk.start as usize + chunk.tokens()).div_ceil(BLOCK);

@@ -208,6 +208,21 @@ impl Load {
         })
     }
 
+    /// Returns the reason why a stage whose devices are no CPUs computes on the host. `None` if its
+    /// device computes it.
+    pub(crate) fn on_host_because(&self) -> Option<&'static str> {
+        if self.on_device {
+            return None;
+        }
+        Some(match self.folder.config().experts {
+            Some(_) => "passes with experts are for CPUs",
+            None if self.mesh.devices().len() > 1 => {
+                "passes of a stage that is divided over several devices are for CPUs"
+            }
+            None => "the program is built without the feature `candle-cuda`",
+        })
+    }
+
     fn key(&self, version: u64, place: usize) -> Packed {
         (version, self.layers.clone(), self.over, place, self.in_half)
     }

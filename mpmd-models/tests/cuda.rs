@@ -112,3 +112,29 @@ fn tokens_of_cuda_devices_equal_those_of_transformers() {
     let halves = generated("plain", 4, true);
     assert_eq!(halves[0], expected("plain").greedy[0], "the first token in bf16");
 }
+
+/// Returns what the line at the start of a generation says, with `devices` devices for a stage.
+fn computed_by(name: &str, devices: usize) -> Option<String> {
+    let folder = open(name);
+    let builder = Program::builder().device_kinds(&[DeviceKind::Cuda]).devices(devices);
+    let mut p = builder.alone().unwrap();
+    let stages = Stages::new(&folder, 1, 8).unwrap().tensor_parallel(&[devices]).unwrap();
+    let meshes = stages.meshes(|stage| stage).unwrap();
+    let line = stages.generator(&mut p, &meshes, false).unwrap().computed_by(&p);
+    p.finish().unwrap();
+    line
+}
+
+#[test]
+fn stages_that_compute_on_the_host_say_so_with_the_reason() {
+    if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
+        return;
+    }
+    assert_eq!(computed_by("plain", 1).unwrap(), "CUDA devices compute all passes");
+    let on_host = "CUDA devices compute the passes of 0 of 1 stages; the others compute on the \
+                   host, and those with CUDA devices copy their values there and back; ";
+    let divided = "passes of a stage that is divided over several devices are for CPUs";
+    assert_eq!(computed_by("plain", 2).unwrap(), format!("{on_host}{divided}"));
+    let experts = "passes with experts are for CPUs";
+    assert_eq!(computed_by("mixtral", 1).unwrap(), format!("{on_host}{experts}"));
+}

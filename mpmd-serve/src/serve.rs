@@ -163,6 +163,10 @@ pub fn run(
             StopFlag::install()?;
         }
         let mut inference = model.inference(p, &meshes, room, in_half)?;
+        let computed_by = inference.computed_by(p).filter(|_| is_first && p.epoch() == 1);
+        if let Some(line) = computed_by.filter(|_| !p.is_dry_run()) {
+            say(&line);
+        }
         if args.front {
             inference.read_on(p, &Mesh::new(&[("front", 1)], vec![DeviceId(0)])?)?;
         }

@@ -286,6 +286,26 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         kind.filter(|_| !stage.computes_on_host()).unwrap_or(DeviceKind::Cpu)
     }
 
+    /// Returns a line that says what computes the stages, for people: their devices, or the host.
+    pub fn describe_devices(&self, program: &Program) -> String {
+        let stages = self.graph.stages.len();
+        let is_on_cuda = |stage: &usize| {
+            let devices = self.graph.stage(*stage).mesh().devices();
+            devices.iter().any(|id| program.topology().kind_of(*id) == Some(DeviceKind::Cuda))
+        };
+        let on_cuda: Vec<usize> = (0..stages).filter(is_on_cuda).collect();
+        let computed =
+            on_cuda.iter().filter(|stage| self.computed_by(program, **stage) == DeviceKind::Cuda);
+        match (computed.count(), on_cuda.len()) {
+            (_, 0) => "CPUs compute all passes".to_owned(),
+            (computed, _) if computed == stages => "CUDA devices compute all passes".to_owned(),
+            (computed, _) => format!(
+                "CUDA devices compute the passes of {computed} of {stages} stages; the others \
+                 compute on the host, and those with CUDA devices copy their values there and back"
+            ),
+        }
+    }
+
     /// If `yes`, computes weight gradients in ascending order of microbatches even if the schedule
     /// has another order; off by default.
     ///

@@ -154,6 +154,11 @@ fn program(
     let pipeline = training.training(p, &meshes)?;
     let mut trainer = Trainer::new(p, pipeline, schedule.clone(), AdamW::default())?
         .rate(Rate::Constant(args.lr));
+    let computed_by = inference.computed_by(p).filter(|_| is_first && !p.is_dry_run());
+    if let Some(line) = computed_by {
+        say(&format!("serving: {line}"));
+        say(&format!("training: {}", trainer.computed_by(p)));
+    }
 
     // The way of the weights: published as bf16, taken in the server's own layout.
     let none = Token::new([0; 32]).to_hex();

@@ -16,7 +16,7 @@ use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, Stage};
 use mpmd_core::tree::Tree;
 use mpmd_core::{Commits, MpmdArray, Program, Recovery, Result};
-use mpmd_layout::topology::{DeviceKind, Mesh};
+use mpmd_layout::topology::Mesh;
 
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
 pub use run::{Next, Outcome, Run};
@@ -162,25 +162,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Returns a line that says what computes the stages, for people: their devices, or the host.
     pub fn computed_by(&self, p: &Program) -> String {
-        let stages = self.pipeline.stages();
-        let is_on_cuda = |stage: &usize| {
-            self.pipeline
-                .mesh(*stage)
-                .devices()
-                .iter()
-                .any(|device| p.topology().kind_of(*device) == Some(DeviceKind::Cuda))
-        };
-        let cuda: Vec<usize> = (0..stages).filter(is_on_cuda).collect();
-        let computed =
-            cuda.iter().filter(|stage| self.pipeline.computed_by(p, **stage) == DeviceKind::Cuda);
-        match (computed.count(), cuda.len()) {
-            (_, 0) => "CPUs compute all passes".to_owned(),
-            (computed, _) if computed == stages => "CUDA devices compute all passes".to_owned(),
-            (computed, _) => format!(
-                "CUDA devices compute the passes of {computed} of {stages} stages; the others \
-                 compute on the host, and those with CUDA devices copy their values there and back"
-            ),
-        }
+        self.pipeline.describe_devices(p)
     }
 
     /// Returns the number of updates so far.
