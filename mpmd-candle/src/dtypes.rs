@@ -5,6 +5,8 @@ use half::{bf16, f16};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
 
+use crate::cuda::with_shortage;
+
 /// Runs `$then` with `$type` as the element type of arrays of dtype `$dtype`. Returns an error for
 /// dtypes that candle lacks.
 macro_rules! with_type {
@@ -33,7 +35,7 @@ pub(crate) fn no_tensor(dtype: DType) -> Error {
 
 /// Converts an error of candle.
 pub(crate) fn refused(error: candle_core::Error) -> Error {
-    Error::kernel(error.to_string())
+    Error::kernel(with_shortage(error.to_string()))
 }
 
 /// Returns candle's dtype for arrays of dtype `dtype`.

@@ -7,12 +7,14 @@
 //! on candle's stream and memory.
 //!
 //! candle takes memory from the driver's pool of the device. Limits and plans count of it what a
-//! stage declares: graphs and prepared parameters, but no intermediate values of a pass.
+//! stage declares: graphs and prepared parameters, but no intermediate values of a pass. On a device
+//! that is out of memory, candle's allocations make room first (`memory.rs`).
 
 #![allow(unsafe_code)]
 
 mod bridge;
 mod gradient;
+mod memory;
 mod product;
 mod tensors;
 
@@ -28,9 +30,11 @@ use mpmd_core::kernel::Context;
 use mpmd_core::{Error, Result};
 
 use crate::dtypes::refused;
+use memory::RoomGuard;
 
 pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
+pub(crate) use memory::with_shortage;
 pub(crate) use tensors::tensor;
 
 /// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our
@@ -43,6 +47,8 @@ pub(crate) struct OnCuda<'a> {
     device: CudaDevice,
     /// Lets candle keep what it uploads, such as shapes.
     uploads: Option<Box<dyn Any>>,
+    /// Lets candle's allocations make room.
+    _room: RoomGuard,
 }
 
 thread_local! {
@@ -70,7 +76,8 @@ impl<'a> OnCuda<'a> {
         let handle = unsafe { ForeignHandle::new(device.cuda_stream().cu_stream().cast()) };
         let stream = compute.foreign(handle);
         compute.before(&stream)?;
-        Ok(Some(Self { compute, stream, device, uploads: None }))
+        let _room = RoomGuard::new(&compute);
+        Ok(Some(Self { compute, stream, device, uploads: None, _room }))
     }
 
     /// Has candle keep what it uploads until the end of the pass, for all later passes: the shapes

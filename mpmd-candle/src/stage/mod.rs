@@ -250,7 +250,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Returns an error of the model, with the line of the stage.
     fn failed(&self, why: impl std::fmt::Display) -> Error {
         // candle puts each part of a message on a line of its own.
-        let why = why.to_string().replace(":\n", ": ");
+        let why = crate::cuda::with_shortage(why.to_string().replace(":\n", ": "));
         Error::kernel(format!("the model of the stage made at {} fails: {why}", self.at))
     }
 }

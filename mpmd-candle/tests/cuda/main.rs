@@ -10,3 +10,4 @@ mod layers;
 #[path = "../all/model.rs"]
 mod model;
 mod pipelines;
+mod room;

@@ -142,6 +142,18 @@ functions! { library::DRIVER, DRIVER:
     fn cuCtxEnablePeerAccess(to: cuda::CUcontext, flags: c_uint) -> Answer;
     fn cuCtxGetCurrent(context: *mut cuda::CUcontext) -> Answer;
     fn cuCtxSetCurrent(context: cuda::CUcontext) -> Answer;
+    fn cuCtxSynchronize() -> Answer;
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Answer;
+    fn cuMemAllocAsync(
+        address: *mut cuda::CUdeviceptr, bytes: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuDeviceGetDefaultMemPool(
+        pool: *mut cuda::CUmemoryPool, device: cuda::CUdevice
+    ) -> Answer;
+    fn cuMemPoolGetAttribute(
+        pool: cuda::CUmemoryPool, which: cuda::CUmemPool_attribute_enum, value: *mut c_void
+    ) -> Answer;
+    fn cuMemPoolTrimTo(pool: cuda::CUmemoryPool, least: usize) -> Answer;
     fn cuMemAlloc_v2(address: *mut cuda::CUdeviceptr, bytes: usize) -> Answer;
     fn cuMemFree_v2(address: cuda::CUdeviceptr) -> Answer;
     fn cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint) -> Answer;

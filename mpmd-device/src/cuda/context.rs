@@ -23,6 +23,15 @@ pub(super) struct Context {
     foreign: Foreign,
 }
 
+/// The bytes of the driver's own pool of a device.
+#[derive(Clone, Copy, Default)]
+pub(super) struct DriverPool {
+    /// Bytes of live allocations.
+    pub(super) used: u64,
+    /// Bytes that the pool has from the device.
+    pub(super) reserved: u64,
+}
+
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its
 // current one, which `Context::bind` does before each use; CUDA's calls are thread-safe.
 unsafe impl Send for Context {}
@@ -124,6 +133,63 @@ impl Context {
             return Ok(());
         }
         answer.result().map_err(|error| cuda(DOING, error))
+    }
+
+    /// Waits until the device has ended all work that was issued to it.
+    pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        let _visit = self.visit()?;
+        // SAFETY: the context is current.
+        unsafe { calls::cuCtxSynchronize() }
+            .result()
+            .map_err(|error| cuda("waiting for a CUDA device", error))
+    }
+
+    /// Returns the bytes of the driver's own pool of the device.
+    pub(super) fn driver_pool(&self) -> Result<DriverPool, CudaError> {
+        let pool = self.default_pool()?;
+        let figure = |attribute| {
+            let mut bytes = 0u64;
+            // SAFETY: the pool is the driver's own, and both attributes are 64 bits.
+            unsafe { calls::cuMemPoolGetAttribute(pool, attribute, (&raw mut bytes).cast()) }
+                .result()
+                .map_err(|error| cuda("asking for the driver's pool of a CUDA device", error))?;
+            Ok::<_, CudaError>(bytes)
+        };
+        use sys::CUmemPool_attribute_enum as Attribute;
+        Ok(DriverPool {
+            used: figure(Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            reserved: figure(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
+        })
+    }
+
+    /// Gives freed memory of the driver's own pool back to the device. Work that uses it must have
+    /// ended.
+    pub(super) fn trim_driver_pool(&self) -> Result<(), CudaError> {
+        let pool = self.default_pool()?;
+        // SAFETY: the pool is the driver's own.
+        unsafe { calls::cuMemPoolTrimTo(pool, 0) }
+            .result()
+            .map_err(|error| cuda("trimming the driver's pool of a CUDA device", error))
+    }
+
+    fn default_pool(&self) -> Result<sys::CUmemoryPool, CudaError> {
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: the device is the driver's own, and there is room for the pool.
+        unsafe { calls::cuDeviceGetDefaultMemPool(&raw mut pool, self.device) }
+            .result()
+            .map_err(|error| cuda("looking for the driver's pool of a CUDA device", error))?;
+        Ok(pool)
+    }
+
+    /// Returns the free and the total bytes of the device.
+    pub(super) fn free_and_total(&self) -> Result<[u64; 2], CudaError> {
+        let _visit = self.visit()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the context is current, and there is room for both numbers.
+        unsafe { calls::cuMemGetInfo_v2(&raw mut free, &raw mut total) }
+            .result()
+            .map_err(|error| cuda("asking for the free memory of a CUDA device", error))?;
+        Ok([free as u64, total as u64])
     }
 
     /// Returns an attribute of the device; 0 if it is negative.

@@ -12,6 +12,7 @@ use super::context::{Context, Pinned};
 use super::error::CudaError;
 use super::memory::Allocator;
 use super::module::Modules;
+use super::room::DeviceRoom;
 use super::stream::Stream;
 use crate::cuda::spare::Spare;
 
@@ -24,16 +25,16 @@ pub struct Gpu {
     /// Set once cuBLAS has loaded the kernels of small products.
     products: OnceLock<()>,
     /// Scratch memory for the compute stream, kept between calls.
-    spare: Spare,
+    spare: Arc<Spare>,
     compute: Stream,
     inward: Stream,
     outward: Stream,
     modules: Modules,
     architecture: Architecture,
     processors: u32,
-}
     /// The most bytes of shared memory that a block can ask for.
     shared_bytes: u32,
+}
 
 impl Gpu {
     /// Opens the device that the driver numbers `ordinal`.
@@ -54,24 +55,24 @@ impl Gpu {
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        Ok(Arc::new(Self {
         // The second one is older than blocks that ask for more than it.
         let shared_bytes =
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
                 .max(figure(
                     sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK,
                 )?);
+        Ok(Arc::new(Self {
             blas: OnceLock::new(),
             products: OnceLock::new(),
-            spare: Spare::default(),
+            spare: Arc::default(),
             compute,
             inward,
             outward,
             modules: Modules::new(context.clone(), architecture),
             architecture,
             processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            context,
             shared_bytes,
+            context,
         }))
     }
 
@@ -88,7 +89,7 @@ impl Gpu {
 
     /// Returns an allocator for segments of the device's memory.
     pub fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
-        Arc::new(Allocator::new(self.context.clone()))
+        Arc::new(Allocator::new(self.context.clone(), self.spare.clone()))
     }
 
     /// Returns a function that pins host memory, so that devices can copy from and to it directly.
@@ -145,9 +146,20 @@ impl Gpu {
         &self.spare
     }
 
+    /// Returns the device's allocators, for another library that allocates there. `pool` is that of
+    /// the device's memory.
+    pub fn room(&self, pool: &Pool) -> DeviceRoom {
+        DeviceRoom::new(&self.context, &self.spare, pool)
+    }
+
     /// Returns the number of streaming multiprocessors.
     pub fn processors(&self) -> u32 {
         self.processors
+    }
+
+    /// Returns the most bytes of shared memory that a block can ask for.
+    pub fn shared_bytes(&self) -> u32 {
+        self.shared_bytes
     }
 
     /// Returns the modules loaded on the device.
@@ -157,11 +169,6 @@ impl Gpu {
 
     /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
     /// creating it. If that failed, every call returns the same error.
-    /// Returns the most bytes of shared memory that a block can ask for.
-    pub fn shared_bytes(&self) -> u32 {
-        self.shared_bytes
-    }
-
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)

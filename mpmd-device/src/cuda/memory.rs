@@ -6,10 +6,12 @@ use std::sync::{Arc, Once, OnceLock};
 use cudarc::driver::sys;
 use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
 
-use super::calls;
+use super::calls::{self, DriverError};
 use super::context::{Context, cuda};
 use super::error::CudaError;
 use super::ipc_tables::{HANDLE, Words, parts};
+use super::room::{Held, make_room};
+use super::spare::Spare;
 
 /// The bytes of the blocks that drivers of CUDA map. Smaller allocations share a block, and another
 /// process that opens one of them maps all of it.
@@ -21,6 +23,7 @@ const BLOCK: usize = 2 << 20;
 /// processes through CUDA IPC.
 pub(super) struct Allocator {
     context: Arc<Context>,
+    spare: Arc<Spare>,
 }
 
 /// One allocation of device memory, freed when dropped.
@@ -34,8 +37,16 @@ pub(super) struct Memory {
 }
 
 impl Allocator {
-    pub(super) fn new(context: Arc<Context>) -> Self {
-        Self { context }
+    pub(super) fn new(context: Arc<Context>, spare: Arc<Spare>) -> Self {
+        Self { context, spare }
+    }
+
+    /// Allocates device memory and returns its address.
+    fn allocate_once(&self, bytes: usize) -> Result<sys::CUdeviceptr, DriverError> {
+        let mut address = 0;
+        // SAFETY: there is room for the address. The memory is read only by work that runs after
+        // work that has written it.
+        unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map(|()| address)
     }
 }
 
@@ -43,11 +54,21 @@ impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let _visit = self.context.visit().map_err(io::Error::other)?;
         let whole = bytes.checked_next_multiple_of(BLOCK).unwrap_or(bytes);
-        let mut address = 0;
-        // SAFETY: there is room for the address. The memory is read only by work that runs after
-        // work that has written it.
-        unsafe { calls::cuMemAlloc_v2(&raw mut address, whole) }.result().map_err(|error| {
-            io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
+        let is_out = |error: &DriverError| error.is(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let allocated = self.allocate_once(whole).or_else(|error| {
+            if !is_out(&error) {
+                return Err(error);
+            }
+            make_room(&self.context, &self.spare);
+            self.allocate_once(whole)
+        });
+        let address = allocated.map_err(|error| {
+            let held = match is_out(&error) {
+                true => format!("; {}", Held(&self.context)),
+                false => String::new(),
+            };
+            let error = cuda(format!("allocating {bytes} bytes on a CUDA device"), error);
+            io::Error::other(format!("{error}{held}"))
         })?;
         Ok(Box::new(Memory {
             context: self.context.clone(),
@@ -113,6 +134,14 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
             words.try_into().ok()
         }
         Err(error) => {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                tracing::warn!(
+                    %error,
+                    "cannot lend memory of a CUDA device to other processes: what they need of it \
+                     is copied through host memory, at a fraction of the speed"
+                );
+            });
             tracing::debug!(%error, "memory that is not shared");
             None
         }
@@ -134,14 +163,6 @@ mod tests {
     fn allocations_share_no_block_of_the_driver() {
         if softcuda::again!("SOFTCUDA_BLOCK" = "2097152") {
             return;
-            static ONCE: Once = Once::new();
-            ONCE.call_once(|| {
-                tracing::warn!(
-                    %error,
-                    "cannot lend memory of a CUDA device to other processes: what they need of it \
-                     is copied through host memory, at a fraction of the speed"
-                );
-            });
         }
         let allocator = Gpu::open(0).unwrap().allocator();
         let sizes = [1, 640 << 10, 1, (2 << 20) + 1, 1];

@@ -70,8 +70,13 @@ impl Spare {
     /// Returns all blocks to their pool, which can reuse them once the work that uses them has
     /// ended.
     pub fn clear(&self) {
+        drop(self.take_all());
+    }
+
+    /// Takes all blocks.
+    pub(super) fn take_all(&self) -> Vec<OwnedBuffer> {
         let mut kept = self.0.lock();
         kept.bytes = 0;
-        kept.blocks.clear();
+        std::mem::take(&mut kept.blocks)
     }
 }

@@ -88,10 +88,11 @@ impl PoolStats {
 /// The pool has fewer bytes left than were requested. The environment's fault, or the program's.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
-    "{pool}: {} asked for, {} in use and {} reserved of {}{}",
+    "{pool}: {} asked for, {} in use and {} reserved{} of {}{}",
     bytes_text(*.asked),
     bytes_text(*.live),
     bytes_text(*.reserved),
+    cached_text(*.cached),
     limit_text(.limit),
     refusal_text(.refusal)
 )]
@@ -105,6 +106,8 @@ pub struct OutOfMemory {
     pub live: u64,
     /// Bytes reserved.
     pub reserved: u64,
+    /// Bytes of blocks kept for reuse that the system does not get back, if it refused.
+    pub cached: u64,
     /// The pool's limit in bytes. `None` if it has no limit, or if the limit was not the cause.
     pub limit: Option<u64>,
     /// The error of the system, or of the device's driver. `None` if neither refused.
@@ -114,6 +117,13 @@ pub struct OutOfMemory {
 fn limit_text(limit: &Option<u64>) -> String {
     let text = |bytes| format!("a limit of {}", bytes_text(bytes));
     limit.map_or_else(|| "the system's memory".to_owned(), text)
+}
+
+fn cached_text(cached: u64) -> String {
+    match cached {
+        0 => String::new(),
+        cached => format!(", {} kept for smaller buffers,", bytes_text(cached)),
+    }
 }
 
 fn refusal_text(refusal: &Option<String>) -> String {
@@ -249,6 +259,7 @@ impl Inner {
             asked: bytes as u64,
             live: stats.live,
             reserved: stats.reserved,
+            cached: if limit.is_none() { stats.cached } else { 0 },
             limit,
             refusal: None,
         }

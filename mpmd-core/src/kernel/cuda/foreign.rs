@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+pub use mpmd_device::cuda::DeviceRoom;
 pub use mpmd_device::cuda::ForeignHandle;
 use mpmd_device::cuda::RawStream;
 use mpmd_transport::memory::DevicePlace;

@@ -29,7 +29,7 @@ use mpmd_device::cuda::{Gpu, RawArg, RawStream};
 use mpmd_transport::memory::{DevicePlace, OutOfMemory};
 
 pub use args::{Arg, Part};
-pub use foreign::{ForeignHandle, ForeignStream};
+pub use foreign::{DeviceRoom, ForeignHandle, ForeignStream};
 pub use gemm::Gemm;
 pub(crate) use scratch::CallMemory;
 pub use scratch::Scratch;

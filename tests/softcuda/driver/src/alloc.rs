@@ -184,22 +184,57 @@ api! {
     }
 }
 
-/// The default pool of every device.
+/// The handle of the default pool of device 0; those of the others follow.
 const POOL: Handle = 1;
 
 api! {
     /// Returns the pool of the memory of `cuMemAllocAsync`.
     fn cuDeviceGetDefaultMemPool(pool: Out<Handle>, dev: i32) {
-        crate::device::device(dev)?;
-        pool.set(POOL)
+        pool.set(POOL + Handle::from(crate::device::device(dev)?))
+    }
+}
+
+/// Returns the device of a default pool.
+fn device_of(pool: Handle) -> Result<u32> {
+    let device = pool.checked_sub(POOL).and_then(|device| i32::try_from(device).ok());
+    crate::device::device(device.ok_or(Code::INVALID_VALUE)?).map_err(|_| Code::INVALID_VALUE)
+}
+
+api! {
+    /// Sets an attribute of the default pool. Only the bytes that it may keep (4) have an effect:
+    /// beyond them freed memory goes back to the device, here at once.
+    fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: In<u64>) {
+        let (device, value) = (device_of(pool)?, value.get()?);
+        match attribute {
+            1..=3 => Ok(()),
+            4 => {
+                space().with_usage(device, |usage| usage.threshold = value);
+                Ok(())
+            }
+            _ => Err(Code::INVALID_VALUE),
+        }
     }
 }
 
 api! {
-    /// Accepts an attribute of the default pool. It changes nothing: freed memory is not kept.
-    fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: In<u64>) {
-        value.get()?;
-        // Reuse, and the bytes that are kept.
-        if pool == POOL && (1..=4).contains(&attribute) { Ok(()) } else { Err(Code::INVALID_VALUE) }
+    /// Returns the bytes that the default pool may keep (4), that it has (5), and that its live
+    /// allocations have (7).
+    fn cuMemPoolGetAttribute(pool: Handle, attribute: u32, value: Out<u64>) {
+        let usage = space().with_usage(device_of(pool)?, |usage| *usage);
+        value.set(match attribute {
+            4 => usage.threshold,
+            5 => usage.in_pool + usage.kept,
+            7 => usage.in_pool,
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+}
+
+api! {
+    /// Gives freed memory of the default pool back to the device, until the pool has no more than
+    /// `least` bytes.
+    fn cuMemPoolTrimTo(pool: Handle, least: usize) {
+        space().with_usage(device_of(pool)?, |usage| usage.trim(least as u64));
+        Ok(())
     }
 }

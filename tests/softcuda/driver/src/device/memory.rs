@@ -46,9 +46,56 @@ pub(crate) struct Space {
     base: u64,
     live: RwLock<BTreeMap<u64, Arc<Allocation>>>,
     next: Mutex<u64>,
-    used: Mutex<BTreeMap<u32, u64>>,
+    usage: Mutex<BTreeMap<u32, Usage>>,
     /// By device, the block from which small allocations are taken; see `SOFTCUDA_BLOCK`.
     blocks: Mutex<BTreeMap<u32, Block>>,
+}
+
+/// The bytes of a device that this process has.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Usage {
+    /// Bytes of live allocations, those of the default pool included.
+    live: u64,
+    /// Bytes of live allocations of the default pool.
+    pub(crate) in_pool: u64,
+    /// Freed bytes that the default pool keeps for its next allocations.
+    pub(crate) kept: u64,
+    /// Bytes that the default pool may have, live and freed ones together, before it gives freed
+    /// ones back: `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
+    pub(crate) threshold: u64,
+}
+
+impl Usage {
+    /// Counts an allocation of `mapped` bytes. Fails with `CUDA_ERROR_OUT_OF_MEMORY` if the device
+    /// has less: memory that the pool keeps is for allocations of the pool alone.
+    fn add(&mut self, mapped: u64, origin: Origin) -> Result {
+        let from_kept = if origin == Origin::Pool { self.kept.min(mapped) } else { 0 };
+        let others = self.live + self.kept - from_kept;
+        if others.checked_add(mapped).is_none_or(|sum| sum > settings().memory) {
+            return Err(Code::OUT_OF_MEMORY);
+        }
+        self.live += mapped;
+        if origin == Origin::Pool {
+            self.kept -= from_kept;
+            self.in_pool += mapped;
+        }
+        Ok(())
+    }
+
+    /// Counts the end of an allocation.
+    fn remove(&mut self, mapped: u64, origin: Origin) {
+        self.live -= mapped;
+        if origin == Origin::Pool {
+            self.in_pool -= mapped;
+            self.kept += mapped;
+            self.trim(self.threshold);
+        }
+    }
+
+    /// Gives freed memory of the pool back, until the pool has no more than `least` bytes.
+    pub(crate) fn trim(&mut self, least: u64) {
+        self.kept = self.kept.min(least.saturating_sub(self.in_pool));
+    }
 }
 
 /// A range of addresses and a file of `SOFTCUDA_BLOCK` bytes, which several allocations share.
@@ -133,7 +180,7 @@ impl Space {
             base: base as u64,
             live: RwLock::default(),
             next: Mutex::new(base as u64 + shift),
-            used: Mutex::default(),
+            usage: Mutex::default(),
             blocks: Mutex::default(),
         }
     }
@@ -171,14 +218,7 @@ impl Space {
             return Err(Code::INVALID_VALUE);
         }
         let mapped = bytes.checked_next_multiple_of(PAGE).ok_or(Code::OUT_OF_MEMORY)?;
-        {
-            let mut used = self.used.lock();
-            let used = used.entry(device).or_default();
-            if used.checked_add(mapped).is_none_or(|sum| sum > settings().memory) {
-                return Err(Code::OUT_OF_MEMORY);
-            }
-            *used += mapped;
-        }
+        self.with_usage(device, |usage| usage.add(mapped, origin))?;
         let made = (|| {
             if origin == Origin::Alloc && mapped < settings().block {
                 let (start, file, offset) = self.part_of_block(device, mapped)?;
@@ -197,7 +237,7 @@ impl Space {
             Ok(self.keep(start, inside, mapped, bytes, device, origin, file))
         })();
         let made: Arc<Allocation> =
-            made.inspect_err(|_| *self.used.lock().entry(device).or_default() -= mapped)?;
+            made.inspect_err(|_| self.with_usage(device, |usage| usage.remove(mapped, origin)))?;
         made.fill(FRESH);
         Ok(made)
     }
@@ -336,7 +376,7 @@ impl Space {
     pub(crate) fn free(&self, address: u64) -> Result<Arc<Allocation>> {
         let freed = self.live.write().remove(&address).ok_or(Code::INVALID_VALUE)?;
         if freed.origin != Origin::Import {
-            *self.used.lock().entry(freed.device).or_default() -= freed.mapped;
+            self.with_usage(freed.device, |usage| usage.remove(freed.mapped, freed.origin));
         }
         if freed.exported.load(Ordering::Relaxed) {
             // Processes that still have it open must notice: their accesses are undefined in CUDA,
@@ -362,8 +402,13 @@ impl Space {
 
     /// Returns (bytes of a device that this process has not allocated, total bytes of the device).
     pub(crate) fn free_and_total(&self, device: u32) -> (u64, u64) {
-        let used = self.used.lock().get(&device).copied().unwrap_or(0);
+        let used = self.with_usage(device, |usage| usage.live + usage.kept);
         (settings().memory - used, settings().memory)
+    }
+
+    /// Calls `f` with the bytes of a device that this process has.
+    pub(crate) fn with_usage<R>(&self, device: u32, f: impl FnOnce(&mut Usage) -> R) -> R {
+        f(self.usage.lock().entry(device).or_default())
     }
 }
 

@@ -1,0 +1,62 @@
+//! candle's allocations on a device that is out of memory.
+//!
+//! candle calls the driver's `cuMemAllocAsync` by name, and programs link its calls to the function
+//! of this name here. It calls the driver. If that has no memory, both allocators give back what no
+//! one uses, and it tries once more: so a pass of candle need not fail, or be repeated, because
+//! arrays of ours were freed and their memory kept.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+
+use mpmd_core::cuda::{Cuda, DeviceRoom};
+
+thread_local! {
+    /// The allocators of the device that this thread's pass uses.
+    static ROOM: RefCell<Option<DeviceRoom>> = const { RefCell::new(None) };
+    /// What they held when an allocation of this thread failed last.
+    static SHORTAGE: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Lets candle's allocations of this thread make room on a device, until it is dropped.
+pub(super) struct RoomGuard(Option<DeviceRoom>);
+
+impl RoomGuard {
+    pub(super) fn new(compute: &Cuda<'_>) -> Self {
+        Self(ROOM.replace(Some(compute.device_room())))
+    }
+}
+
+impl Drop for RoomGuard {
+    fn drop(&mut self) {
+        ROOM.set(self.0.take());
+    }
+}
+
+/// Adds to an error of candle what the device's allocators hold, if it was out of memory.
+pub(crate) fn with_shortage(why: String) -> String {
+    match SHORTAGE.take() {
+        Some(held) if why.contains("OUT_OF_MEMORY") => format!("{why}; {held}"),
+        _ => why,
+    }
+}
+
+/// Allocates memory in the order of a stream, in place of the driver's function of this name.
+///
+/// # Safety
+///
+/// As for the driver's function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: *mut c_void) -> u32 {
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    const OUT_OF_MEMORY: u32 = 2;
+    let room = ROOM.with_borrow(Option::clone);
+    // SAFETY: the caller keeps to the driver's documentation. A pass has made the context of its
+    // device current.
+    let answer = unsafe { DeviceRoom::allocate_in_order(room.as_ref(), address, bytes, stream) };
+    if answer == OUT_OF_MEMORY
+        && let Some(room) = &room
+    {
+        SHORTAGE.set(Some(room.to_string()));
+    }
+    answer
+}
