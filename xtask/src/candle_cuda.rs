@@ -14,7 +14,7 @@ use anyhow::{Context as _, bail};
 use crate::commands::{cargo_in, run, target};
 
 /// The names under which programs link CUDA's libraries, and under which ours loads them.
-const LIBRARIES: [&str; 9] = [
+pub(crate) const LIBRARIES: [&str; 11] = [
     "libcuda.so",
     "libcublas.so",
     "libcublasLt.so",
@@ -24,6 +24,8 @@ const LIBRARIES: [&str; 9] = [
     "libcuda.so.1",
     "libnvrtc.so.13",
     "libcublas.so.13",
+    "libcublasLt.so.13",
+    "libcurand.so.10",
 ];
 
 /// The driver in software, as cargo names its file.
@@ -45,13 +47,35 @@ pub(crate) fn candle_cuda(root: &Path, arguments: &[&str]) -> anyhow::Result<()>
     }
 }
 
-fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
-    let built = |arguments: &[&str]| {
-        let mut command = cargo_in(root, arguments);
-        command.env("CARGO_TARGET_DIR", folder);
-        command
-    };
-    run(&mut built(&["build", "--package", "softcuda-driver"]))?;
+/// Returns the folder of the driver in software under the names of CUDA's libraries.
+///
+/// # Errors
+///
+/// If cargo's target folder is not known.
+pub(crate) fn toolkit() -> anyhow::Result<PathBuf> {
+    Ok(target()?.join("candle-cuda/toolkit"))
+}
+
+/// Prepares a build of candle for CUDA: by the driver in software, which is built first, or by the
+/// toolkit of this machine. The build has a target folder of its own.
+///
+/// # Errors
+///
+/// If the driver cannot be built, or there is no toolkit.
+pub(crate) fn prepare(root: &Path, command: &mut Command, software: bool) -> anyhow::Result<()> {
+    let folder = target()?.join("candle-cuda");
+    // Tests are listed on it in either case.
+    build_toolkit(root, &folder)?;
+    match software {
+        true => by_software(&folder, command),
+        false => by_toolkit(&folder, command),
+    }
+}
+
+/// Builds the driver in software, and links it under the names of CUDA's libraries and compiler.
+fn build_toolkit(root: &Path, folder: &Path) -> anyhow::Result<()> {
+    let mut command = cargo_in(root, &["build", "--package", "softcuda-driver"]);
+    run(command.env("CARGO_TARGET_DIR", folder))?;
     let programs = folder.join("debug");
     let toolkit = folder.join("toolkit");
     fs::create_dir_all(&toolkit).context("making a folder for the driver")?;
@@ -63,38 +87,55 @@ fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
         let _ = fs::remove_file(&link);
         symlink(&file, &link).with_context(|| format!("linking {}", link.display()))?;
     }
-    let path = first("PATH", &toolkit)?;
+    Ok(())
+}
+
+/// Lets a command build candle with the driver in software, and start such programs.
+fn by_software(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
+    let toolkit = folder.join("toolkit");
+    command.env("CARGO_TARGET_DIR", folder).env("PATH", first("PATH", &toolkit)?);
+    command.env("LIBRARY_PATH", &toolkit).env("CUDA_COMPUTE_CAP", CAPABILITY);
+    command.env("LD_LIBRARY_PATH", first("LD_LIBRARY_PATH", &toolkit)?);
+    Ok(())
+}
+
+fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
+    build_toolkit(root, folder)?;
     let packages = ["--package", "mpmd-candle", "--package", "mpmd-models"];
     let features = ["--features", "mpmd-candle/cuda,mpmd-models/candle-cuda"];
-    let mut command = built(&[&["test"][..], &packages, &features].concat());
+    let mut command = cargo_in(root, &[&["test"][..], &packages, &features].concat());
     if tests.is_empty() {
         command.args(["--test", "cuda"]);
     }
-    command.args(tests).env("PATH", path);
-    command.env("LIBRARY_PATH", &toolkit).env("CUDA_COMPUTE_CAP", CAPABILITY);
-    command.env("LD_LIBRARY_PATH", first("LD_LIBRARY_PATH", &toolkit)?);
-    run(&mut command)
+    by_software(folder, &mut command)?;
+    run(command.args(tests))
 }
 
 fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
     let mut command = cargo_in(root, &["build", "--profile", "gpu", "--features", "candle-cuda"]);
     command.args(["--package", "mpmd-examples", "--bin", "train_gpt"]);
+    by_toolkit(folder, &mut command)?;
+    run(&mut command)?;
+    let program = folder.with_file_name("candle-cuda-real").join("gpu/train_gpt");
+    let bytes = fs::metadata(&program).context("looking at the program")?.len();
+    println!("{}: {:.1} MB", program.display(), bytes as f64 / 1e6);
+    Ok(())
+}
+
+/// Lets a command build candle with the toolkit of this machine.
+fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     command.env("CARGO_TARGET_DIR", folder.with_file_name("candle-cuda-real"));
     if let Some(home) = std::env::var_os("CUDA_HOME").map(PathBuf::from) {
         command.env("PATH", first("PATH", &home.join("bin"))?);
         command.env("LIBRARY_PATH", first("LIBRARY_PATH", &home.join("lib64"))?);
     } else if !crate::commands::answers("nvcc", &["--version"]) {
-        bail!("--real needs CUDA's toolkit: set CUDA_HOME, or put nvcc on PATH");
+        bail!("this build needs CUDA's toolkit: set CUDA_HOME, or put nvcc on PATH");
     }
     if std::env::var_os("CUDA_COMPUTE_CAP").is_none()
         && Command::new("nvidia-smi").output().is_err()
     {
         bail!("set CUDA_COMPUTE_CAP, for example to 90: there is no nvidia-smi that tells it");
     }
-    run(&mut command)?;
-    let program = folder.with_file_name("candle-cuda-real").join("gpu/train_gpt");
-    let bytes = fs::metadata(&program).context("looking at the program")?.len();
-    println!("{}: {:.1} MB", program.display(), bytes as f64 / 1e6);
     Ok(())
 }
 

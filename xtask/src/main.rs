@@ -45,9 +45,10 @@ cargo xtask gpu [--software] [--stage NAME,...] [--limit SECONDS]
 and runs them here;
                              --software: the same on the tests' own driver, small, to try the \
 command itself
-cargo xtask gpu --pack FOLDER
+cargo xtask gpu --pack FOLDER [--candle]
                              builds, and packs programs, tests and this program for a machine \
-without cargo
+without cargo; --candle:
+                             those with candle's build for CUDA, by the machine's CUDA toolkit
 xtask gpu --prebuilt FOLDER [--software] [--stage NAME,...] [--limit SECONDS]
                              runs the stages there, without cargo; results in $OUT, else \
 FOLDER/out

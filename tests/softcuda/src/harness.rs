@@ -1,6 +1,7 @@
 //! Functions with which tests run under this driver. The driver must be in the library path before
 //! a process starts, so a test is run again in a new process.
 
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::fs::symlink;
@@ -47,13 +48,37 @@ pub fn library() -> io::Result<PathBuf> {
         })
 }
 
+thread_local! {
+    /// True in the thread of a test that is registered.
+    static REGISTERED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Notes that this thread's test is registered; see [`registered!`](crate::registered!). `function`
+/// is the full name of a function inside the test.
+#[doc(hidden)]
+#[inline(never)]
+pub fn register(function: &'static str) {
+    // The name must stay in the executable, where it is looked for.
+    std::hint::black_box(function);
+    REGISTERED.set(true);
+}
+
 /// Links the driver into an existing folder under the names of CUDA's libraries; replaces links
 /// that are there. Returns the absolute folder, to be put first into `LD_LIBRARY_PATH`.
 ///
 /// # Errors
 ///
 /// If the driver library is not found, or if a link cannot be replaced.
+///
+/// # Panics
+///
+/// In the thread of a test that is not [registered](crate::registered!).
 pub fn install(folder: &Path) -> io::Result<PathBuf> {
+    assert!(
+        REGISTERED.get(),
+        "a test that gives programs the driver begins with `softcuda::registered!()`: so the kits \
+         for machines with GPUs have it"
+    );
     let library = library()?;
     for name in NAMES {
         let link = folder.join(name);
@@ -97,7 +122,7 @@ pub fn real() -> bool {
 /// not be run.
 #[doc(hidden)]
 #[track_caller]
-pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
+pub fn run_again(function: &'static str, settings: &[(&str, &str)]) -> bool {
     if std::env::var_os(MARK).is_some() {
         return false;
     }
@@ -108,6 +133,7 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
         }
         return told.is_some();
     }
+    register(function);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let installed = install(folder.path()).unwrap_or_else(|error| panic!("{error}"));
     run_anew(function, |command| {
@@ -185,8 +211,21 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
 #[macro_export]
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{
-        fn here() {}
-        $crate::run_again($crate::name_of(here), &[$(($name, $value)),*])
+        fn needs_softcuda_driver() {}
+        $crate::run_again($crate::name_of(needs_softcuda_driver), &[$(($name, $value)),*])
+    }};
+}
+
+/// Registers the calling test as one that gives the driver to programs that it starts: kits for
+/// machines with GPUs have the tests that are registered. It must be the first statement of a test.
+///
+/// [`again!`] registers its test, too. The kits look for the name of the function that both define:
+/// it stays in the executable.
+#[macro_export]
+macro_rules! registered {
+    () => {{
+        fn needs_softcuda_driver() {}
+        $crate::register($crate::name_of(needs_softcuda_driver))
     }};
 }
 

@@ -37,7 +37,7 @@
 //! # }
 //! ```
 //!
-//! Tests that start programs call [`install`] and [`environment`] instead. Cargo builds the library
+//! Tests that start programs call [`registered!`], [`install`] and [`environment`] instead. Cargo builds the library
 //! together with any package that has this one among its (dev-)dependencies. A program started by
 //! hand needs `cargo build -p softcuda-driver`.
 //!
@@ -93,4 +93,4 @@ mod control;
 mod harness;
 
 pub use control::{Driver, bytes, calls, driver};
-pub use harness::{environment, install, library, name_of, real, run_again, run_anew};
+pub use harness::{environment, install, library, name_of, real, register, run_again, run_anew};

@@ -56,6 +56,7 @@ fn figure(said: &str, name: &str) -> u64 {
 
 #[test]
 fn whole_shards_are_not_copied_and_memory_is_opened_once() {
+    softcuda::registered!();
     let pace = |pace| vec![("SOFTCUDA_PACE", pace)];
     // Blocks of the driver that hold several segments, and no interprocess events at all.
     let sharing = vec![("SOFTCUDA_BLOCK", "16777216"), ("SOFTCUDA_IPC_EVENTS", "0")];
@@ -78,6 +79,7 @@ fn whole_shards_are_not_copied_and_memory_is_opened_once() {
 
 #[test]
 fn parts_of_shards_are_copied_once() {
+    softcuda::registered!();
     for processes in [2, 3] {
         let (mut job, _folder) = start(processes, &["parts"], &[("SOFTCUDA_PACE", "seed:3")]);
         for said in job.wait_well() {
@@ -95,6 +97,7 @@ fn parts_of_shards_are_copied_once() {
 
 #[test]
 fn many_arrays_are_lent_and_relent_at_once() {
+    softcuda::registered!();
     for processes in [2, 3] {
         let (mut job, _folder) = start(processes, &["at-once"], &[]);
         for said in job.wait_well() {
@@ -112,6 +115,7 @@ fn inject_fault(processes: usize, victim: usize, pace: &str) -> FaultOutcome {
 
 #[test]
 fn killed_process_with_lent_memory_is_named_by_the_others() {
+    softcuda::registered!();
     for (processes, victim, pace) in
         [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")]
     {
@@ -136,6 +140,7 @@ fn killed_process_with_lent_memory_is_named_by_the_others() {
 /// on. No device waits for another process's device: such a wait may never end.
 #[test]
 fn device_of_survivor_works_after_unfinished_loan() {
+    softcuda::registered!();
     for orphans in ["end", "hang"] {
         let settings = [("SOFTCUDA_ORPHANS", orphans)];
         let (mut job, _folder) = start(2, &["unfinished"], &settings);
@@ -151,6 +156,7 @@ fn device_of_survivor_works_after_unfinished_loan() {
 /// peer timeout. Later first uses are slow, too.
 #[test]
 fn slow_first_uses_of_a_device_lose_no_process() {
+    softcuda::registered!();
     // Process 0 has a CPU device, or a CUDA device that starts quickly.
     for kinds in ["cpu,cuda", "cuda"] {
         let settings = [(variables::DEVICE, kinds), ("SOFTCUDA_FIRST", "4000")];
@@ -162,6 +168,7 @@ fn slow_first_uses_of_a_device_lose_no_process() {
 
 #[test]
 fn stop_shorter_than_peer_timeout_is_no_failure() {
+    softcuda::registered!();
     let (mut job, _folder) = start(2, &["steps"], &[]);
     job.wait_for_output("step 5\n").unwrap();
     job.stop(1).unwrap();
@@ -188,16 +195,6 @@ const REFUSED: &str = "do not lend each other memory of their devices: ";
 
 #[test]
 fn without_ipc_handles_arrays_go_through_the_host() {
-    if softcuda::real() {
-        println!("skipped: a real driver does not fail at will");
-        return;
-    }
-    let refused = [("SOFTCUDA_FAIL", "cuIpcOpenMemHandle_v2:1")];
-    for said in run_apart(|process| &refused[..process]) {
-        assert_eq!(said.matches(REFUSED).count(), 1, "{said}");
-        let (_, why) = said.split_once(REFUSED).expect("found above");
-        assert!(why.starts_with("opening memory of another process's CUDA device"), "{said}");
-        assert!(why.contains("copied through host memory"), "{said}");
     softcuda::registered!();
     if softcuda::real() {
         println!("skipped: a real driver does not fail at will");
@@ -212,8 +209,18 @@ fn without_ipc_handles_arrays_go_through_the_host() {
 #[test]
 fn refused_ipc_handles_are_reported_once_with_reason_and_cost() {
     softcuda::registered!();
+    if softcuda::real() {
+        println!("skipped: a real driver does not fail at will");
+        return;
     }
-}
+    let refused = [("SOFTCUDA_FAIL", "cuIpcOpenMemHandle_v2:1")];
+    for said in run_apart(|process| &refused[..process]) {
+        assert_eq!(said.matches(REFUSED).count(), 1, "{said}");
+        let (_, why) = said.split_once(REFUSED).expect("found above");
+        assert!(why.starts_with("opening memory of another process's CUDA device"), "{said}");
+        assert!(why.contains("copied through host memory"), "{said}");
+    }
     let off = [(variables::CUDA_IPC, "0")];
     let said = run_apart(|process| &off[..process]);
     assert!(said[0].contains("MPMD_CUDA_IPC=0 turns it off"), "the other has not: {said:?}");
+}

@@ -59,6 +59,7 @@ fn ends(job: &mut Job) -> (Vec<ProcessEnd>, String) {
 
 #[test]
 fn nccl_works_over_every_transport() {
+    softcuda::registered!();
     for (carrier, pace) in [(Carrier::SHM, "eager"), (Carrier::TCP, "seed:6")] {
         let (mut job, _folder) =
             start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
@@ -71,6 +72,7 @@ fn nccl_works_over_every_transport() {
 
 #[test]
 fn processes_that_share_a_gpu_use_the_host() {
+    softcuda::registered!();
     for (ways, gpus) in [(["nccl"; 3], "2"), (["host"; 3], "3")] {
         let (mut job, _folder) =
             start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
@@ -86,6 +88,7 @@ fn processes_that_share_a_gpu_use_the_host() {
 
 #[test]
 fn killed_process_is_named_by_those_waiting_in_nccl() {
+    softcuda::registered!();
     for (processes, victim, carrier) in
         [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)]
     {
@@ -106,6 +109,7 @@ fn killed_process_is_named_by_those_waiting_in_nccl() {
 
 #[test]
 fn different_or_unknown_collectives_setting_is_an_error() {
+    softcuda::registered!();
     let (mut job, _folder) = start(Carrier::SHM, &["nccl", "host"], &["sums", "1"], &[]);
     let (ended, report) = ends(&mut job);
     for end in ended {
@@ -124,6 +128,7 @@ fn different_or_unknown_collectives_setting_is_an_error() {
 
 #[test]
 fn process_without_nccl_is_named_by_all() {
+    softcuda::registered!();
     if let Ok(version) = mpmd_device::cuda::nccl() {
         println!("SKIPPED: NCCL {version} is installed on this machine, for all processes");
         return;

@@ -180,6 +180,7 @@ mod with_a_driver_in_software {
 
     #[test]
     fn doctor_lists_all_cuda_devices() {
+        softcuda::registered!();
         if softcuda::real() {
             println!("skipped: a real driver has as many devices as it has");
             return;
@@ -202,6 +203,7 @@ mod with_a_driver_in_software {
 
     #[test]
     fn processes_get_cuda_devices_of_their_own_or_share_them() {
+        softcuda::registered!();
         let folder = tempfile::tempdir().expect("a folder for the test");
         for devices in ["1", "2"] {
             for kinds in ["cuda", "cpu,cuda"] {
@@ -241,6 +243,7 @@ mod with_a_driver_in_software {
     /// Runs small versions of all benchmarks of CUDA devices.
     #[test]
     fn cuda_benchmarks_print_every_expected_figure() {
+        softcuda::registered!();
         for (arguments, expected) in [
             ("dispatch --repeats 2", &[("jit issue", "over_launch_us"), ("launch", "p90")][..]),
             (
@@ -270,6 +273,7 @@ mod with_a_driver_in_software {
 
     #[test]
     fn hand_overs_stand_beside_cuda_alone() {
+        softcuda::registered!();
         let lines = bench("p2p --case handover --sizes 4Ki,64Ki --repeats 2", &[]);
         let figure = |line: &Value, field: &str| {
             line[field].as_f64().filter(|figure| figure.is_finite()).unwrap_or_else(|| {
@@ -304,6 +308,7 @@ mod with_a_driver_in_software {
 
     #[test]
     fn probe_prints_every_fact_of_a_driver() {
+        softcuda::registered!();
         let small = ("SOFTCUDA_MEMORY", "1073741824");
         let lines = bench("probe --events 50", &[small]);
         assert!(lines.iter().all(|line| line.get("failed").is_none()), "{lines:?}");

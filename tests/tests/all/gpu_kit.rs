@@ -41,7 +41,8 @@ fn lay(kit: &Path, tests: &[&str]) {
     put(&softcuda::library().expect("the driver is built"), "libsoftcuda_driver.so");
     put(&std::env::current_exe().expect("a test knows its own file"), "deps/tests-all");
     let tests: String = tests.iter().map(|test| format!("deps/tests-all {test}\n")).collect();
-    fs::write(kit.join("manifest"), format!("commit 0123\n{tests}")).expect("a manifest");
+    fs::write(kit.join("manifest"), format!("commit 0123\nkit framework\n{tests}"))
+        .expect("a manifest");
 }
 
 /// Runs stages of the kit with nothing but a C++ compiler in `PATH`.

@@ -3,7 +3,7 @@
 //! Programs lie in the folder itself, tests in `deps` below, as in cargo's target folder: tests
 //! look for programs and for the driver in software in the folder above their own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, BufReader};
@@ -12,23 +12,88 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use ruzstd::decoding::StreamingDecoder;
 use serde_json::Value;
 
+use crate::candle_cuda;
 use crate::captured::{quiet, watched};
 use crate::commands::cargo;
 
 /// The program that runs the stages.
 const RUNNER: &str = "xtask";
 
-/// All programs: that one, and those that the stages and their tests start.
-const PROGRAMS: [&str; 8] =
-    ["mpmd", "basic", "cuda_kernel", "pipeline", "reshard", "named", "train_gpt", RUNNER];
+/// The content of a kit.
+#[derive(Debug)]
+pub(super) struct Content {
+    /// The name in the manifest.
+    pub(super) name: &'static str,
+    /// The programs that the stages and their tests start, and the one that runs the stages.
+    pub(super) programs: &'static [&'static str],
+    /// The packages with these programs, and with tests that use the driver.
+    packages: &'static [&'static str],
+    /// The features that make candle compute on CUDA devices, if the kit is for that.
+    features: Option<&'static str>,
+    /// Files and folders for tests and stages: (path in the repository, path in the kit).
+    data: &'static [(&'static str, &'static str)],
+}
 
-/// The packages with these programs, and with tests for GPUs.
-const PACKAGES: [&str; 6] =
-    ["mpmd-core", "mpmd-device", "mpmd-cli", "mpmd-examples", "mpmd-tests", "xtask"];
+impl Content {
+    /// True if the programs and tests of the kit are linked with CUDA's libraries.
+    pub(super) fn links_cuda(&self) -> bool {
+        self.features.is_some()
+    }
+}
+
+/// Both kits.
+pub(super) static CONTENTS: [&Content; 2] = [&FRAMEWORK, &CANDLE];
+
+/// Everything that needs no build of candle for CUDA.
+pub(super) static FRAMEWORK: Content = Content {
+    name: "framework",
+    programs: &[
+        "mpmd",
+        "basic",
+        "cuda_kernel",
+        "pipeline",
+        "reshard",
+        "named",
+        "train_gpt",
+        RUNNER,
+    ],
+    packages: &[
+        "mpmd-core",
+        "mpmd-device",
+        "mpmd-train",
+        "mpmd-cli",
+        "mpmd-examples",
+        "mpmd-tests",
+        "xtask",
+    ],
+    features: None,
+    // Something to train on.
+    data: &[("README.md", "text")],
+};
+
+/// Models on CUDA devices: the tests of candle's build for them, and the programs of models.
+pub(super) static CANDLE: Content = Content {
+    name: "candle",
+    programs: &["finetune", "generate", "serve", "train_and_serve", RUNNER],
+    packages: &["mpmd-candle", "mpmd-models", "mpmd-serve", "xtask"],
+    features: Some("mpmd-candle/cuda,mpmd-models/candle-cuda,mpmd-serve/candle-cuda"),
+    data: &[
+        ("README.md", "text"),
+        ("mpmd-serve/mpmd-demo", "model"),
+        ("mpmd-models/tests/folders", FOLDERS),
+    ],
+};
+
+/// The folder of a kit with the models of the tests, which look for it beside their own folder.
+const FOLDERS: &str = "folders";
+
+/// The function that the macros of the driver in software define in each test that uses it. Its
+/// full name is in the test's executable.
+const REGISTERED: &[u8] = b"::needs_softcuda_driver";
 
 /// The driver in software.
 const SOFTWARE: &str = "libsoftcuda_driver.so";
@@ -41,13 +106,24 @@ const PACKED: &str = "packed.tar.zst";
 
 /// The most bytes of a packed kit: together with the repository it fits where such machines take
 /// their files from.
-const MOST: u64 = 55_000_000;
+const MOST: u64 = 60 << 20;
 
 /// The newest version of glibc that a program may need.
 const GLIBC: (u32, u32) = (2, 34);
 
 /// The libraries that a program may need. CUDA's are loaded when they are first used.
 const LIBRARIES: [&str; 4] = ["libc.so.", "libm.so.", "libgcc_s.so.", "ld-linux"];
+
+/// The libraries that a program with candle for CUDA may need, too.
+const OF_CANDLE: [&str; 7] = [
+    "libcuda.so",
+    "libcudart.so",
+    "libcublas.so",
+    "libcublasLt.so",
+    "libcurand.so",
+    "libnvrtc.so",
+    "libstdc++.so",
+];
 
 /// Time limit of the build, and of each program that packs.
 const LONG: Duration = Duration::from_secs(4 * 3600);
@@ -57,6 +133,7 @@ pub(super) struct Kit {
     /// The absolute folder.
     pub(super) folder: PathBuf,
     pub(super) commit: String,
+    pub(super) content: &'static Content,
     pub(super) tests: Vec<Test>,
 }
 
@@ -99,6 +176,10 @@ impl Kit {
         let mut lines = text.lines();
         let commit = lines.next().and_then(|line| line.strip_prefix("commit "));
         let commit = commit.with_context(|| format!("{} names no commit", path.display()))?;
+        let name = lines.next().and_then(|line| line.strip_prefix("kit ")).unwrap_or_default();
+        let content = CONTENTS.into_iter().find(|content| content.name == name);
+        let content =
+            content.with_context(|| format!("{}: there is no kit {name:?}", path.display()))?;
         let tests = lines.map(|line| {
             let (file, name) =
                 line.split_once(' ').with_context(|| format!("{}: {line:?}", path.display()))?;
@@ -106,21 +187,33 @@ impl Kit {
         });
         Ok(Self {
             commit: commit.to_owned(),
+            content,
             tests: tests.collect::<anyhow::Result<_>>()?,
             folder: folder.canonicalize().context("the kit's folder")?,
         })
     }
 }
 
-/// Builds the workspace at `root` and lays a kit into `folder`, in place of an older kit.
+/// Builds the workspace at `root` and lays a kit into `folder`, in place of an older kit. With
+/// `software`, candle is built for the driver in software, else by the toolkit of this machine.
 ///
 /// # Errors
 ///
 /// If the build fails or is interrupted by `stop`, or if the folder holds something else.
-pub(super) fn lay(root: &Path, folder: &Path, stop: &AtomicBool) -> anyhow::Result<Kit> {
+pub(super) fn lay(
+    root: &Path,
+    content: &'static Content,
+    software: bool,
+    folder: &Path,
+    stop: &AtomicBool,
+) -> anyhow::Result<Kit> {
     let mut command = Command::new(cargo());
     command.current_dir(root).args(["build", "--profile", "gpu", "--lib", "--bins", "--tests"]);
-    command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+    command.args(content.packages.iter().flat_map(|package| ["--package", package]));
+    if let Some(features) = content.features {
+        command.args(["--package", "softcuda-driver", "--features", features]);
+        candle_cuda::prepare(root, &mut command, software)?;
+    }
     command.args(["--message-format", "json-render-diagnostics"]);
     println!("building programs and tests for speed, which takes 20 minutes or more at first");
     let said = watched(&mut command, LONG, stop)?;
@@ -131,7 +224,7 @@ pub(super) fn lay(root: &Path, folder: &Path, stop: &AtomicBool) -> anyhow::Resu
     // A copy without git's data has no commit.
     let commit = quiet(&mut describe, LONG, stop).ok().filter(|said| said.code == Some(0));
     let commit = commit.map_or_else(|| "unknown".to_owned(), |said| said.stdout.trim().to_owned());
-    laid(&built(&said.stdout), &commit, &root.join("README.md"), folder, stop)
+    laid(&built(&said.stdout), content, &commit, root, folder, stop)
 }
 
 /// Reads what cargo says about a build.
@@ -162,8 +255,9 @@ fn built(said: &str) -> Built {
 /// Lays a kit of what was built.
 fn laid(
     built: &Built,
+    content: &'static Content,
     commit: &str,
-    text: &Path,
+    root: &Path,
     folder: &Path,
     stop: &AtomicBool,
 ) -> anyhow::Result<Kit> {
@@ -174,29 +268,82 @@ fn laid(
         .with_context(|| format!("making {}", folder.display()))?;
     let is_new = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
     ensure!(is_new, "{} is neither empty nor a kit", folder.display());
-    for name in PROGRAMS {
-        let program = built.programs.get(name).with_context(|| format!("{name} was not built"))?;
+    for name in content.programs {
+        let program = built.programs.get(*name).with_context(|| format!("{name} was not built"))?;
         link(program, &folder.join(name))?;
     }
     let software = built.software.as_ref().with_context(|| format!("{SOFTWARE} was not built"))?;
     link(software, &folder.join(SOFTWARE))?;
-    // Something to train on.
-    link(text, &folder.join("text"))?;
-    let mut manifest = format!("commit {commit}\n");
+    for (from, to) in content.data {
+        link_all(&root.join(from), &folder.join(to))?;
+    }
+    let mut manifest = format!("commit {commit}\nkit {}\n", content.name);
     for (file, path) in &built.tests {
-        let mut list = Command::new(path);
-        let said = quiet(list.args(["--list", "--format", "terse"]), LONG, stop)?;
-        let names = said.stdout.lines().filter_map(|line| line.strip_suffix(": test"));
-        // By name: every such test has `cuda` in its name, or in that of its module.
-        let names: Vec<&str> = names.filter(|name| name.contains("cuda")).collect();
-        if names.is_empty() {
+        let registered = registered(&fs::read(path).context("reading a test executable")?);
+        if registered.is_empty() {
             continue;
         }
+        let mut list = Command::new(path);
+        list.args(["--list", "--format", "terse"]);
+        if content.links_cuda() {
+            list.env("LD_LIBRARY_PATH", candle_cuda::toolkit()?);
+        }
+        let said = quiet(&mut list, LONG, stop)?;
+        let listed: Vec<&str> =
+            said.stdout.lines().filter_map(|line| line.strip_suffix(": test")).collect();
+        let names = named(&listed, &registered)
+            .map_err(|name| anyhow!("{} has no test {name}", path.display()))?;
         link(path, &folder.join("deps").join(file))?;
         manifest.extend(names.iter().map(|name| format!("deps/{file} {name}\n")));
     }
     fs::write(folder.join(MANIFEST), manifest).context("writing the manifest")?;
     Kit::read(folder)
+}
+
+/// Returns the full names of the functions in an executable that register tests, without that of
+/// the function itself. Bytes of another text may be in front of the first name.
+fn registered(executable: &[u8]) -> BTreeSet<String> {
+    let is_of_name = |byte: &u8| byte.is_ascii_alphanumeric() || b"_:".contains(byte);
+    let mut found = BTreeSet::new();
+    for (end, _) in
+        executable.windows(REGISTERED.len()).enumerate().filter(|(_, bytes)| *bytes == REGISTERED)
+    {
+        let name = executable[..end].iter().rev().take_while(|byte| is_of_name(byte)).count();
+        let name = &executable[end - name..end];
+        // The constant itself, in an executable that has this function.
+        if !name.is_empty() {
+            found.insert(String::from_utf8_lossy(name).into_owned());
+        }
+    }
+    found
+}
+
+/// Returns the listed tests that are registered. The error is a registered name that no listed test
+/// has.
+fn named<'a>(listed: &[&'a str], registered: &BTreeSet<String>) -> Result<Vec<&'a str>, String> {
+    let mut names = BTreeSet::new();
+    for full in registered {
+        // The name of the crate comes first. A longer name may end with a shorter one.
+        let ends = listed
+            .iter()
+            .filter(|name| full.strip_suffix(**name).is_some_and(|before| before.ends_with("::")));
+        let name = ends.max_by_key(|name| name.len()).ok_or_else(|| full.clone())?;
+        names.insert(*name);
+    }
+    Ok(names.into_iter().collect())
+}
+
+/// Puts a file, or all files of a folder, into a kit.
+fn link_all(from: &Path, to: &Path) -> anyhow::Result<()> {
+    if !from.is_dir() {
+        return link(from, to);
+    }
+    fs::create_dir_all(to).with_context(|| format!("making {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("reading {}", from.display()))? {
+        let entry = entry.with_context(|| format!("reading {}", from.display()))?;
+        link_all(&entry.path(), &to.join(entry.file_name()))?;
+    }
+    Ok(())
 }
 
 /// Puts a file into a kit: as a hard link, or as a copy on another file system.
@@ -215,7 +362,7 @@ fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
 pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     let never = AtomicBool::new(false);
     let mut files = vec![PathBuf::from(SOFTWARE)];
-    files.extend(PROGRAMS.map(PathBuf::from));
+    files.extend(kit.content.programs.iter().map(PathBuf::from));
     files.extend(kit.tests.iter().map(|test| PathBuf::from(&test.file)));
     files.dedup();
     for file in &files {
@@ -223,7 +370,8 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
         dump.args(["-p", "-T"]).arg(kit.folder.join(file)).env("LC_ALL", "C");
         let said = quiet(&mut dump, LONG, &never).context("objdump is part of binutils")?;
         ensure!(said.code == Some(0), "objdump {}: {}", file.display(), said.first_words());
-        if let Some(need) = too_new(&said.stdout, GLIBC) {
+        let more = kit.content.features.map_or(&[][..], |_| &OF_CANDLE[..]);
+        if let Some(need) = too_new(&said.stdout, GLIBC, more) {
             bail!("{} needs {need}, which machines with GPUs may lack", file.display());
         }
     }
@@ -235,7 +383,7 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     let mut inner = Command::new("tar");
     // No machine has all of xz and zstd: the stages' program unpacks by itself.
     inner.args(["-I", "zstd -q -9 -T0 --long=26", "-cf"]).arg(&packed).arg("-C");
-    inner.arg(&kit.folder).args([MANIFEST, "text"]);
+    inner.arg(&kit.folder).arg(MANIFEST).args(kit.content.data.iter().map(|(_, to)| to));
     inner.args(files.iter().filter(|file| *file != Path::new(RUNNER)));
     let mut outer = Command::new("tar");
     outer.arg("-cf").arg(&archive).arg("-C").arg(above);
@@ -282,12 +430,12 @@ fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
 }
 
 /// Returns the first need of a program that is not met everywhere, from the output of `objdump -p
-/// -T`: a library, or a symbol of a glibc newer than `newest`.
-fn too_new(dump: &str, newest: (u32, u32)) -> Option<String> {
+/// -T`: a library that is not among `more` either, or a symbol of a glibc newer than `newest`.
+fn too_new(dump: &str, newest: (u32, u32), more: &[&str]) -> Option<String> {
     dump.lines().find_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         if let ["NEEDED", library] = words[..] {
-            let is_known = LIBRARIES.iter().any(|known| library.starts_with(known));
+            let is_known = LIBRARIES.iter().chain(more).any(|known| library.starts_with(known));
             return (!is_known).then(|| format!("the library {library}"));
         }
         let version = words.iter().rev().nth(1).filter(|_| words.contains(&"*UND*"))?;
@@ -317,7 +465,8 @@ pub(super) mod tests {
 
         /// Makes the folder a kit of nothing but these lines of tests.
         pub(in crate::gpu) fn kit(&self, tests: &str) -> Kit {
-            fs::write(self.0.join(MANIFEST), format!("commit 0123\n{tests}")).unwrap();
+            let text = format!("commit 0123\nkit framework\n{tests}");
+            fs::write(self.0.join(MANIFEST), text).unwrap();
             Kit::read(&self.0).unwrap()
         }
     }
@@ -332,8 +481,10 @@ pub(super) mod tests {
     fn fake(folder: &Folder) -> Built {
         let small = folder.0.join("small");
         fs::write(&small, "no program").unwrap();
+        fs::write(folder.0.join("README.md"), "text").unwrap();
+        let programs = FRAMEWORK.programs.iter();
         Built {
-            programs: PROGRAMS.map(|name| (name.to_owned(), small.clone())).into(),
+            programs: programs.map(|name| ((*name).to_owned(), small.clone())).collect(),
             tests: [("small".to_owned(), "/bin/true".into())].into(),
             software: Some(small),
         }
@@ -344,11 +495,13 @@ pub(super) mod tests {
         let folder = Folder::new("lay");
         let (mut built, stop) = (fake(&folder), AtomicBool::new(false));
         let listing = folder.0.join("listing");
-        fs::write(&listing, "#!/bin/sh\necho 'cuda::one: test'\necho 'two: test'\n").unwrap();
+        let script = "#!/bin/sh\necho 'cuda::one: test'\necho 'two: test'\n\
+                      # all::cuda::one::needs_softcuda_driver\n";
+        fs::write(&listing, script).unwrap();
         fs::set_permissions(&listing, fs::Permissions::from_mode(0o755)).unwrap();
         built.tests.insert("listing".to_owned(), listing);
-        let (text, kit) = (folder.0.join("small"), folder.0.join("kit"));
-        let lay = |built: &Built| laid(built, "abc", &text, &kit, &stop);
+        let kit = folder.0.join("kit");
+        let lay = |built: &Built| laid(built, &FRAMEWORK, "abc", &folder.0, &kit, &stop);
         for _ in 0..2 {
             let kit = lay(&built).unwrap();
             let names: Vec<String> = kit.tests.iter().map(Test::to_string).collect();
@@ -390,8 +543,8 @@ pub(super) mod tests {
         let mut built = fake(&folder);
         built.software = Some(program.clone());
         built.programs.values_mut().for_each(|file| file.clone_from(&program));
-        let text = folder.0.join("small");
-        let kit = laid(&built, "abc", &text, &folder.0.join("kit"), &AtomicBool::new(false));
+        let (to, never) = (folder.0.join("kit"), AtomicBool::new(false));
+        let kit = laid(&built, &FRAMEWORK, "abc", &folder.0, &to, &never);
         let said = pack(&kit.unwrap()).unwrap();
         assert!(said.contains("tar xf kit.tar && kit/xtask gpu --prebuilt kit"), "{said}");
         let there = folder.0.join("there");
@@ -406,7 +559,7 @@ pub(super) mod tests {
         }
         assert_eq!(fs::read(there.join("mpmd")).unwrap(), fs::read(&program).unwrap());
         assert!(Command::new(there.join("mpmd")).status().unwrap().success());
-        assert_eq!(fs::read_dir(&there).unwrap().count(), PROGRAMS.len() + 3);
+        assert_eq!(fs::read_dir(&there).unwrap().count(), FRAMEWORK.programs.len() + 3);
         fs::write(there.join(PACKED), "damaged").unwrap();
         let error = Kit::read(&there).err().unwrap();
         assert!(error.to_string().contains("unpacking "), "{error:#}");
@@ -417,17 +570,78 @@ pub(super) mod tests {
         let dump = "  NEEDED               libm.so.6\n  NEEDED               libc.so.6\n\
              0000000000000000      DF *UND*\t0000000000000000 (GLIBC_2.34) pthread_create\n\
              0000000000000000  w   D  *UND*\t0000000000000000  Base        __gmon_start__\n";
-        assert_eq!(too_new(dump, GLIBC), None);
-        let found = too_new(dump, (2, 33));
+        assert_eq!(too_new(dump, GLIBC, &[]), None);
+        let found = too_new(dump, (2, 33), &[]);
         assert_eq!(found.as_deref(), Some("pthread_create of GLIBC_2.34"));
-        let library = too_new(&dump.replace("libm.so.6", "libucp.so.0"), GLIBC);
+        let library = too_new(&dump.replace("libm.so.6", "libucp.so.0"), GLIBC, &OF_CANDLE);
         assert_eq!(library.as_deref(), Some("the library libucp.so.0"));
         // The format of the installed objdump.
         let this = std::env::current_exe().unwrap();
         let said = Command::new("objdump").args(["-p", "-T"]).arg(this).output().unwrap();
         let said = String::from_utf8(said.stdout).unwrap();
-        assert_eq!(too_new(&said, GLIBC), None);
-        let found = too_new(&said, (2, 1)).unwrap_or_default();
+        assert_eq!(too_new(&said, GLIBC, &[]), None);
+        let found = too_new(&said, (2, 1), &[]).unwrap_or_default();
         assert!(found.contains(" of GLIBC_2."), "{found}");
+    }
+
+    #[test]
+    fn registered_tests_are_found_by_their_functions() {
+        let bytes = b"\0wordsall::cuda::one::needs_softcuda_driver, xy_z::a::two\
+            ::needs_softcuda_driver::needs_softcuda_driver";
+        let found = registered(bytes);
+        let expected = ["wordsall::cuda::one", "xy_z::a::two"];
+        let nested = "xy_z::a::two::needs_softcuda_driver";
+        assert_eq!(
+            found,
+            [&expected[..], &[nested]].concat().into_iter().map(String::from).collect()
+        );
+        let listed = ["cuda::one", "one", "a::two", "two", "other"];
+        let two = expected.map(String::from).into();
+        assert_eq!(named(&listed, &two), Ok(vec!["a::two", "cuda::one"]));
+        assert_eq!(named(&listed[2..], &two), Err("wordsall::cuda::one".to_owned()));
+    }
+
+    /// Returns the packages below a folder whose Rust files contain one of `words`.
+    fn packages_with(words: &[String]) -> BTreeSet<String> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mut found = BTreeSet::new();
+        let mut folders = vec![root.to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).unwrap() {
+                let path = entry.unwrap().path();
+                let name = path.file_name().unwrap().to_string_lossy().into_owned();
+                if path.is_dir() && !name.starts_with('.') && name != "target" {
+                    folders.push(path);
+                } else if name.ends_with(".rs") {
+                    let text = fs::read_to_string(&path).unwrap();
+                    if words.iter().any(|word| text.contains(word)) {
+                        found.insert(package_of(&path));
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Returns the name of the package that has a file.
+    fn package_of(file: &Path) -> String {
+        let manifest = file.ancestors().map(|folder| folder.join("Cargo.toml"));
+        let manifest = manifest.into_iter().find(|manifest| manifest.is_file()).unwrap();
+        let text = fs::read_to_string(manifest).unwrap();
+        let name = text.lines().find_map(|line| line.strip_prefix("name = "));
+        name.unwrap().trim_matches('"').to_owned()
+    }
+
+    #[test]
+    fn kits_have_all_packages_with_tests_that_use_the_driver() {
+        // Not written in one piece, as these are no uses.
+        let words = ["again", "registered"].map(|name| format!("softcuda::{name}{}", "!("));
+        let mut using = packages_with(&words);
+        // The driver's own tests need no device.
+        assert!(using.remove("softcuda"));
+        let of_kits = CONTENTS.iter().flat_map(|content| content.packages.iter().copied());
+        let of_kits: BTreeSet<String> = of_kits.map(str::to_owned).collect();
+        let missing: Vec<&String> = using.difference(&of_kits).collect();
+        assert!(using.len() > 5 && missing.is_empty(), "{missing:?} of {using:?}");
     }
 }

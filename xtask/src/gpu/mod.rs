@@ -23,7 +23,7 @@ use anyhow::Context as _;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::commands::target;
-use kit::Kit;
+use kit::{CANDLE, Content, FRAMEWORK, Kit};
 use report::Report;
 use stages::{STAGES, Stage};
 use turn::{Place, Turn};
@@ -40,6 +40,8 @@ const WORTH_A_START: Duration = Duration::from_secs(5);
 /// Arguments of the command.
 pub(crate) struct Options {
     way: Way,
+    /// The kit to build.
+    content: &'static Content,
     /// True if the stages run on the driver in software.
     software: bool,
     stages: Vec<&'static Stage>,
@@ -68,6 +70,7 @@ impl Options {
     pub(crate) fn parse(arguments: &[&str]) -> Result<Self, String> {
         let mut options = Self {
             way: Way::Here,
+            content: &FRAMEWORK,
             software: false,
             stages: STAGES.iter().collect(),
             limit: Duration::MAX,
@@ -80,6 +83,7 @@ impl Options {
                 "--pack" => options.way = Way::Pack(value()?.into()),
                 "--prebuilt" => options.way = Way::Prebuilt(value()?.into()),
                 "--software" => options.software = true,
+                "--candle" => options.content = &CANDLE,
                 "--stage" => {
                     let names: Vec<&str> = value()?.split(',').collect();
                     if let Some(name) =
@@ -127,7 +131,7 @@ pub(crate) fn gpu(
             Ok(ExitCode::SUCCESS)
         }
         Way::Pack(folder) => {
-            let kit = kit::lay(root()?, folder, &stop)?;
+            let kit = kit::lay(root()?, options.content, options.software, folder, &stop)?;
             println!("{}", kit::pack(&kit)?);
             Ok(ExitCode::SUCCESS)
         }
@@ -141,7 +145,9 @@ pub(crate) fn gpu(
             Ok(ExitCode::from(NO_DRIVER))
         }
         Way::Here => {
-            let kit = kit::lay(root()?, &target()?.join("gpu-kit"), &stop)?;
+            let name = format!("gpu-kit-{}", options.content.name);
+            let folder = target()?.join(name);
+            let kit = kit::lay(root()?, options.content, options.software, &folder, &stop)?;
             staged(&kit, options, stop)
         }
     }
@@ -160,7 +166,10 @@ fn staged(kit: &Kit, options: &Options, stop: Arc<AtomicBool>) -> anyhow::Result
             until = end;
         }
         let mut turn = Turn::new(&place, until);
-        if place.is_stopped() {
+        let missing = stage.programs.iter().find(|name| !kit.content.programs.contains(name));
+        if let Some(name) = missing {
+            turn.not_run(&format!("the kit {} has no program {name}", kit.content.name));
+        } else if place.is_stopped() {
             turn.not_run("interrupted");
         } else if until.saturating_duration_since(Instant::now()) < WORTH_A_START {
             turn.cut("no time is left of --limit");
@@ -191,7 +200,9 @@ mod options {
         // In the order of the list, which is that of their priority.
         let names: Vec<&str> = some.stages.iter().map(|stage| stage.name).collect();
         assert_eq!(names, ["facts", "tests"]);
-        assert_eq!(parsed("--pack kit").unwrap().way, Way::Pack("kit".into()));
+        let pack = parsed("--pack kit").unwrap();
+        assert_eq!((pack.way, pack.content.name), (Way::Pack("kit".into()), "framework"));
+        assert_eq!(parsed("--pack kit --candle").unwrap().content.name, "candle");
         assert_eq!(parsed("--list").unwrap().way, Way::List);
     }
 

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use super::kit::{CONTENTS, Content};
 use super::tests::{self, Kind};
 use super::turn::Turn;
 
@@ -11,25 +12,43 @@ pub(super) struct Stage {
     pub(super) name: &'static str,
     /// Time limit in seconds.
     pub(super) limit: u64,
+    /// The programs that the stage starts: a kit without them leaves it out.
+    pub(super) programs: &'static [&'static str],
     pub(super) run: fn(&mut Turn<'_>),
 }
 
-/// All stages. The limits together are at most ten minutes, the longest time that one command may
-/// take on some machines with GPUs.
-pub(super) const STAGES: [Stage; 12] = [
-    Stage { name: "facts", limit: 20, run: facts },
-    Stage { name: "doctor", limit: 30, run: doctor },
-    Stage { name: "kernel", limit: 30, run: kernel },
-    Stage { name: "probe", limit: 60, run: probe },
-    Stage { name: "tests", limit: 120, run: |turn| tests::run(turn, Kind::Usual, 8) },
-    Stage { name: "hand-over", limit: 50, run: hand_over },
-    Stage { name: "dispatch", limit: 25, run: dispatch },
-    Stage { name: "reshard", limit: 40, run: reshard },
-    Stage { name: "programs", limit: 50, run: programs },
-    Stage { name: "gpt", limit: 55, run: gpt },
-    Stage { name: "memcheck", limit: 60, run: memcheck },
+/// All stages. The limits of those of a kit together are at most ten minutes, the longest time that
+/// one command may take on some machines with GPUs.
+pub(super) const STAGES: [Stage; 13] = [
+    Stage { name: "facts", limit: 20, programs: &[], run: facts },
+    Stage { name: "doctor", limit: 30, programs: &["mpmd"], run: doctor },
+    Stage { name: "kernel", limit: 30, programs: &["cuda_kernel"], run: kernel },
+    Stage { name: "probe", limit: 60, programs: &["mpmd"], run: probe },
+    Stage {
+        name: "tests",
+        limit: 120,
+        programs: &[],
+        run: |turn| tests::run(turn, Kind::Usual, 8),
+    },
+    Stage { name: "hand-over", limit: 50, programs: &["mpmd"], run: hand_over },
+    Stage { name: "dispatch", limit: 25, programs: &["mpmd"], run: dispatch },
+    Stage { name: "reshard", limit: 40, programs: &["mpmd"], run: reshard },
+    Stage { name: "programs", limit: 50, programs: &["basic", "reshard"], run: programs },
+    Stage { name: "gpt", limit: 55, programs: &["train_gpt"], run: gpt },
+    Stage {
+        name: "models",
+        limit: 120,
+        programs: &["generate", "finetune", "serve", "train_and_serve"],
+        run: models,
+    },
+    Stage { name: "memcheck", limit: 60, programs: &["mpmd", "cuda_kernel"], run: memcheck },
     // Last: a driver may wait for a dead process for ever.
-    Stage { name: "kills", limit: 60, run: |turn| tests::run(turn, Kind::Kill, 2) },
+    Stage {
+        name: "kills",
+        limit: 60,
+        programs: &["mpmd"],
+        run: |turn| tests::run(turn, Kind::Kill, 2),
+    },
 ];
 
 /// Exit code of the sanitizer if it has found an error.
@@ -44,9 +63,17 @@ pub(super) fn list() -> String {
     for Stage { name, limit, .. } in &STAGES {
         let _ = writeln!(text, "{name:10} {limit:4} s");
     }
-    let all: u64 = STAGES.iter().map(|stage| stage.limit).sum();
-    let _ = writeln!(text, "{:10} {all:4} s", "together");
+    for content in CONTENTS {
+        let _ = writeln!(text, "{:10} {:4} s", content.name, limit_of(content));
+    }
     text
+}
+
+/// Returns the seconds that all stages of a kit may take together.
+fn limit_of(content: &Content) -> u64 {
+    let has_all =
+        |stage: &&Stage| stage.programs.iter().all(|name| content.programs.contains(name));
+    STAGES.iter().filter(has_all).map(|stage| stage.limit).sum()
 }
 
 /// Shows what may explain a failure. Programs that the machine lacks are no failure.
@@ -158,6 +185,37 @@ fn gpt(turn: &mut Turn<'_>) {
     }
 }
 
+/// Trains the demonstration model, continues a text with it, and starts and drains a server.
+fn models(turn: &mut Turn<'_>) {
+    let [model, text] = ["model", "text"].map(|name| turn.place.kit.folder.join(name));
+    let [model, text] = [&model, &text].map(|path| path.to_string_lossy().into_owned());
+    let on_cuda = ["--model", &model, "--device", "cuda"];
+    let steps = turn.sized("20", "2");
+    let training = ["--steps", steps, "--time", "32", &text];
+    turn.program("finetune", &[&on_cuda[..], &training].concat());
+
+    let prompt = ["--prompt", "A stage", "--tokens", turn.sized("64", "4"), "--temperature", "0"];
+    let said = turn.program("generate", &[&on_cuda[..], &prompt].concat());
+    if !said.contains("CUDA devices compute all passes") {
+        turn.failed("generate does not compute on the device", &said);
+    }
+
+    // A signal drains the servers.
+    const UNTIL_READY: &str = "\
+        program=$1; shift; $program \"$@\" >serve.txt 2>&1 & server=$!
+        for i in $(seq 100); do grep -q listening serve.txt && break; sleep 0.5; done
+        kill -TERM $server; wait $server; code=$?
+        cat serve.txt; grep -q listening serve.txt && exit $code";
+    let port = ["--port", "0"];
+    let learning = ["--steps", steps, &text];
+    for (name, more) in [("serve", &[][..]), ("train_and_serve", &learning)] {
+        let program = turn.place.kit.folder.join(name);
+        let program = program.to_string_lossy();
+        let start = ["-c", UNTIL_READY, "sh", &program];
+        turn.run(turn.command("/bin/sh", &[&start[..], &on_cuda, &port, more].concat()));
+    }
+}
+
 /// Runs small programs under compute-sanitizer, for memory errors within kernels.
 fn memcheck(turn: &mut Turn<'_>) {
     const SANITIZER: &str = "compute-sanitizer";
@@ -194,9 +252,9 @@ mod limits {
     use super::*;
 
     #[test]
-    fn limits_together_are_ten_minutes_at_most() {
-        let sum: u64 = STAGES.iter().map(|stage| stage.limit).sum();
-        assert!(sum <= 600, "{sum} s");
-        assert!(list().ends_with(&format!("together  {sum:5} s\n")), "{}", list());
+    fn limits_of_a_kit_are_ten_minutes_at_most() {
+        let sums = CONTENTS.map(limit_of);
+        assert!(sums.iter().all(|sum| (100..=600).contains(sum)), "{sums:?}");
+        assert!(list().ends_with(&format!("candle     {:4} s\n", sums[1])), "{}", list());
     }
 }

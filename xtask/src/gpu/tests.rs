@@ -120,6 +120,10 @@ fn one(place: &Place<'_>, test: &Test, number: usize, until: Instant) -> (Outcom
     };
     let mut command = Command::new(place.kit.folder.join(&test.file));
     command.args(["--exact", &test.name, "--nocapture", "--test-threads=1"]);
+    // Other tests install the driver themselves, where they need it.
+    if place.software && place.kit.content.links_cuda() {
+        place.give_software(&mut command);
+    }
     let end = place.ended(command.stdout(stdout).stderr(stderr), until.min(now + EACH));
     let output = String::from_utf8_lossy(&fs::read(&path).unwrap_or_default()).into_owned();
     let _ = fs::remove_file(&path);

@@ -14,6 +14,7 @@ use anyhow::Context as _;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use super::kit::Kit;
+use crate::candle_cuda::LIBRARIES;
 use crate::captured;
 use crate::commands::shown;
 
@@ -25,9 +26,6 @@ pub(super) const SUMMARY: &str = "summary.txt";
 
 /// Bytes of one command's output that stay in the log, half of its beginning and half of its end.
 const MOST: u64 = 1 << 20;
-
-/// The names by which programs find the libraries of CUDA, here the driver in software.
-const STANDS_FOR: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.13", "libcublas.so.13"];
 
 /// The name of NCCL's library, in every version of CUDA.
 const NCCL: &str = "libnccl.so.2";
@@ -67,11 +65,17 @@ impl<'a> Place<'a> {
             let library = kit.folder.join("libsoftcuda_driver.so");
             let folder = scratch.join("cuda");
             fs::create_dir_all(&folder).context("making the driver's folder")?;
-            for name in STANDS_FOR.iter().chain([&NCCL]) {
+            for name in LIBRARIES.iter().chain([&NCCL]) {
                 symlink(&library, folder.join(name)).with_context(|| format!("linking {name}"))?;
             }
         }
         Ok(Self { kit, software, out, scratch, stop })
+    }
+
+    /// Gives a command the driver in software.
+    pub(super) fn give_software(&self, command: &mut Command) {
+        command.env("LD_LIBRARY_PATH", self.scratch.join("cuda"));
+        command.env("SOFTCUDA_CACHE", self.kit.folder.join("softcuda-kernels"));
     }
 
     /// Returns true if a signal has asked for the end of the run.
@@ -160,8 +164,7 @@ impl<'a> Turn<'a> {
         let mut command = Command::new(program.as_ref());
         command.args(arguments);
         if self.place.software {
-            command.env("LD_LIBRARY_PATH", self.place.scratch.join("cuda"));
-            command.env("SOFTCUDA_CACHE", self.place.kit.folder.join("softcuda-kernels"));
+            self.place.give_software(&mut command);
         }
         command
     }
