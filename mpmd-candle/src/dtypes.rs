@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use mpmd_core::{Error, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
 
-use crate::cuda::with_shortage;
+use crate::shortage::with_shortage;
 
 /// Runs `$then` with `$type` as the element type of arrays of dtype `$dtype`. Returns an error for
 /// dtypes that candle lacks.

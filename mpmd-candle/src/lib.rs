@@ -24,6 +24,7 @@ mod matmul;
 pub mod nn;
 mod params;
 mod pass;
+mod shortage;
 mod stage;
 mod tensors;
 mod threads;

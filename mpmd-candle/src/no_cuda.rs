@@ -18,11 +18,6 @@ pub(crate) fn are_on_cuda(_: &[&Tensor]) -> bool {
     false
 }
 
-/// Returns an error of candle as it is: no device was out of memory.
-pub(crate) fn with_shortage(why: String) -> String {
-    why
-}
-
 impl<'a> OnCuda<'a> {
     pub(crate) fn enter(_: &Context<'a>) -> CoreResult<Option<Self>> {
         Ok(None)

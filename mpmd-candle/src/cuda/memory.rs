@@ -10,11 +10,11 @@ use std::ffi::c_void;
 
 use mpmd_core::cuda::{Cuda, DeviceRoom};
 
+use crate::shortage;
+
 thread_local! {
     /// The allocators of the device that this thread's pass uses.
     static ROOM: RefCell<Option<DeviceRoom>> = const { RefCell::new(None) };
-    /// What they held when an allocation of this thread failed last.
-    static SHORTAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
 /// Lets candle's allocations of this thread make room on a device, until it is dropped.
@@ -29,14 +29,6 @@ impl RoomGuard {
 impl Drop for RoomGuard {
     fn drop(&mut self) {
         ROOM.set(self.0.take());
-    }
-}
-
-/// Adds to an error of candle what the device's allocators hold, if it was out of memory.
-pub(crate) fn with_shortage(why: String) -> String {
-    match SHORTAGE.take() {
-        Some(held) if why.contains("OUT_OF_MEMORY") => format!("{why}; {held}"),
-        _ => why,
     }
 }
 
@@ -56,7 +48,7 @@ unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: *m
     if answer == OUT_OF_MEMORY
         && let Some(room) = &room
     {
-        SHORTAGE.set(Some(room.to_string()));
+        shortage::note(room.to_string());
     }
     answer
 }

@@ -7,8 +7,8 @@
 //! on candle's stream and memory.
 //!
 //! candle takes memory from the driver's pool of the device. Limits and plans count of it what a
-//! stage declares: graphs and prepared parameters, but no intermediate values of a pass. On a device
-//! that is out of memory, candle's allocations make room first (`memory.rs`).
+//! stage declares: graphs and prepared parameters, but no intermediate values of a pass. On a
+//! device that is out of memory, candle's allocations make room first (`memory.rs`).
 
 #![allow(unsafe_code)]
 
@@ -34,7 +34,6 @@ use memory::RoomGuard;
 
 pub(crate) use bridge::on_cuda;
 pub(crate) use gradient::DeviceGradient;
-pub(crate) use memory::with_shortage;
 pub(crate) use tensors::tensor;
 
 /// Access to candle's device during a pass on a CUDA device. Its drop makes later work of our

@@ -28,6 +28,7 @@ use mpmd_layout::topology::Mesh;
 use crate::collectives;
 use crate::cx::Cx;
 use crate::params::{self, Params};
+use crate::shortage::with_shortage;
 use crate::tensors::Tensors;
 use probe::Probed;
 
@@ -250,7 +251,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Returns an error of the model, with the line of the stage.
     fn failed(&self, why: impl std::fmt::Display) -> Error {
         // candle puts each part of a message on a line of its own.
-        let why = crate::cuda::with_shortage(why.to_string().replace(":\n", ": "));
+        let why = with_shortage(why.to_string().replace(":\n", ": "));
         Error::kernel(format!("the model of the stage made at {} fails: {why}", self.at))
     }
 }

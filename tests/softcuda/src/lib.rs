@@ -37,16 +37,16 @@
 //! # }
 //! ```
 //!
-//! Tests that start programs call [`registered!`], [`install`] and [`environment`] instead. Cargo builds the library
-//! together with any package that has this one among its (dev-)dependencies. A program started by
-//! hand needs `cargo build -p softcuda-driver`.
+//! Tests that start programs call [`registered!`], [`install`] and [`environment`] instead. Cargo
+//! builds the library together with any package that has this one among its (dev-)dependencies. A
+//! program started by hand needs `cargo build -p softcuda-driver`.
 //!
 //! # Settings, by environment
 //!
 //! - `SOFTCUDA_DEVICES`: number of devices, 1 by default. With 0 there is a driver but no device.
 //! - `SOFTCUDA_MEMORY`: bytes of each device, 4 GiB by default. Each process counts its own use.
-//! - `SOFTCUDA_SHARED`: most bytes of shared memory that a block can ask for, 227 KiB by default, as
-//!   with H100; A10, L4 and RTX have 99 KiB.
+//! - `SOFTCUDA_SHARED`: most bytes of shared memory that a block can ask for, 227 KiB by default,
+//!   as with H100; A10, L4 and RTX have 99 KiB.
 //! - `SOFTCUDA_PACE`: `eager` (the default): a stream works as soon as it can. `lazy` or
 //!   `lazy:<ms>`: a stream works only when a thread waits for it or queries it, or after a second
 //!   (or `<ms>`); missing waits then show. `seed:<n>`: random short pauses.

@@ -51,8 +51,9 @@ impl<'a> Cuda<'a> {
     }
 
     /// Returns an interface that issues to `stream`. It refuses products of matrices: cuBLAS issues
-    /// to the device's own stream alone, as do collectives, which are calls of the context. Values on the host are copied to the device once for each stream that uses them. Scratch
-    /// that was used on one stream must not be dropped before the other is used.
+    /// to the device's own stream alone, as do collectives, which are calls of the context. Values
+    /// on the host are copied to the device once for each stream that uses them. Scratch that was
+    /// used on one stream must not be dropped before the other is used.
     pub fn on<'b>(&self, stream: &'b ForeignStream) -> Cuda<'b>
     where
         'a: 'b,
