@@ -1,7 +1,7 @@
 //! The log of the command line and of programs that want one: `tracing` events on standard error.
 //! The end of a program whose standard output fails.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::io::{IsTerminal, Write, stderr};
 use std::panic::{set_hook, take_hook};
 use std::process::exit;
