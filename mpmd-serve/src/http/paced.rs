@@ -124,7 +124,7 @@ mod tests {
         let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
         let (mut client, server) = (client.unwrap(), accepted.unwrap().0);
         let peer = Arc::new(Peer::new(server));
-        let mut paced = Paced::new(peer, Duration::from_millis(300));
+        let mut paced = Paced::new(peer, Duration::from_secs(3));
         let bytes = vec![7; 1 << 24];
         let mut taken = vec![0; 1 << 24];
         let (written, read) = tokio::join!(paced.write_all(&bytes), client.read_exact(&mut taken));
