@@ -224,8 +224,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns logits of several distributions: wide and narrow ones, many equal ones, and some that
-    /// are no numbers that count.
+    /// Returns logits of several distributions: wide and narrow ones, many equal ones, and some
+    /// that are no finite numbers.
     fn cases() -> Vec<Vec<f32>> {
         let normal = |seed: u64, count: u64, scale: f32| -> Vec<f32> {
             (0..count).map(|at| scale * normal_f32(Key(seed), at)).collect()

@@ -1,5 +1,5 @@
-//! Walks over logits: the largest, and the weights by which tokens are drawn. The bits of the results
-//! do not depend on the processor.
+//! Walks over logits: the largest, and the weights by which tokens are drawn. The bits of the
+//! results do not depend on the processor.
 
 use super::lanes;
 
@@ -12,8 +12,8 @@ const SHIFT: u32 = 17;
 /// Number of bins that [`TokenWeights::add_to_bins`] needs.
 pub const BINS: usize = 1 << (31 - SHIFT);
 
-/// Defines a function that calls another one, in a form with wider vector registers if the processor
-/// has them. No form joins a product and a sum, so both give the same bits.
+/// Defines a function that calls another one, in a form with wider vector registers if the
+/// processor has them. No form joins a product and a sum, so both give the same bits.
 macro_rules! widest {
     ($name:ident = $function:ident($($argument:ident: $of:ty),*) $(-> $result:ty)?) => {
         fn $name($($argument: $of),*) $(-> $result)? {
@@ -74,8 +74,8 @@ fn largest(logits: &[f32]) -> i32 {
     lanes.into_iter().fold(i32::MIN, i32::max)
 }
 
-/// The weights by which tokens are drawn: `e^((x - largest) / temperature)` of a logit `x`. They are
-/// accurate to 3e-7 near the largest, and zero below 1e-34.
+/// The weights by which tokens are drawn: `e^((x - largest) / temperature)` of a logit `x`. They
+/// are accurate to 3e-7 near the largest, and zero below 1e-34.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenWeights {
     largest: f32,
@@ -133,7 +133,9 @@ impl TokenWeights {
 
 widest!(sum_wide = sum(weights: TokenWeights, logits: &[f32], least: i32) -> f32);
 widest!(add_wide = add(weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]));
-widest!(find_wide = find(weights: TokenWeights, logits: &[f32], bin: usize, found: &mut dyn FnMut(usize)));
+widest!(find_wide = find(
+    weights: TokenWeights, logits: &[f32], bin: usize, found: &mut dyn FnMut(usize)
+));
 
 #[inline(always)]
 fn sum(weights: TokenWeights, logits: &[f32], least: i32) -> f32 {
