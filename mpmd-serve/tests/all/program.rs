@@ -465,7 +465,8 @@ fn server_goes_on_after_a_training_that_is_spoiled() {
             assert!(line.contains("NaN") || line.contains("inf"), "{line}");
             break;
         }
-        assert!(line.starts_with("step ") && start.elapsed() < LONG, "{line}");
+        // The server refuses its weights, and says so, too.
+        assert!(start.elapsed() < LONG, "{line}");
     }
     let ask = json!({ "prompt": "A", "max_tokens": 8, "temperature": 0, "ignore_eos": true });
     let answer = serving.send("POST", "/v1/completions", &ask);

@@ -40,7 +40,7 @@ fn refused(to: &Checkpoints) -> String {
         assert_eq!(trainer.restore(p, &to.clone().at(2))?, Some(2));
         Ok(said)
     });
-    let mut said: Vec<String> = results.into_iter().map(Result::unwrap).collect();
+    let said: Vec<String> = results.into_iter().map(Result::unwrap).collect();
     assert!(said.iter().all(|other| *other == said[0]), "{said:?}");
     let (said, advice) = said[0].split_once(". There is an older checkpoint: ").unwrap();
     let damaged = advice.strip_prefix("to continue after step 2, remove ").unwrap();
