@@ -48,7 +48,8 @@ mod tests {
 
     /// Returns the meanings of signals at these times in milliseconds.
     fn taken<const N: usize>(times: [u64; N]) -> [StopRequest; N] {
-        let (start, mut requests) = (Instant::now(), StopRequests::default());
+        let start = Instant::now();
+        let mut requests = StopRequests::default();
         times.map(|time| requests.take(start + Duration::from_millis(time)))
     }
 

@@ -116,6 +116,21 @@ mod tests {
     }
 
     #[test]
+    fn first_signal_of_a_request_is_passed_on() {
+        let (start, mut stop) = (Instant::now(), Stop::default());
+        let mut is_new =
+            |signal, seconds| stop.is_new(signal, start + std::time::Duration::from_secs(seconds));
+        let found = [
+            is_new(Signal::USR1, 0),
+            is_new(Signal::TERM, 0),
+            is_new(Signal::INT, 1),
+            is_new(Signal::HUP, 1),
+            is_new(Signal::TERM, 2),
+        ];
+        assert_eq!(found, [true, true, false, true, true]);
+    }
+
+    #[test]
     fn sigkill_is_a_failure_unless_the_launcher_sent_it() {
         let mut stop = Stop::default();
         stop.ask(Signal::INT, false);

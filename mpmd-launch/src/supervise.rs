@@ -100,7 +100,8 @@ impl Launch {
     ) -> impl Fn() -> String + use<> {
         let is_quiet = self.output == OutputMode::Quiet0;
         // The output may last longer than the job.
-        let (server, processes): (Weak<Server>, usize) = (Arc::downgrade(server), self.processes);
+        let server: Weak<Server> = Arc::downgrade(server);
+        let processes = self.processes;
         let prefix = self.prefix_of(Stream::Out, process);
         let is_first = move || {
             let job = server.upgrade().map(|server| Standing::of(&server, processes));

@@ -122,7 +122,11 @@ impl Intake for Arrival {
     }
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
-        let (version, received) = (received_version(received), received.clone());
+        let version = received_version(received);
+        let received = received.clone();
+        if received.version != version_number(received.version) {
+            return Err(format!("its number is too large: expected less than 2^{NUMBER}"));
+        }
         if self.versions.is_loading() {
             return Err("weights of a folder are being read".to_owned());
         }
