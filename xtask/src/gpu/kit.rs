@@ -301,7 +301,7 @@ fn laid(
 }
 
 /// Returns the full names of the functions in an executable that register tests, without that of
-/// the function itself. Bytes of another text may be in front of the first name.
+/// the function itself. Other texts may be in front of a name, without a byte in between.
 fn registered(executable: &[u8]) -> BTreeSet<String> {
     let is_of_name = |byte: &u8| byte.is_ascii_alphanumeric() || b"_:".contains(byte);
     let mut found = BTreeSet::new();

@@ -533,6 +533,7 @@ mod tests {
     #[test]
     fn single_rank_reduces_on_a_real_device() {
         const COUNT: usize = 1000;
+        softcuda::registered!();
         if !softcuda::real() {
             println!("SKIPPED: MPMD_TEST_GPU=1 runs this on a real device");
             return;
