@@ -54,7 +54,8 @@ pub(super) fn reserve_descriptors(connections: usize) -> anyhow::Result<()> {
     ensure!(
         maximum.is_none_or(|maximum| maximum >= needed),
         "--max-connections: {connections} connections need {needed} open files, {others} of them \
-         for other purposes, and the limit is {}: raise it (`ulimit -n`), or give fewer connections",
+         for other purposes, and the limit is {}: raise it (`ulimit -n`), or give fewer \
+         connections",
         maximum.unwrap_or_default()
     );
     setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })
