@@ -197,8 +197,8 @@ fn crash_at_exit_fails_the_job_and_hurries_nobody() {
     let outcome = folder.job("crash at exit").spares(1).restarts(1).run().unwrap();
     assert_eq!((outcome.code(), &outcome.codes[..]), (137, &[0, 137, 0][..]));
     let failure = outcome.first_failure.unwrap();
-    let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system sends it \
-                    when memory is full";
+    let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system sends \
+                    it when memory is full";
     assert_eq!(failure.to_string(), expected);
     assert!(folder.read("saved").is_some());
 }

@@ -11,8 +11,8 @@ use super::progress::say;
 use super::report::{EvaluationReport, StepReport};
 use crate::tensors::disk::beside;
 
-/// A file with one line of JSON for each step, each evaluation and each recovery. A line that cannot
-/// be written is left out: the training is worth more.
+/// A file with one line of JSON for each step, each evaluation and each recovery. A line that
+/// cannot be written is left out: the training is worth more.
 pub(super) struct Metrics {
     file: File,
     path: PathBuf,
@@ -102,7 +102,8 @@ impl Metrics {
         }));
     }
 
-    /// Writes a line at once, so that a killed process leaves whole lines. Warns once if that fails.
+    /// Writes a line at once, so that a killed process leaves whole lines. Warns once if that
+    /// fails.
     fn line(&mut self, value: &serde_json::Value) {
         let whole = self.file.metadata().map(|file| file.len());
         let Err(error) = self.file.write_all(format!("{value}\n").as_bytes()) else { return };

@@ -156,8 +156,8 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
     if source.dtype != *dtype {
         let found = source.dtype;
         return Err(format!(
-            "{name}: {dtype} is wanted, and {} is published as {found}: give both ends one type, as \
-             with --publish-as {dtype} of finetune or --dtype {found} of serve",
+            "{name}: {dtype} is wanted, and {} is published as {found}: give both ends one type, \
+             as with --publish-as {dtype} of finetune or --dtype {found} of serve",
             part.from
         ));
     }
