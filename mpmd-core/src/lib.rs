@@ -57,7 +57,7 @@ pub use exec::array::host_array::HostArray;
 pub use exec::array::object::ObjectRef;
 pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
 #[doc(hidden)]
-pub use files::{open_regular, read_regular};
+pub use files::{file_note, hash_samples, open_regular, read_regular};
 pub use kernel::cuda;
 pub use mpmd_base::ProcessId;
 pub use mpmd_launch as launch;
@@ -66,6 +66,7 @@ pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
 pub use mpmd_proto::{Failure, FailureKind};
 pub use mpmd_record::dry_run;
+pub use mpmd_transport::rendezvous::Fact;
 pub use trace::{Label, Role};
 
 /// Names that nearly every program needs.

@@ -73,6 +73,11 @@ impl Replacing {
         self.left > 0
     }
 
+    /// Starts no further processes: the job would refuse them.
+    pub(super) fn start_no_more(&mut self) {
+        self.left = 0;
+    }
+
     /// Takes one of the processes that may be started. Returns false if none is left.
     pub(super) fn take_one(&mut self) -> bool {
         let has_one = self.left > 0;

@@ -316,6 +316,10 @@ impl Processes {
                                 let pid = pid.as_raw_nonzero();
                                 say(format!("the job goes on without the spare {pid}: {how}"));
                             }
+                            // It had the arguments and the files of all that would follow.
+                            if server.refusal(ProcessId(number as u32)).is_some() {
+                                replacing.start_no_more();
+                            }
                             continue;
                         }
                         Meaning::Lost(_) if !is_ending => {

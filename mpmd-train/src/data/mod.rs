@@ -4,6 +4,7 @@
 //! [`Program::array_from_fn`]. So the data do not depend on the number of processes.
 
 mod blocks;
+mod content;
 mod packed;
 mod rows;
 mod text;
@@ -16,6 +17,7 @@ use mpmd_layout::random::Key;
 use mpmd_layout::topology::Mesh;
 
 pub use blocks::{BLOCK, HELD_OUT_EVERY};
+pub use content::hash_files;
 pub use packed::{Packed, Sequence};
 pub use text::{LARGEST_FILE, SEPARATOR, Text};
 pub use tokens::TokenSource;

@@ -8,8 +8,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::{Error, Result, open_regular};
+use mpmd_core::{Error, Result, hash_samples, open_regular};
 use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::random::Key;
 use mpmd_layout::region::Region;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
@@ -98,6 +99,22 @@ impl TensorFile {
             done += len;
         }
         Ok(())
+    }
+
+    /// Returns a hash of the shape and the dtype of an array, and of up to `samples` samples of its
+    /// values, of 4 KiB each, spread evenly over them.
+    ///
+    /// # Errors
+    ///
+    /// If the file has no such array or cannot be read.
+    pub fn hash_samples(&self, name: &str, samples: u64) -> Result<u64> {
+        let info = self.info(name)?;
+        let [start, end] =
+            [info.data_offsets.0, info.data_offsets.1].map(|offset| self.start + offset as u64);
+        let hash = hash_samples(&self.file, start..end, samples);
+        let hash = hash.map_err(|error| self.failed(name, &error))?;
+        let form = format!("{:?} {:?}", info.dtype, info.shape);
+        Ok(form.bytes().fold(Key(hash), |key, byte| key.fold_in(byte.into())).0)
     }
 
     fn info(&self, name: &str) -> Result<&TensorInfo> {

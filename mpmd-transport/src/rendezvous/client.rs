@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::clock::{ClockOffset, clock, quickest};
 use super::connect::is_gone;
 use super::connection::{Connection, open};
-use super::protocol::{self, Answer, Request};
+use super::protocol::{self, Answer, Leaving, Request};
 use super::{Down, Identity, JoinConfig, Joined, Member, RendezvousError, Report, Succession};
 use mpmd_proto::wire::ProcessId;
 
@@ -146,7 +146,7 @@ impl Rendezvous {
             identity,
             waits,
             peer_timeout,
-            member,
+            member: Box::new(member),
         };
         // A spare may wait for as long as the job runs.
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
@@ -303,7 +303,7 @@ impl Rendezvous {
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes, or
     /// [`Left`](RendezvousError::Left) if this process has left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
-        self.leave_and(false)
+        self.leave_and(Leaving::Ends)
     }
 
     /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its
@@ -313,13 +313,22 @@ impl Rendezvous {
     ///
     /// The errors of [`leave`](Self::leave).
     pub fn leave_epoch(&self) -> Result<(), RendezvousError> {
-        self.leave_and(true)
+        self.leave_and(Leaving::Returns)
     }
 
-    fn leave_and(&self, returns: bool) -> Result<(), RendezvousError> {
+    /// Leaves the job without the place that this process has just got, for another one to take.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`leave`](Self::leave).
+    pub fn give_back(&self, why: impl Into<String>) -> Result<(), RendezvousError> {
+        self.leave_and(Leaving::GivesBack(why.into()))
+    }
+
+    fn leave_and(&self, how: Leaving) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
-        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask, returns }).map(drop);
+        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask, how }).map(drop);
         if left.is_ok() {
             // The server closes after its answer, and the listening thread may already have
             // recorded that.

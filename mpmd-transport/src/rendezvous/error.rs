@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::facts::{Difference, on_two, over_time};
 use mpmd_proto::wire::ProcessId;
 
 /// The reason why a rendezvous failed. Some of these travel from the server to its clients.
@@ -139,6 +140,45 @@ pub enum RendezvousError {
         other_host: String,
         /// The program fingerprint of `other`.
         other_program: String,
+    },
+    /// Two processes have other options or other files. All processes get this error, unless the
+    /// later one only waits for a place. The caller's fault.
+    #[error(
+        "process {process} on host {host} differs from process {other} on host {other_host}: {}. \
+         Give all processes the same options and the same files; if files have changed since the \
+         job was started, put the old ones back, or start the job again",
+        on_two(facts, (*process, *other))
+    )]
+    Differs {
+        /// The process that joined later.
+        process: ProcessId,
+        /// The host of `process`.
+        host: String,
+        /// A process that joined before.
+        other: ProcessId,
+        /// The host of `other`.
+        other_host: String,
+        /// The facts that differ, with the values of `process` first.
+        facts: Vec<Difference>,
+    },
+    /// The files of a process that waited have changed meanwhile. The environment's fault.
+    #[error(
+        "this process waited for a place in the job, and takes none, since its files have changed \
+         meanwhile: {}. Put the old ones back, or start the job again",
+        over_time(facts)
+    )]
+    Changed {
+        /// The facts that have changed, with the earlier values first.
+        facts: Vec<Difference>,
+    },
+    /// No process takes the place of a lost one, and one that could have was refused. The
+    /// environment's fault.
+    #[error("{missing}. A process that came was refused: {refused}")]
+    NoReplacement {
+        /// The error that names the missing processes.
+        missing: String,
+        /// The reason of the refusal.
+        refused: String,
     },
     /// A request that only a joined process may make, or a second join. The caller's fault.
     #[error("{what} is possible only {when}")]

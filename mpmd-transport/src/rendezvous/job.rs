@@ -26,7 +26,7 @@ use self::barriers::Barriers;
 use self::epochs::{Entry, Epochs, HowEnded, Wish};
 use self::looks::Looks;
 use self::values::Values;
-use super::protocol::{Answer, Reply, Request};
+use super::protocol::{Answer, Leaving, Reply, Request};
 use super::{Identity, Joined, Member, RendezvousError};
 use crate::deadline::after;
 use crate::strangers::Link;
@@ -137,7 +137,7 @@ impl Job {
                 // A service that goes on knows nothing but marks.
                 let identity = Identity { key: identity.mark(), ..identity };
                 let wish = Wish { process, processes: processes as usize, epoch, identity, waits };
-                (ask, self.join(link, &wish, member, wait, now).map(|()| None))
+                (ask, self.join(link, &wish, *member, wait, now).map(|()| None))
             }
             Request::Set { ask, key, value } => {
                 (ask, self.values.set(key, value, &mut self.actions).map(Some))
@@ -158,12 +158,20 @@ impl Job {
                 }
                 return;
             }
-            Request::Leave { ask, returns } => {
+            Request::Leave { ask, how } => {
                 self.actions.answer(link, ask, Ok(Answer::Done));
                 self.actions.close(link);
+                let (why, how) = match how {
+                    Leaving::Ends => ("it has left the job", HowEnded::Left),
+                    Leaving::Returns => ("it has left the job", HowEnded::Returns),
+                    Leaving::GivesBack(why) => {
+                        self.epochs.gives_up(link);
+                        self.epochs.note_refusal(link, why);
+                        ("it has given its place back", HowEnded::Died)
+                    }
+                };
                 if let Some(process) = self.forget(link) {
-                    let how = if returns { HowEnded::Returns } else { HowEnded::Left };
-                    self.end(link, process, "it has left the job", how);
+                    self.end(link, process, why, how);
                 }
                 return;
             }

@@ -24,6 +24,7 @@
 //! - `server`: runs `job` over sockets, and `hub` without them, for simulated processes (`local`).
 //! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
 //! - `connection`: requests and answers, for both.
+//! - `facts`: the options and files of a process that must be those of all.
 //! - `connect`: how a client connects to the server, by its `config`.
 //! - `succession`: who goes on with the service if its process is gone, and `seeker`: a process
 //!   that finds it there.
@@ -34,6 +35,7 @@ mod config;
 mod connect;
 mod connection;
 mod error;
+mod facts;
 mod hub;
 mod job;
 mod local;
@@ -53,6 +55,7 @@ pub use clock::ClockOffset;
 pub use config::{Identity, JoinConfig};
 pub use connect::split_address;
 pub use error::RendezvousError;
+pub use facts::{Difference, Fact};
 pub use local::{LocalLink, LocalServer};
 pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
@@ -77,6 +80,9 @@ pub struct Member {
     /// A fingerprint of the program, which must be equal in all processes. May be empty, but then
     /// in all.
     pub program: String,
+    /// Facts about the program that must be equal in all processes. Of the members that a process
+    /// is told only the first one has them.
+    pub facts: Box<[Fact]>,
     /// The reason why the process cannot take part, if there is one: the others then hear it
     /// instead of missing the process.
     pub trouble: Option<String>,

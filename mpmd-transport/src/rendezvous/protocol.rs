@@ -14,7 +14,7 @@ use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -55,7 +55,7 @@ pub(super) enum Request {
         /// own.
         waits: bool,
         peer_timeout: Duration,
-        member: Member,
+        member: Box<Member>,
     },
     Set {
         ask: u64,
@@ -77,8 +77,7 @@ pub(super) enum Request {
     },
     Leave {
         ask: u64,
-        /// True if the process will join the next epoch.
-        returns: bool,
+        how: Leaving,
     },
     Pong,
     Report {
@@ -96,6 +95,17 @@ pub(super) enum Request {
         look: u64,
         status: ProcessStatus,
     },
+}
+
+/// The way in which a process leaves an epoch.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) enum Leaving {
+    /// Its part of the job has ended.
+    Ends,
+    /// It will join the next epoch.
+    Returns,
+    /// It does not take the place that it has got, for this reason.
+    GivesBack(String),
 }
 
 /// The status of a process in its own words, or the reason why there is none.
@@ -249,7 +259,7 @@ impl Frames {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Heir;
+    use super::super::{Fact, Heir};
     use super::*;
 
     #[test]
@@ -340,6 +350,7 @@ mod tests {
             devices: 2,
             addresses: vec![("tcp".into(), "10.0.0.1:77".into()), ("shm".into(), "shm/1".into())],
             program: "p".into(),
+            facts: Box::new([Fact::new("--seed", "1")]),
             trouble: Some("none".into()),
             sizes: vec![1, 2],
             is_added: true,
@@ -355,7 +366,7 @@ mod tests {
             identity: Identity { key: 3 << 90, run: Some(1 << 100) },
             waits,
             peer_timeout,
-            member: joining,
+            member: Box::new(joining),
         };
         let requests = [
             join,
@@ -363,7 +374,7 @@ mod tests {
             Request::Get { ask: 300, key: "k".into(), peer_timeout },
             Request::Barrier { ask: 4, name: "b".into(), peer_timeout },
             Request::Clock { ask: 70_000 },
-            Request::Leave { ask: 6, returns: true },
+            Request::Leave { ask: 6, how: Leaving::Returns },
             Request::Pong,
             Request::Look { ask: 7, words: vec![5; 9] },
             Request::Status { look: 8, status: Ok(vec![3; 25]) },

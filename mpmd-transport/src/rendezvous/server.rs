@@ -209,6 +209,14 @@ impl Server {
         self.stage.state.lock().parts.clone()
     }
 
+    /// Returns the reason why the process that joined first with this number had no place after it
+    /// had waited for one, if it was refused.
+    pub fn refusal(&self, number: ProcessId) -> Option<String> {
+        let state = self.stage.state.lock();
+        let mut refused = state.refused.iter().rev();
+        refused.find(|(process, _)| *process == number).map(|(_, why)| why.clone())
+    }
+
     /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
     /// left.
     ///
@@ -288,6 +296,7 @@ struct StageState {
     is_over: bool,
     parts: Vec<(ProcessId, Part)>,
     reports: Vec<(ProcessId, Report)>,
+    refused: Vec<(ProcessId, String)>,
 }
 
 /// An event of a connection, sent to the hub.
@@ -419,7 +428,7 @@ impl Hub {
         let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
         if known != (complete, failed, reports.len(), &parts)
             || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
-            || state.places != places
+            || (state.places, state.refused.len()) != (places, epochs.refused().len())
         {
             *state = StageState {
                 complete,
@@ -430,6 +439,7 @@ impl Hub {
                 may_shrink: state.may_shrink || may_shrink,
                 is_over,
                 parts,
+                refused: epochs.refused().to_vec(),
                 reports: reports.to_vec(),
             };
             self.stage.changed.notify_all();

@@ -9,7 +9,9 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_device::cuda;
 use mpmd_transport::Transport;
+use mpmd_transport::rendezvous::Fact;
 
+use super::facts::Facts;
 use super::membership::Membership;
 use super::version::Checks;
 use super::{Program, connect};
@@ -52,6 +54,7 @@ pub struct Builder {
     pub(super) check_replay: Option<u64>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
+    pub(super) facts: Option<Facts>,
     /// The numbers of processes that later epochs of the job may have, ascending, each with the
     /// number of devices. Empty if all epochs have as many as the first.
     pub(crate) sizes: Arc<[(u32, u32)]>,
@@ -79,6 +82,7 @@ impl Default for Builder {
             check_replay: None,
             trace: None,
             sync: None,
+            facts: None,
             sizes: Arc::default(),
         }
     }
@@ -260,6 +264,29 @@ impl Builder {
     /// [recovers](crate::RecoveringBuilder) have folders such as `epoch-2` within it.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
+        self
+    }
+
+    /// Sets the function that finds facts about this process that must be equal on all processes of
+    /// the job, such as options of the program and hashes of files. By default there are none.
+    ///
+    /// It is called before this process joins its job, and again when a process that has waited
+    /// gets a place. Processes that differ do not form a job: all get an error with the facts and
+    /// both values. A process that comes later and differs takes no place, and the others go on.
+    ///
+    /// ```
+    /// use mpmd_core::{Fact, Program};
+    ///
+    /// let seed = 7;
+    /// let builder = Program::builder().facts(move || vec![Fact::new("seed", seed.to_string())]);
+    /// builder.run(|p| {
+    ///     assert_eq!(p.processes(), 1);
+    ///     mpmd_core::Result::Ok(())
+    /// })?;
+    /// # Ok::<(), mpmd_core::Error>(())
+    /// ```
+    pub fn facts(mut self, find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
+        self.facts = Some(Facts::new(find));
         self
     }
 

@@ -14,6 +14,7 @@ use mpmd_transport::rendezvous::{
 };
 
 use super::builder::gpus_of;
+use super::facts::Facts;
 use super::membership::{Membership, Returning, blame};
 use super::neighbours::Neighbours;
 use super::transports::{self, Opened};
@@ -81,10 +82,16 @@ impl Candidate {
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
             }
             // A difference between the programs is reported before a missing transport or device.
-            Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
+            Err(error @ (RendezvousError::Program { .. } | RendezvousError::Differs { .. })) => {
+                return Err(wrong(error));
+            }
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
         let Joined { process, epoch, run, ref members } = joined;
+        let has_waited = epoch > builder.epoch;
+        if has_waited && let Some(facts) = &builder.facts {
+            self.keep_place(facts)?;
+        }
         builder.epoch = epoch;
         let topology = builder.resized(topology, members.len())?;
         let neighbours = Arc::new(Neighbours::find(process, members));
@@ -136,6 +143,18 @@ impl Candidate {
                 Err(error)
             }
         }
+    }
+}
+
+impl Candidate {
+    /// Checks that the facts that this process has told are still true. If they are not, gives its
+    /// place back, for another one to take.
+    fn keep_place(&self, facts: &Facts) -> Result<()> {
+        facts.check().inspect_err(|error| {
+            if let Err(error) = self.rendezvous.give_back(error.to_string()) {
+                tracing::debug!(%error, "giving a place back");
+            }
+        })
     }
 }
 

@@ -226,6 +226,7 @@ fn join(
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
+        facts: builder.facts.as_ref().map_or_else(Box::default, |facts| facts.told().into()),
         trouble: opened.as_ref().err().map(lack),
         sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
         is_added: env.is_added,

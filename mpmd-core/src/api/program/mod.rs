@@ -12,6 +12,7 @@ mod capture;
 mod connect;
 mod dry_run;
 mod epochs;
+mod facts;
 mod issue;
 mod locality;
 mod membership;

@@ -33,8 +33,8 @@ pub(super) struct Checks {
 
 /// Returns the properties that must be equal on all processes of a job. These are the version of
 /// mpmd, the executable, the devices, and the checks.
-/// Command-line arguments are not included, since some may concern only one process. Their effect
-/// on the program is compared as operations are issued.
+/// Command-line arguments are not included, since some may concern only one process. A program
+/// names those that must be equal: `Builder::facts`.
 pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u32)]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());

@@ -15,8 +15,9 @@ use mpmd_base::block::Instant;
 
 use self::places::{End, Former, Known, Seat};
 use self::sizes::check_sizes;
+use super::super::facts::MAX_FACT_BYTES;
 use super::super::protocol::{Answer, Reply};
-use super::super::{Identity, Member, Part, RendezvousError, Report};
+use super::super::{Fact, Identity, Member, Part, RendezvousError, Report};
 use super::actions::{Actions, Wait, check_name, processes};
 use crate::deadline::after;
 use crate::strangers::Link;
@@ -63,6 +64,12 @@ pub(in crate::rendezvous) struct Epochs {
     known: BTreeMap<u128, Known>,
     /// (Process, its failure), in order of arrival, at most one from each process.
     reports: Vec<(ProcessId, Report)>,
+    /// The program and the facts of the epochs so far: those of the first process. `None` before
+    /// the first epoch.
+    agreed: Option<Member>,
+    /// (Number with which a process joined first, the reason why it had no place), of processes
+    /// that waited.
+    refused: Vec<(ProcessId, String)>,
     /// The addresses of processes that can go on with the service, by the last epoch that has
     /// begun.
     heirs: Vec<String>,
@@ -87,6 +94,8 @@ impl Epochs {
             joined: BTreeMap::new(),
             known: BTreeMap::new(),
             reports: Vec::new(),
+            agreed: None,
+            refused: Vec::new(),
             heirs: Vec::new(),
         }
     }
@@ -104,6 +113,12 @@ impl Epochs {
     /// order of arrival.
     pub(in crate::rendezvous) fn reports(&self) -> &[(ProcessId, Report)] {
         &self.reports
+    }
+
+    /// Returns the processes that waited for a place and were refused, by the number with which each
+    /// joined first, with the reason.
+    pub(in crate::rendezvous) fn refused(&self) -> &[(ProcessId, String)] {
+        &self.refused
     }
 
     /// Number of processes that joined and have neither left nor ended.
@@ -233,6 +248,7 @@ impl Epochs {
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
+        check_facts(&member.facts)?;
         check_sizes(&member.sizes)?;
         if let Some(heir) = &member.heir {
             check_name("the address of a process", &heir.address)?;
@@ -320,7 +336,14 @@ impl Epochs {
             if self.shrinks() {
                 return self.begin(actions);
             }
-            let error = self.missing(self.peer_timeout);
+            let missing = self.missing(self.peer_timeout);
+            let error = match self.refused.last() {
+                Some((_, refused)) if self.epoch > 1 => RendezvousError::NoReplacement {
+                    missing: missing.to_string(),
+                    refused: refused.clone(),
+                },
+                _ => missing,
+            };
             return self.fail(error, actions);
         }
         self.gather_until = after(now, self.peer_timeout);
@@ -511,6 +534,20 @@ impl Epochs {
             self.reports.push((process, report));
         }
         Ok(Answer::Done)
+    }
+}
+
+/// Checks the length of a process's facts. Error messages contain some of them.
+fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
+    let bytes = |fact: &Fact| {
+        fact.name.len() + fact.value.as_ref().map_or(0, String::len) + fact.note.len()
+    };
+    match facts.iter().map(bytes).sum::<usize>() {
+        bytes if bytes > MAX_FACT_BYTES => {
+            let what = "the list of options and files of a program".to_owned();
+            Err(RendezvousError::TooLong { what, bytes, limit: MAX_FACT_BYTES })
+        }
+        _ => Ok(()),
     }
 }
 

@@ -50,7 +50,7 @@ impl Table {
             identity,
             waits: false,
             peer_timeout,
-            member,
+            member: Box::new(member),
         };
         self.job.said(link, join, self.now);
     }
@@ -164,7 +164,7 @@ fn too_long_keys_hosts_and_programs_are_refused() {
             identity: Identity { key: link.into(), run: None },
             waits: false,
             peer_timeout: TIME_LIMIT,
-            member,
+            member: Box::new(member),
         };
         table.job.said(link, join, table.now);
         let said = errors(table.said());

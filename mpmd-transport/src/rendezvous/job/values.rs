@@ -103,7 +103,7 @@ impl Values {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::protocol::{Reply, Request};
+    use super::super::super::protocol::{Leaving, Reply, Request};
     use super::super::tests::{TIME_LIMIT, Table};
     use super::*;
 
@@ -118,7 +118,7 @@ mod tests {
         table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
         let said = table.said();
         assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
-        table.job.said(11, Request::Leave { ask: 5, returns: false }, table.now);
+        table.job.said(11, Request::Leave { ask: 5, how: Leaving::Ends }, table.now);
         table.job.closed(11, "connection closed");
         assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
         assert_eq!(table.job.epochs.present(), 1);

@@ -7,12 +7,15 @@ use mpmd_base::block::Instant;
 
 use super::super::super::protocol::Answer;
 use super::super::super::succession::in_order;
-use super::super::super::{Identity, Member, Part, RendezvousError};
+use super::super::super::{Difference, Identity, Member, Part, RendezvousError};
 use super::super::actions::{Actions, Wait, processes};
 use super::{Epochs, Phase};
 use crate::deadline::after;
 use crate::strangers::Link;
 use mpmd_proto::wire::ProcessId;
+
+/// Number of refusals that are kept.
+const MOST_REFUSALS: usize = 256;
 
 /// A process that has joined.
 pub(super) struct Seat {
@@ -175,6 +178,7 @@ impl Epochs {
         actions: &mut Actions,
     ) -> Result<Entry, RendezvousError> {
         if let Some(error) = self.differs(wish.process, &member) {
+            self.add_refusal(wish.process, error.to_string());
             return Err(error);
         }
         self.check_is_new(link)?;
@@ -194,9 +198,10 @@ impl Epochs {
         if self.phase != Phase::Gathering {
             return;
         }
+        self.refuse_others(actions);
         for process in processes(self.seats.len()) {
             if self.seats[process.index()].is_none() && self.vacant[process.index()] {
-                let spare = self.next_spare(process, actions);
+                let spare = self.take_spare(|_| true);
                 if let Some(spare) = &spare {
                     self.joined.insert(spare.link, process);
                     self.has_part(spare.key, Part::Holds(process));
@@ -209,15 +214,6 @@ impl Epochs {
         }
     }
 
-    /// Takes a spare that can have this place. Refuses those whose program differs.
-    fn next_spare(&mut self, process: ProcessId, actions: &mut Actions) -> Option<Seat> {
-        while let Some(spare) = self.take_spare(|_| true) {
-            let Some(error) = self.differs(process, &spare.member) else { return Some(spare) };
-            self.refuse(&spare, error, actions);
-        }
-        None
-    }
-
     /// Takes a spare out of the list: one that was stopped and woke in time, if there is one, since
     /// it has copies that a new process lacks.
     pub(super) fn take_spare(&mut self, is_fit: impl Fn(&Seat) -> bool) -> Option<Seat> {
@@ -227,21 +223,52 @@ impl Epochs {
         Some(self.spares.remove(at))
     }
 
-    pub(super) fn refuse(&mut self, spare: &Seat, why: RendezvousError, actions: &mut Actions) {
-        actions.answer(spare.link, spare.waits.ask, Err(why));
-        self.is_away(spare.key);
+    /// Refuses the spares whose program, options or files differ from those of the job.
+    pub(super) fn refuse_others(&mut self, actions: &mut Actions) {
+        for spare in std::mem::take(&mut self.spares) {
+            let number = self.known.get(&spare.key).map_or(ProcessId(0), |known| known.number);
+            match self.differs(number, &spare.member) {
+                None => self.spares.push(spare),
+                Some(why) => {
+                    self.add_refusal(number, why.to_string());
+                    actions.answer(spare.link, spare.waits.ask, Err(why));
+                    self.is_away(spare.key);
+                }
+            }
+        }
+    }
+
+    /// Notes why the process of a client does not take its place.
+    pub(in super::super) fn note_refusal(&mut self, link: Link, why: String) {
+        let seat = self.seats.iter().flatten().find(|seat| seat.link == link);
+        if let Some(number) = seat.and_then(|seat| Some(self.known.get(&seat.key)?.number)) {
+            self.add_refusal(number, why);
+        }
+    }
+
+    fn add_refusal(&mut self, number: ProcessId, why: String) {
+        if self.refused.len() < MOST_REFUSALS {
+            self.refused.push((number, why));
+        }
     }
 
     /// Begins an epoch with the processes that have a place, and with spares for whom there is room
     /// beyond them.
     pub(super) fn begin(&mut self, actions: &mut Actions) {
         self.seats.retain(Option::is_some);
-        self.grow(actions);
+        self.refuse_others(actions);
+        self.grow();
         self.note_since();
         self.phase = Phase::Running;
         self.vacant = vec![false; self.seats.len()];
-        let members: Arc<[Member]> =
+        let mut members: Vec<Member> =
             self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+        // They are equal.
+        members.iter_mut().skip(1).for_each(|member| member.facts = Box::default());
+        if self.agreed.is_none() {
+            self.agreed = members.first().cloned();
+        }
+        let members: Arc<[Member]> = members.into();
         self.heirs = in_order(&members);
         self.spares.iter().for_each(|spare| self.tell_heirs(spare.link, actions));
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
@@ -263,18 +290,38 @@ impl Epochs {
         }
     }
 
-    /// Returns an error if the program of a new member differs from that of one that has joined.
+    /// Returns an error if the program of a new member, its options or its files differ from those
+    /// of the job so far, or of a process that has joined.
     pub(super) fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
-        self.seats.iter().enumerate().find_map(|(other, seat)| {
-            let other_member = &seat.as_ref()?.member;
-            (other_member.program != member.program).then(|| RendezvousError::Program {
-                process,
-                host: member.host.clone(),
-                program: member.program.clone(),
-                other: ProcessId(other as u32),
-                other_host: other_member.host.clone(),
-                other_program: other_member.program.clone(),
-            })
+        let agreed = self.agreed.iter().map(|member| (ProcessId(0), member));
+        let seats = processes(self.seats.len()).zip(&self.seats);
+        let seats = seats.filter_map(|(other, seat)| Some((other, &seat.as_ref()?.member)));
+        agreed.chain(seats).find_map(|(other, other_member)| {
+            let mut facts = Difference::between(&member.facts, &other_member.facts);
+            let host = member.host.clone();
+            let other_host = other_member.host.clone();
+            let program = member.program.clone();
+            let other_program = other_member.program.clone();
+
+            match (facts.is_empty(), program == other_program) {
+                (true, true) => None,
+                (true, false) => Some(RendezvousError::Program {
+                    process,
+                    host,
+                    program,
+                    other,
+                    other_host,
+                    other_program,
+                }),
+                (false, is_same) => {
+                    // An option is the usual reason why the devices differ.
+                    if !is_same {
+                        let name = "fingerprint of the program".to_owned();
+                        facts.push(Difference { name, first: program, second: other_program });
+                    }
+                    Some(RendezvousError::Differs { process, host, other, other_host, facts })
+                }
+            }
         })
     }
 
@@ -369,7 +416,7 @@ mod tests {
             identity: Identity { key: 7, run: None },
             waits: false,
             peer_timeout,
-            member,
+            member: Box::new(member),
         };
         table.job.said(50, join, table.now);
         let held =

@@ -32,6 +32,7 @@ impl Epochs {
         epochs.launched = launched;
         epochs.epoch = past.epoch + 1;
         epochs.heirs = in_order(&past.members);
+        epochs.agreed = past.members.first().cloned();
         let places = processes(past.members.len()).zip(&past.members).zip(lives);
         for ((process, member), lives) in places {
             let Some(heir) = member.heir.as_ref().filter(|_| *lives) else {

@@ -10,7 +10,6 @@ use super::super::super::protocol::Reply;
 use super::super::actions::Actions;
 use super::places::Seat;
 use super::{Epochs, Phase};
-use mpmd_proto::wire::ProcessId;
 
 /// The largest number of sizes that a process may say.
 const MOST_SIZES: usize = 1024;
@@ -42,15 +41,9 @@ impl Epochs {
     }
 
     /// Gives spares places beyond those of an epoch that begins, as far as the program allows it.
-    pub(super) fn grow(&mut self, actions: &mut Actions) {
+    pub(super) fn grow(&mut self) {
         if self.epoch == 1 {
             return;
-        }
-        for spare in std::mem::take(&mut self.spares) {
-            match self.differs(ProcessId(self.seats.len() as u32), &spare.member) {
-                None => self.spares.push(spare),
-                Some(error) => self.refuse(&spare, error, actions),
-            }
         }
         for place in self.seats.len()..self.could_have() {
             let launched = self.launched;

@@ -1,8 +1,9 @@
 //! Jobs that lose processes and go on in the next epoch.
 
+mod facts;
 mod resumed;
 
-use super::super::super::protocol::Request;
+use super::super::super::protocol::{Leaving, Request};
 use super::super::{Action, Job};
 use super::*;
 use mpmd_proto::router::{Failure, FailureKind};
@@ -24,6 +25,7 @@ struct Table {
     /// The fields of these names in the description of each process that joins.
     sizes: Vec<u32>,
     is_added: bool,
+    facts: Vec<Fact>,
 }
 
 impl Table {
@@ -31,7 +33,7 @@ impl Table {
         let now = Instant::now();
         let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
         let joined_with = BTreeMap::new();
-        Self { job, now, keys, joined_with, sizes: Vec::new(), is_added: false }
+        Self { job, now, keys, joined_with, sizes: Vec::new(), is_added: false, facts: Vec::new() }
     }
 
     /// Returns a job of three that runs.
@@ -65,8 +67,9 @@ impl Table {
     fn join_with(&mut self, link: Link, epoch: u64, process: u32, identity: Identity) {
         self.job.opened(link, self.now);
         self.joined_with.insert(link, identity.key);
-        let (sizes, is_added) = (self.sizes.clone(), self.is_added);
-        let member = Member { pid: link as u32, sizes, is_added, ..Member::default() };
+        let (sizes, is_added, facts) =
+            (self.sizes.clone(), self.is_added, self.facts.clone().into());
+        let member = Member { pid: link as u32, sizes, is_added, facts, ..Member::default() };
         let join = Request::Join {
             ask: 1,
             process: ProcessId(process),
@@ -75,14 +78,15 @@ impl Table {
             identity,
             waits: true,
             peer_timeout: TIME_LIMIT * 10,
-            member,
+            member: Box::new(member),
         };
         self.job.said(link, join, self.now);
     }
 
     /// Lets a process of the running epoch leave in order, and return if `returns` is true.
     fn leave(&mut self, link: Link, returns: bool) {
-        self.job.said(link, Request::Leave { ask: 2, returns }, self.now);
+        let how = if returns { Leaving::Returns } else { Leaving::Ends };
+        self.job.said(link, Request::Leave { ask: 2, how }, self.now);
         self.job.closed(link, "the connection was closed");
     }
 
@@ -300,7 +304,7 @@ fn spare_with_another_program_is_refused_at_once() {
         identity: Identity { key: 90, run: None },
         waits: true,
         peer_timeout: TIME_LIMIT,
-        member,
+        member: Box::new(member),
     };
     table.job.said(90, join, table.now);
     assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
@@ -503,7 +507,7 @@ fn holder_is_known_by_its_key_alone() {
             identity: Identity { key: 80, run: None },
             waits,
             peer_timeout: TIME_LIMIT,
-            member: member.clone(),
+            member: Box::new(member.clone()),
         };
         table.job.said(link, join, table.now);
     }

@@ -4,8 +4,8 @@
 use mpmd_fuzz::{Rng, integer};
 
 use crate::rendezvous::job::*;
-use crate::rendezvous::protocol::{MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
-use crate::rendezvous::{Heir, Identity, Report};
+use crate::rendezvous::protocol::{Leaving, MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
+use crate::rendezvous::{Fact, Heir, Identity, Report};
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -139,18 +139,35 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                     let (address, mark) = (text(rng), rng.u128(..8));
                     member.heir = Some(Heir { address, mark, since: integer(rng) });
                 }
+                _ if rng.u8(..4) == 0 => member.facts = Box::new([Fact::new("--seed", text(rng))]),
                 _ => {}
             }
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
             let run = rng.bool().then(|| u128::from(rng.u8(..8) > 0));
             let identity = Identity { key: rng.u128(..8), run };
             let process = ProcessId(process);
-            Request::Join { ask, process, processes, epoch, identity, waits, peer_timeout, member }
+            Request::Join {
+                ask,
+                process,
+                processes,
+                epoch,
+                identity,
+                waits,
+                peer_timeout,
+                member: Box::new(member),
+            }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
         4 => Request::Get { ask, key: text(rng), peer_timeout },
         5 => Request::Barrier { ask, name: text(rng), peer_timeout },
-        6 => Request::Leave { ask, returns: rng.bool() },
+        6 => {
+            let how = match rng.u8(..4) {
+                0 | 1 => Leaving::Ends,
+                2 => Leaving::Returns,
+                _ => Leaving::GivesBack(text(rng)),
+            };
+            Request::Leave { ask, how }
+        }
         7 => {
             let process = ProcessId(integer(rng) as u32);
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));

@@ -113,8 +113,16 @@ fn those_who_were_there_first_are_first_in_the_succession() {
         let heir = heir(key, 77).filter(|_| key != 50);
         let member = Member { pid: link as u32, heir, ..Member::default() };
         let (ask, process, processes, waits) = (1, ProcessId(process), 3, true);
-        let join =
-            Request::Join { ask, process, processes, epoch, identity, waits, peer_timeout, member };
+        let join = Request::Join {
+            ask,
+            process,
+            processes,
+            epoch,
+            identity,
+            waits,
+            peer_timeout,
+            member: Box::new(member),
+        };
         table.job.said(link, join, table.now);
     };
     (0..3).for_each(|process| join(&mut table, 10 + u64::from(process), 1, process, key(process)));

@@ -1,0 +1,48 @@
+//! The facts about a process that must be equal on all processes of its job.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use mpmd_launch::LaunchError;
+use mpmd_transport::rendezvous::{Difference, Fact, RendezvousError};
+
+use crate::error::{Error, Result};
+
+type FindFacts = dyn Fn() -> Vec<Fact> + Send + Sync;
+
+/// The facts of [`Builder::facts`](super::Builder::facts). Clones share them.
+#[derive(Clone)]
+pub(super) struct Facts {
+    find: Arc<FindFacts>,
+    /// Those with which this process has joined its job.
+    told: Arc<OnceLock<Vec<Fact>>>,
+}
+
+impl Facts {
+    pub(super) fn new(find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
+        Self { find: Arc::new(find), told: Arc::default() }
+    }
+
+    /// Returns the facts as they were when this process joined its job first: so a process that
+    /// goes on with values in its memory does not differ from itself.
+    pub(super) fn told(&self) -> &[Fact] {
+        self.told.get_or_init(|| (self.find)())
+    }
+
+    /// Finds the facts anew, and fails if they have changed.
+    pub(super) fn check(&self) -> Result<()> {
+        let facts = Difference::between(self.told(), &(self.find)());
+        match facts.is_empty() {
+            true => Ok(()),
+            false => {
+                Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::Changed { facts })))
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Facts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Facts").field(&self.told.get()).finish()
+    }
+}

@@ -1,0 +1,150 @@
+//! Facts that must be equal on all processes of a job, and how they differ.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use mpmd_proto::wire::ProcessId;
+
+/// Limit on the bytes of all facts of a process.
+pub(super) const MAX_FACT_BYTES: usize = 128 << 10;
+
+/// Limit on the differences that an error shows.
+const SHOWN: usize = 6;
+
+/// A named value that must be equal on all processes of a job, such as an option of the program or
+/// the content of a file.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Fact {
+    /// The name, for messages: unique in its process.
+    pub name: String,
+    /// The value that is compared. `None` if this process does not know it, such as the content of
+    /// a file that only another one has: then it agrees with every value.
+    pub value: Option<String>,
+    /// More about the value, for messages: the path of a file, its size and time. Not compared.
+    pub note: String,
+}
+
+impl Fact {
+    /// Creates a fact without a note.
+    pub fn new(name: impl Into<String>, value: impl Into<String>) -> Self {
+        Self { name: name.into(), value: Some(value.into()), note: String::new() }
+    }
+
+    /// Returns the value and the note, for a message.
+    fn shown(&self) -> String {
+        let value = self.value.as_deref().unwrap_or("no value");
+        match self.note.is_empty() {
+            true => value.to_owned(),
+            false => format!("{value} ({})", self.note),
+        }
+    }
+}
+
+/// A fact that differs on two processes, or at two times.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Difference {
+    /// The name of the fact.
+    pub name: String,
+    /// The value on the first process, for messages.
+    pub first: String,
+    /// The value on the second process, for messages.
+    pub second: String,
+}
+
+impl Difference {
+    /// Returns the facts that differ. A fact that only one of them has differs.
+    pub fn between(first: &[Fact], second: &[Fact]) -> Vec<Self> {
+        let [of_first, of_second] = [first, second].map(by_name);
+        let only_second = second.iter().filter(|fact| !of_first.contains_key(&*fact.name));
+        let names = first.iter().chain(only_second).map(|fact| fact.name.as_str());
+        let differs = |name: &str| {
+            let pair = [of_first.get(name), of_second.get(name)];
+            let is_unknown = pair.iter().flatten().any(|fact| fact.value.is_none());
+            let [first, second] = pair.map(|fact| fact.map(|fact| &fact.value));
+            if is_unknown || first == second {
+                return None;
+            }
+            let [first, second] =
+                pair.map(|fact| fact.map_or_else(|| "none".to_owned(), |fact| fact.shown()));
+            Some(Self { name: name.to_owned(), first, second })
+        };
+        names.filter_map(differs).collect()
+    }
+}
+
+fn by_name(facts: &[Fact]) -> BTreeMap<&str, &Fact> {
+    facts.iter().map(|fact| (fact.name.as_str(), fact)).collect()
+}
+
+/// Formats the facts that differ on two processes, those of the smaller number first.
+pub(super) fn on_two(
+    facts: &[Difference],
+    (process, other): (ProcessId, ProcessId),
+) -> impl fmt::Display {
+    list(facts, move |Difference { first, second, .. }| match process <= other {
+        true => format!("process {process} has {first}, process {other} has {second}"),
+        false => format!("process {other} has {second}, process {process} has {first}"),
+    })
+}
+
+/// Formats the facts of a process that have changed.
+pub(super) fn over_time(facts: &[Difference]) -> impl fmt::Display {
+    list(facts, |Difference { first, second, .. }| format!("it was {first}, and is {second}"))
+}
+
+fn list(facts: &[Difference], values: impl Fn(&Difference) -> String) -> String {
+    let shown = facts.iter().take(SHOWN);
+    let mut parts: Vec<String> =
+        shown.map(|fact| format!("{}: {}", fact.name, values(fact))).collect();
+    if facts.len() > SHOWN {
+        parts.push(format!("and {} more", facts.len() - SHOWN));
+    }
+    parts.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seed(value: &str) -> Fact {
+        Fact::new("--seed", value)
+    }
+
+    fn file(value: Option<&str>, note: &str) -> Fact {
+        Fact { name: "--data".into(), value: value.map(str::to_owned), note: note.into() }
+    }
+
+    #[test]
+    fn differing_facts_are_named_with_both_values() {
+        let first = [seed("1"), file(Some("hash 7"), "/a, 3 B"), Fact::new("--lr", "0.1")];
+        let second = [file(Some("hash 8"), "/b, 3 B"), seed("2"), Fact::new("--clip", "1")];
+        let found = Difference::between(&first, &second);
+        assert_eq!(
+            on_two(&found, (ProcessId(2), ProcessId(0))).to_string(),
+            "--seed: process 0 has 2, process 2 has 1; --data: process 0 has hash 8 (/b, 3 B), \
+             process 2 has hash 7 (/a, 3 B); --lr: process 0 has none, process 2 has 0.1; --clip: \
+             process 0 has 1, process 2 has none"
+        );
+        let changed = Difference::between(&[seed("1")], &[seed("2")]);
+        assert_eq!(over_time(&changed).to_string(), "--seed: it was 1, and is 2");
+    }
+
+    #[test]
+    fn unknown_values_and_other_notes_are_no_difference() {
+        assert_eq!(Difference::between(&[file(None, "")], &[file(Some("hash 7"), "/a")]), []);
+        assert_eq!(Difference::between(&[file(Some("7"), "/b")], &[file(Some("7"), "/a")]), []);
+        assert_eq!(Difference::between(&[], &[file(Some("7"), "")]).len(), 1, "it is not given");
+    }
+
+    #[test]
+    fn long_lists_of_differences_are_cut() {
+        let facts = |value: &str| -> Vec<Fact> {
+            (0..100).map(|layer| Fact::new(format!("layer {layer}"), value)).collect()
+        };
+        let found = Difference::between(&facts("a"), &facts("b"));
+        let said = on_two(&found, (ProcessId(0), ProcessId(1))).to_string();
+        assert!(said.ends_with("process 1 has b; and 94 more"), "{said}");
+    }
+}
