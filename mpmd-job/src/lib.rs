@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+mod inputs;
 mod numbers;
 
 use std::fmt;
@@ -35,36 +36,53 @@ use anyhow::Context;
 use clap::ValueEnum;
 use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
 use mpmd::topology::DeviceKind;
-use mpmd::{Builder, Commits, Error, FailureKind, OnLoss, Program, testing::Simulation};
+use mpmd::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 
 pub use mpmd_launch::printable;
+pub use inputs::{Inputs, Options};
 pub use numbers::{at_least, not_negative};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.
 const GRACE: Duration = Duration::from_secs(60);
 
+/// The place of these arguments in a program's help: behind its own.
+const LAST: usize = 1000;
+
 /// Arguments that every program takes: how to run the job.
 ///
 /// If a launcher (`mpmd run`, Slurm, …) has started the program, the launcher decides, and these
 /// arguments are ignored.
+///
+/// The processes of a job compare all other options of the program when they join. Those that
+/// differ are named in the error, with both values. It must be the first field of a program's
+/// arguments: `clap` takes the options of a field away from those that follow it.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct JobArgs {
+    /// The options of the whole program.
+    #[command(flatten)]
+    pub options: Options,
     /// Number of processes of the job
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", display_order = LAST)]
     pub processes: Option<usize>,
     /// Transport between the processes; `inproc` runs them as threads of this process. By default
     /// that of MPMD_TRANSPORT, else `auto`
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, display_order = LAST)]
     pub transport: Option<JobTransport>,
     /// Kind of the devices: `cpu`, `cuda`, or a list with one kind for each process, such as
     /// `cpu,cuda,cuda`; further processes use the last kind
-    #[arg(long, value_name = "KIND,…", value_parser = devices)]
+    #[arg(long, value_name = "KIND,…", value_parser = devices, display_order = LAST)]
     pub device: Option<Devices>,
     /// Folder in which each process records its operations, for `mpmd trace`
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", display_order = LAST)]
     pub trace: Option<PathBuf>,
+    /// Ids of options that may differ from process to process.
+    #[arg(skip)]
+    pub may_differ: Vec<String>,
+    /// The inputs of the program.
+    #[arg(skip)]
+    pub inputs: Inputs,
 }
 
 /// Kinds of devices, by process. Processes beyond the end of the list use its last kind.
@@ -109,6 +127,31 @@ pub enum JobTransport {
 }
 
 impl JobArgs {
+    /// Adds facts about an input, such as the content of a file, which must be equal on all
+    /// processes. `find` is called in each process of a job before it joins, and again when a
+    /// process that has waited gets a place.
+    #[must_use]
+    pub fn input(mut self, find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
+        self.inputs.add(find);
+        self
+    }
+
+    /// Lets options of the program differ from process to process, by their ids: `save_every`.
+    #[must_use]
+    pub fn may_differ(mut self, ids: impl IntoIterator<Item: Into<String>>) -> Self {
+        self.may_differ.extend(ids.into_iter().map(Into::into));
+        self
+    }
+
+    /// Returns a builder that compares the options and the inputs of the processes.
+    fn compared(&self) -> Builder {
+        let options = self.options.clone();
+        let may_differ = self.may_differ.clone();
+        let inputs = self.inputs.clone();
+        Program::builder()
+            .facts(move || options.facts(&may_differ).into_iter().chain(inputs.facts()).collect())
+    }
+
     /// Returns the kinds of the devices of the job's processes. The list contains each kind at
     /// least once.
     ///
@@ -270,7 +313,7 @@ pub fn run<E: Into<anyhow::Error>>(
         _ => builder.devices(devices.devices()),
     };
     if let Some(env) = JobEnv::from_env()? {
-        let (process, builder) = (env.process.index(), Program::builder());
+        let (process, builder) = (env.process.index(), args.compared());
         return Ok(report(process, on(builder, env.processes).run(program)));
     }
     if let Some(code) = args.refused(processes, &devices)? {
@@ -340,7 +383,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     if let Some(env) = JobEnv::from_env()? {
         let program =
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
-        let mut builder = Program::builder().devices(devices).spares(1);
+        let mut builder = args.compared().devices(devices).spares(1);
         if let Some(layout) = elastic.layout {
             builder = builder.on_loss(OnLoss::Shrink).layout(layout);
         }

@@ -30,7 +30,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::data::{SEPARATOR, Text, Windows};
 use mpmd::train::stop::{StopFlag, exit_code, stop_name};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
-use mpmd::{Commits, DeviceId, ProcessId};
+use mpmd::{Commits, DeviceId, Fact, ProcessId};
 use mpmd_base::parse_bytes;
 use mpmd_examples::kernel_gpt;
 use mpmd_examples::layout::Layouts;
@@ -43,6 +43,8 @@ use mpmd_job::{Elastic, JobArgs, at_least, not_negative, say};
 #[derive(Parser)]
 #[command(name = "train_gpt", version)]
 struct Args {
+    #[command(flatten)]
+    job: JobArgs,
     /// Files and folders to train on; default: the text of this repository
     paths: Vec<PathBuf>,
     #[command(flatten)]
@@ -61,7 +63,7 @@ struct Args {
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
     /// Highest learning rate
-    #[arg(long = "lr", default_value_t = 3e-3, value_parser = not_negative)]
+    #[arg(long = "lr", id = "lr", default_value_t = 3e-3, value_parser = not_negative)]
     learning_rate: f64,
     /// Seed of the initial weights, the sequences of each step, and the sampled text
     #[arg(long, default_value_t = 0)]
@@ -146,8 +148,6 @@ struct Args {
     /// Drop a process whose kernels have become slower than the others' by more than this factor
     #[arg(long, value_name = "FACTOR", requires = "elastic", value_parser = not_negative)]
     drop_slow: Option<f64>,
-    #[command(flatten)]
-    job: JobArgs,
 }
 
 /// The numbers that stages compute with.
@@ -187,6 +187,10 @@ fn main() -> anyhow::Result<ExitCode> {
         [] => Text::of_this_repository(),
         paths => Text::of(paths),
     }?;
+    let fact = Fact::new("the text", format!("hash {:016x}", text.fingerprint()));
+    let job = args.job.clone().input(move || vec![fact.clone()]);
+    // Process 0 alone writes them.
+    let job = job.may_differ(["metrics", "losses_out"]);
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
@@ -209,11 +213,11 @@ fn main() -> anyhow::Result<ExitCode> {
             let layout: mpmd_job::Layout =
                 Box::new(move |processes| Ok(layouts.of(processes)?.ranks() * each));
             let elastic = Elastic { layout: Some(layout), drop_slow: args.drop_slow };
-            mpmd_job::run_recovering(&args.job, processes, devices, elastic, |p, commits| {
+            mpmd_job::run_recovering(&job, processes, devices, elastic, |p, commits| {
                 program(p, Some(commits))
             })
         }
-        false => mpmd_job::run(&args.job, processes, devices, |p| program(p, None)),
+        false => mpmd_job::run(&job, processes, devices, |p| program(p, None)),
     }?;
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
