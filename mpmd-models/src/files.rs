@@ -18,7 +18,7 @@ pub(crate) const GENERATION: &str = "generation_config.json";
 /// Name of the tokenizer.
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 /// Names of the files that may be beside the weights, and that a saved model gets, too.
-const COMPANIONS: [&str; 13] = [
+pub(crate) const COMPANIONS: [&str; 13] = [
     CONFIG,
     TOKENIZER,
     "additional_chat_templates/tool_use.jinja",

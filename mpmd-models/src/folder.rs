@@ -13,10 +13,11 @@ use mpmd::random::Key;
 use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::train::tensors::{TensorFile, read_regular};
-use mpmd::{Error, MpmdArray, Program, Result};
+use mpmd::{Error, Fact, MpmdArray, Program, Result};
 use serde_json::{Map, Value};
 
 use crate::config::{self, Config};
+use crate::content::{Content, Known, fold};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::family::{Family, Source, read};
 pub(crate) use crate::files::{CONFIG, GENERATION, TOKENIZER};
@@ -43,6 +44,7 @@ pub struct Folder {
     /// The size of the largest file of weights, in bytes. `None` if there is one file.
     split: Option<u64>,
     read: Arc<AtomicU64>,
+    known: Known,
 }
 
 impl Folder {
@@ -102,6 +104,7 @@ impl Folder {
             unused,
             split,
             read: Arc::default(),
+            known: Known::default(),
         };
         if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
             folder.config.tie_word_embeddings = true;
@@ -132,6 +135,7 @@ impl Folder {
             unused: Vec::new(),
             split: None,
             read: Arc::default(),
+            known: Known::default(),
         };
         let settings = Settings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
         let shapes = needed(folder.sources.values());
@@ -151,9 +155,60 @@ impl Folder {
         &self.companions
     }
 
-    /// Reads a file other than weights.
+    /// Reads a file other than weights. It must be the one that the processes have compared.
     pub(crate) fn small(&self, name: &str) -> io::Result<Vec<u8>> {
+        let bytes = self.current(name)?;
+        self.check(name, &bytes).map(|()| bytes)
+    }
+
+    /// Checks the bytes of a file other than weights, if the processes have compared it.
+    pub(crate) fn check(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        match self.known.get() {
+            Some(Ok(content)) => content.check_file(name, bytes),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads a file other than weights as it is now.
+    pub(crate) fn current(&self, name: &str) -> io::Result<Vec<u8>> {
         read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
+    }
+
+    /// Reads the present content.
+    fn present(&self) -> Result<Content> {
+        Content::of(&self.tensors, |name| {
+            let has_it = self.companions.iter().any(|other| *other == name);
+            let bytes = has_it.then(|| self.current(name)).transpose();
+            bytes.map_err(|why| {
+                Error::Environment(format!("{}: {why}", self.path.join(name).display()))
+            })
+        })
+    }
+
+    /// Returns the content of the folder when it was first asked for.
+    pub(crate) fn content(&self) -> Result<&Content> {
+        self.known.get_or_init(|| self.present()).as_ref().map_err(Clone::clone)
+    }
+
+    /// Returns facts about the present content of the folder, for a comparison between processes.
+    /// Reads samples of the tensors: some 16 MiB in a model of up to 4,096 tensors.
+    pub fn facts(&self) -> Vec<Fact> {
+        let content = self.present();
+        _ = self.known.set(content.clone());
+        match content {
+            Ok(content) => content.facts(&self.path, &self.tensors),
+            Err(why) => vec![Fact::new("the model", format!("cannot be read: {why}"))],
+        }
+    }
+
+    /// Checks that samples of all tensors are as they were when the folder was compared first.
+    ///
+    /// # Errors
+    ///
+    /// If they are not, with the file and the tensor.
+    pub(crate) fn check_weights(&self) -> Result<()> {
+        let content = self.content()?;
+        self.tensors.iter().try_for_each(|(name, stored)| content.check_tensor(name, stored))
     }
 
     /// Returns the settings of generation. There are none if the folder has no such file.
@@ -287,8 +342,8 @@ impl Folder {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Makes the processes compare the config, and the names, shapes and dtypes of the tensors.
-    /// Does not block.
+    /// Makes the processes compare the config, the names, shapes and dtypes of the tensors, and
+    /// samples of their values. Does not wait for other processes.
     ///
     /// # Errors
     ///
@@ -296,7 +351,11 @@ impl Folder {
     pub fn compare(&self, p: &mut Program) -> Result<()> {
         let count = self.tensors.len();
         let key = fold(self.form(), format!("{:?}", self.config).as_bytes());
-        p.assert_same(format!("a model of {count} tensors, with hash {:016x}", key.0))
+        let values = match self.content() {
+            Ok(content) => format!("values with hash {:016x}", content.of_weights()),
+            Err(why) => format!("values that cannot be read: {why}"),
+        };
+        p.assert_same(format!("a model of {count} tensors, with hash {:016x}, {values}", key.0))
     }
 
     /// Returns a hash of the names, shapes and dtypes of the tensors.
@@ -334,34 +393,18 @@ impl Folder {
         Ok(settings)
     }
 
-    /// Returns a hash of the tensors' names, shapes and dtypes, and of the values in their first
-    /// and last row.
+    /// Returns a hash of the tensors' names, shapes and dtypes, and of samples of their values.
     ///
     /// # Errors
     ///
     /// If a file cannot be read.
     fn fingerprint(&self) -> Result<u64> {
-        let (mut key, mut bytes) = (self.form(), Vec::new());
-        for Stored { origin, name, aval } in self.tensors.values() {
-            let file = match origin {
-                Origin::File(file) => file,
-                Origin::New(initial) => {
-                    key = key.fold_in(initial.key.0);
-                    continue;
-                }
-            };
-            let rows = aval.shape().first().copied().unwrap_or(1);
-            for row in [0, rows.saturating_sub(1)] {
-                let all = aval.shape().iter().map(|size| 0..*size);
-                let mut ranges: Vec<_> = all.collect();
-                ranges.iter_mut().take(1).for_each(|rows| *rows = row..row + 1);
-                let region = Region::new(ranges);
-                bytes.resize(region.elements() * aval.dtype().size(), 0);
-                file.read(name, &region, &mut bytes)?;
-                key = fold(key, &bytes);
-            }
-        }
-        Ok(key.0)
+        let new = self.tensors.values().filter_map(|stored| match &stored.origin {
+            Origin::New(initial) => Some(initial.key.0),
+            Origin::File(_) => None,
+        });
+        let key = self.form().fold_in(self.content()?.of_weights());
+        Ok(new.fold(key, Key::fold_in).0)
     }
 
     /// Reads a region of a parameter as f32, row-major. The output of a model that ties it is its
@@ -394,18 +437,21 @@ impl Folder {
     /// cannot be read, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
         let (reader, aval) = (self.reader(name)?, self.sources[name].1.clone());
-        p.array_from_fn(aval, sharding, move |region, mut view| reader.read_into(region, &mut view))
+        let known = self.known.clone();
+        p.array_from_fn(aval, sharding, move |region, mut view| {
+            reader.read_into(region, &mut view)?;
+            // A file may have changed since the processes have compared it.
+            let Some(Ok(content)) = known.get() else { return Ok(()) };
+            let names = reader.source.names();
+            let mut tensors = names.iter().zip(&reader.tensors);
+            tensors.try_for_each(|(name, stored)| content.check_tensor(name, stored))
+        })
     }
 }
 
 /// Returns the number of a token.
 fn token(value: &Value) -> Option<u32> {
     u32::try_from(value.as_u64()?).ok()
-}
-
-/// Adds bytes to a hash.
-fn fold(key: Key, bytes: &[u8]) -> Key {
-    bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
 }
 
 /// Reads the config of a folder.

@@ -14,6 +14,7 @@ use tokenizers::Tokenizer;
 
 use crate::cut::{CutArgs, Held, Room};
 use crate::folder::Folder;
+use crate::inputs::compared;
 use crate::sample::Sampling;
 use crate::stages::Stages;
 use crate::template::{Message, Templates};
@@ -190,7 +191,7 @@ pub fn run(
         return Ok(ExitCode::SUCCESS);
     }
     let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens()? };
-    mpmd_job::run(job, stages, devices, |p| {
+    mpmd_job::run(&compared(job, folder, &[]), stages, devices, |p| {
         // Read on process 0 alone.
         let own = RefCell::new(None);
         let prompt = spread(p, || {

@@ -180,13 +180,20 @@ impl Inference {
     }
 
     /// Reads the weights of another folder as a version, for passes of this process. Blocks. The
-    /// folder's model must be the same.
+    /// folder's model must be the same. Every process must call it: they compare the weights.
     ///
     /// # Errors
     ///
-    /// If the folder is invalid, or its model has another config.
-    pub fn read_weights(&self, p: &Program, folder: &Path, version: u64) -> Result<()> {
-        take_folder(&self.loads, p.topology().devices_of(p.process()), folder, version)
+    /// If the folder is invalid, or its model has another config. As for [`Program::assert_same`].
+    pub fn read_weights(&self, p: &mut Program, folder: &Path, version: u64) -> Result<()> {
+        let devices = p.topology().devices_of(p.process()).to_vec();
+        let read = take_folder(&self.loads, &devices, folder, version);
+        let hash = match &read {
+            Ok(hash) => format!("hash {hash:016x}"),
+            Err(why) => format!("an error: {why}"),
+        };
+        p.assert_same(format!("weights of a folder as version {version}, with {hash}"))?;
+        read.map(drop)
     }
 
     /// Begins to read the weights of another folder as a version, on threads of their own. Every

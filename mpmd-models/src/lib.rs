@@ -31,6 +31,7 @@
 mod choice;
 mod clock;
 mod config;
+mod content;
 mod cut;
 mod decoder;
 mod divide;
@@ -43,6 +44,7 @@ pub mod generate;
 mod generator;
 mod inference;
 mod initial;
+mod inputs;
 mod load;
 mod lora;
 mod matrix;

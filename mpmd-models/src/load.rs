@@ -194,7 +194,11 @@ impl Load {
             self.clock.reset();
         }
         if !self.on_device {
-            let read = || self.read(device, &*self.of_folder());
+            let read = || {
+                let part = self.read(device, &*self.of_folder())?;
+                // A file may have been written while it was read.
+                self.folder.check_weights().map(|()| part)
+            };
             self.weights.get_or_read(self.key(0, place), read)?;
         }
         Ok(Loaded {
@@ -258,6 +262,9 @@ impl Load {
             }
         };
         let part = Arc::new(self.read_to(device, &*source)?);
+        if version == 0 {
+            self.folder.check_weights()?;
+        }
         loaded.parts.push((version, part.clone()));
         Ok(part)
     }

@@ -212,7 +212,11 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
     for name in from.companions() {
         let path = from.path().join(name);
         let cannot = format!("a file that can be copied to {}", to.display());
-        let mut bytes = from.small(name).map_err(|why| unexpected(&path, "", &cannot, why))?;
+        // A training does not end without its model since such a file has changed.
+        let mut bytes = from.current(name).map_err(|why| unexpected(&path, "", &cannot, why))?;
+        if let Err(why) = from.check(name, &bytes) {
+            tracing::warn!("{}: {why}; the present one is copied", path.display());
+        }
         if *name == CONFIG {
             let mut map: Map<String, Value> = serde_json::from_slice(&bytes)
                 .map_err(|why| unexpected(&path, "", &cannot, why))?;

@@ -15,13 +15,14 @@ use serde::Serialize;
 
 use crate::cut::{CutArgs, Held};
 use crate::folder::Folder;
+use crate::inputs::{Files, compared};
 use crate::stages::Stages;
 use crate::tokens::{Tokens, check_inputs};
 use crate::unexpected;
 
 /// Arguments of a training that a scoring would ignore.
 const NOT_SCORED: [&str; 7] =
-    ["paths", "data", "held_out", "lora", "save", "checkpoints", "metrics"];
+    ["TEXT", "data", "held_out", "lora", "save", "checkpoints", "metrics"];
 
 /// Arguments of a scoring.
 #[derive(Clone, Debug, clap::Args)]
@@ -73,7 +74,9 @@ pub fn run(
             _ => Ok(tokens),
         }
     };
-    mpmd_job::run(job, stages, devices, |p| {
+    let text = Files::new("--score", &[file.to_owned()]);
+    let job = compared(job, folder, &[&text]);
+    mpmd_job::run(&job, stages, devices, |p| {
         let tokens = Tokens::spread(p, read)?;
         let nats = nats_per_token(p, &model, &meshes, &tokens)?;
         // All processes end alike. The first device is of process 0.

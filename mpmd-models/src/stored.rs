@@ -2,6 +2,7 @@
 
 use std::iter;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -89,6 +90,20 @@ impl Reader {
 }
 
 impl Stored {
+    /// Returns a hash of the type and of samples of the values. `None` if the model is new.
+    pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
+        let Origin::File(file) = &self.origin else { return Ok(None) };
+        file.hash_samples(&self.name, samples).map(Some)
+    }
+
+    /// Returns the path of the file. `None` if the model is new.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        match &self.origin {
+            Origin::File(file) => Some(file.path()),
+            Origin::New(_) => None,
+        }
+    }
+
     /// Reads a region of the rows at `source`, row-major.
     fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
         let rows = region.range(0);

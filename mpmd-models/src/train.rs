@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::cut::{CutArgs, Held};
 use crate::examples::{read_examples, spread_examples};
 use crate::folder::Folder;
+use crate::inputs::{Files, compared};
 use crate::lora::{Lora, merged};
 use crate::publish::{PublishArgs, Weights};
 use crate::save::{save, save_adapter};
@@ -45,11 +46,11 @@ pub enum Compute {
 #[derive(Clone, Debug, clap::Args)]
 pub struct TrainArgs {
     /// Texts to train on: files and folders
-    #[arg(value_name = "TEXT")]
+    #[arg(id = "TEXT")]
     pub paths: Vec<PathBuf>,
     /// Train on the completions and replies of this file, in place of texts: lines of JSON with
     /// `prompt` and `completion`, or `messages` for the folder's chat template
-    #[arg(long, value_name = "FILE", conflicts_with = "paths")]
+    #[arg(long, value_name = "FILE", conflicts_with = "TEXT")]
     pub data: Option<PathBuf>,
     /// Evaluate on this text, or this file of examples; default: every tenth part of the others
     #[arg(long, value_name = "FILE")]
@@ -270,6 +271,9 @@ pub fn run(
         folders.push(to);
     }
     let publication = args.publish.publication()?;
+    let inputs = Inputs::new(args);
+    // Process 0 alone writes them.
+    let job = &compared(job, source, &inputs.all()).may_differ(["metrics"]);
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
@@ -286,7 +290,7 @@ pub fn run(
             _ => Divided::over(source, args, cut, p.processes())?,
         };
         let Divided { model, schedule, meshes, .. } = divided;
-        let data = data(p, source, args)?;
+        let data = data(p, source, args, &inputs)?;
         let mut trainer = trainer(p, &model, &meshes, schedule, args)?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
             say(&trainer.computed_by(p));
@@ -373,16 +377,52 @@ pub fn run(
         .map_or(code, |code| ExitCode::from(*code)))
 }
 
+/// The files of a training.
+struct Inputs {
+    texts: Files,
+    data: Files,
+    held_out: Files,
+}
+
+impl Inputs {
+    fn new(args: &TrainArgs) -> Self {
+        let one = |path: &Option<PathBuf>| path.iter().cloned().collect::<Vec<_>>();
+        Self {
+            texts: Files::new("TEXT", &args.paths),
+            data: Files::new("--data", &one(&args.data)),
+            held_out: Files::new("--held-out", &one(&args.held_out)),
+        }
+    }
+
+    fn all(&self) -> [&Files; 3] {
+        [&self.texts, &self.data, &self.held_out]
+    }
+
+    /// Checks that the files are those that the processes have compared: a later epoch of the job
+    /// reads them again.
+    fn check(&self) -> Result<()> {
+        self.all().into_iter().try_for_each(Files::check)
+    }
+}
+
 /// Reads texts or examples on process 0, and returns them as data on every process.
 ///
 /// # Errors
 ///
 /// Those of [`Tokens::spread`]. If a file cannot be read, is too short, or has a wrong line.
-fn data(p: &mut Program, source: &Folder, args: &TrainArgs) -> Result<Box<dyn Data<MpmdArray>>> {
+fn data(
+    p: &mut Program,
+    source: &Folder,
+    args: &TrainArgs,
+    inputs: &Inputs,
+) -> Result<Box<dyn Data<MpmdArray>>> {
     let (time, rows) = (args.time, args.rows);
     let Some(file) = &args.data else {
         let tokens = |p: &mut Program, paths: &[PathBuf]| {
-            Tokens::spread(p, || Tokens::of(&Text::of(paths)?, source))
+            Tokens::spread(p, || {
+                let tokens = Tokens::of(&Text::of(paths)?, source)?;
+                inputs.check().map(|()| tokens)
+            })
         };
         let windows = Windows::new(&tokens(p, &args.paths)?, time, rows)?;
         return Ok(Box::new(match &args.held_out {
@@ -390,7 +430,11 @@ fn data(p: &mut Program, source: &Folder, args: &TrainArgs) -> Result<Box<dyn Da
             None => windows,
         }));
     };
-    let mut examples = |file| spread_examples(p, || read_examples(file, source, time));
+    let read = |file| {
+        let examples = read_examples(file, source, time)?;
+        inputs.check().map(|()| examples)
+    };
+    let mut examples = |file| spread_examples(p, || read(file));
     let lines = examples(file)?;
     let held_out = args.held_out.as_deref().map(examples).transpose()?;
     // All examples of a line are held out, or none: they may have the same messages.

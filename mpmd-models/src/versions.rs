@@ -3,7 +3,7 @@
 //! A version is taken on each process by a thread: that of a subscription ([`Arrival`]), or one
 //! that reads a folder ([`Loading`]). Passes find it by its number (`load`).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -13,14 +13,14 @@ use mpmd::region::Region;
 use mpmd::sharding::Sharding;
 use mpmd::topology::Mesh;
 use mpmd::weights::{Intake, Received};
-use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
+use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::Mutex;
 
 use crate::folder::Folder;
 use crate::load::{Load, Source};
 
-/// Words of the state of a device that reads a folder: the state, the number of bytes of a reason,
-/// and the reason.
+/// Words of the state of a device that reads a folder: the state, then the two halves of the hash
+/// of the weights, or else the number of bytes of a reason, and the reason.
 const STATE: usize = 2 + 64;
 
 /// Bits of a version below those that tell its source: the number for people.
@@ -192,8 +192,9 @@ fn read(
 /// The weights of a folder that threads of all processes are reading.
 pub(crate) struct Loading {
     version: u64,
-    /// The result on this process.
-    result: Arc<Mutex<Option<Result<(), String>>>>,
+    folder: PathBuf,
+    /// The result on this process: the hash of the weights.
+    result: Arc<Mutex<Option<Result<u64, String>>>>,
     /// The states of all devices, on the way to the reader.
     states: Option<Vec<MpmdArray>>,
 }
@@ -228,7 +229,7 @@ impl Loading {
         if let Err(why) = builder.spawn(read) {
             *result.lock() = Some(Err(why.to_string()));
         }
-        Self { version, result, states: None }
+        Self { version, folder: folder.to_owned(), result, states: None }
     }
 
     /// Issues that the reader hears the states of these devices. Tells `versions` there if the last
@@ -247,6 +248,7 @@ impl Loading {
         if let Some(states) = self.states.take_if(|all| all.iter().all(MpmdArray::is_complete))
             && let Some(ended) = ended(&states)?
         {
+            let ended = ended.and_then(|hashes| self.compared(p, meshes, &hashes));
             match ended {
                 Ok(()) => versions.arrive(self.version),
                 Err(why) => {
@@ -272,14 +274,37 @@ impl Loading {
     }
 }
 
-/// Takes a version of the weights from a folder, whose model must be the same.
+impl Loading {
+    /// Returns an error if two processes have read other weights. `hashes` are those of the devices
+    /// of the meshes.
+    fn compared(&self, p: &Program, meshes: &[Mesh], hashes: &[u64]) -> Result<(), String> {
+        let devices = meshes.iter().flat_map(|mesh| mesh.devices());
+        let process = |device: &DeviceId| p.topology().process_of(*device);
+        let processes: Option<Vec<ProcessId>> = devices.map(process).collect();
+        let mut all = processes.unwrap_or_default().into_iter().zip(hashes);
+        let Some((first, hash)) = all.next() else { return Ok(()) };
+        match all.find(|(_, other)| *other != hash) {
+            None => Ok(()),
+            Some((process, other)) => Err(format!(
+                "{}: the weights of process {first} have hash {hash:016x}, those of process \
+                 {process} {other:016x}: give all hosts the same files",
+                self.folder.display()
+            )),
+        }
+    }
+}
+
+/// Takes a version of the weights from a folder, whose model must be the same. Returns a hash of
+/// the weights.
 pub(crate) fn take_folder(
     loads: &[Load],
     devices: &[DeviceId],
     path: &Path,
     version: u64,
-) -> Result<()> {
+) -> Result<u64> {
     let folder = Folder::open(path)?;
+    let hash = folder.content()?.of_weights();
+    let checked = folder.clone();
     if loads.iter().any(|load| load.folder.config() != folder.config()) {
         let path = path.display();
         return Err(Error::Environment(format!("{path}: its model has another config")));
@@ -287,14 +312,16 @@ pub(crate) fn take_folder(
     let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
         folder.read(name, region, values)
     });
-    loads.iter().try_for_each(|load| load.take(devices, version, &source))
+    loads.iter().try_for_each(|load| load.take(devices, version, &source))?;
+    checked.check_weights()?;
+    Ok(hash)
 }
 
-fn write_state(state: Option<&Result<(), String>>, to: &mut [u32]) {
+fn write_state(state: Option<&Result<u64, String>>, to: &mut [u32]) {
     to.fill(0);
     match state {
         None => {}
-        Some(Ok(())) => to[0] = 1,
+        Some(Ok(hash)) => to[..3].copy_from_slice(&[1, *hash as u32, (hash >> 32) as u32]),
         Some(Err(why)) => {
             let bytes = &why.as_bytes()[..why.len().min((STATE - 2) * 4)];
             (to[0], to[1]) = (2, bytes.len() as u32);
@@ -307,19 +334,21 @@ fn write_state(state: Option<&Result<(), String>>, to: &mut [u32]) {
     }
 }
 
-/// Returns how the reading has ended. `None` if a device still reads, or on other processes than
-/// the reader.
-fn ended(states: &[MpmdArray]) -> Result<Option<Result<(), String>>> {
+/// Returns how the reading has ended: with a hash of the weights on each device. `None` if a device
+/// still reads, or on other processes than the reader.
+fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, String>>> {
     let (mut failed, mut runs) = (None, false);
+    let mut hashes = Vec::new();
     for state in states {
         let Some(host) = state.to_host()? else { return Ok(None) };
         let words = host.to_vec::<u32>()?;
         runs |= words[0] == 0;
+        hashes.push(u64::from(words[1]) | u64::from(words[2]) << 32);
         if words[0] == 2 {
             let bytes: Vec<u8> = words[2..].iter().flat_map(|word| word.to_le_bytes()).collect();
             let len = (words[1] as usize).min(bytes.len());
             failed.get_or_insert(String::from_utf8_lossy(&bytes[..len]).into_owned());
         }
     }
-    Ok((!runs).then(|| failed.map_or(Ok(()), Err)))
+    Ok((!runs).then(|| failed.map_or(Ok(hashes), Err)))
 }

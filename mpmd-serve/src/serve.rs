@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::ensure;
+use clap::{Args as _, Command};
 use mpmd::candle::nn::BLOCK;
 use mpmd::topology::Mesh;
 use mpmd::train::stop::StopFlag;
@@ -190,6 +191,8 @@ pub fn run(
         }
         Ok(result?)
     };
+    let of_folder = folder.clone();
+    let job = &job.clone().input(move || of_folder.facts()).may_differ(of_front());
     let code = match args.elastic {
         false => mpmd_job::run(job, devices.len(), devices, program),
         true => {
@@ -207,6 +210,14 @@ pub fn run(
         front.join();
     }
     code
+}
+
+/// Returns the ids of the options that process 0 alone uses.
+fn of_front() -> Vec<String> {
+    let command = HttpArgs::augment_args(Command::new("front"));
+    let ids = command.get_arguments().map(|option| option.get_id().as_str());
+    // All processes have room for two versions of the weights if there are such folders.
+    ids.filter(|id| *id != "allow_weights").map(str::to_owned).collect()
 }
 
 /// Starts the front, and returns it with the engine behind it.

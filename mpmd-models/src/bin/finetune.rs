@@ -16,6 +16,8 @@ use mpmd_models::{CutArgs, Folder};
 #[command(name = "finetune", version)]
 struct Args {
     #[command(flatten)]
+    job: JobArgs,
+    #[command(flatten)]
     source: Source,
     #[command(flatten)]
     cut: CutArgs,
@@ -23,8 +25,6 @@ struct Args {
     training: TrainArgs,
     #[command(flatten)]
     scoring: ScoreArgs,
-    #[command(flatten)]
-    job: JobArgs,
 }
 
 /// The folder of the model.

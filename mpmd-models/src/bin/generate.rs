@@ -13,6 +13,8 @@ use mpmd_models::{CutArgs, Folder};
 #[derive(Parser)]
 #[command(name = "generate", version)]
 struct Args {
+    #[command(flatten)]
+    job: JobArgs,
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
@@ -20,8 +22,6 @@ struct Args {
     cut: CutArgs,
     #[command(flatten)]
     generation: GenerateArgs,
-    #[command(flatten)]
-    job: JobArgs,
 }
 
 fn main() -> ExitCode {

@@ -8,6 +8,7 @@ mod folders;
 mod generation;
 mod given;
 mod guide;
+mod hosts;
 mod inputs;
 mod new;
 mod programs;

@@ -19,6 +19,8 @@ const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the gui
 #[derive(Parser)]
 #[command(name = "serve", version)]
 struct Args {
+    #[command(flatten)]
+    job: JobArgs,
     /// Folder with config.json, tokenizer.json and the weights as safetensors; default: a tiny
     /// demonstration model
     #[arg(long, value_name = "DIR")]
@@ -29,8 +31,6 @@ struct Args {
     serving: ServeArgs,
     #[command(flatten)]
     http: HttpArgs,
-    #[command(flatten)]
-    job: JobArgs,
 }
 
 fn main() -> ExitCode {

@@ -40,6 +40,8 @@ const SEQUENCES: usize = 8;
 #[derive(Parser)]
 #[command(name = "train_and_serve", version)]
 struct Args {
+    #[command(flatten)]
+    job: JobArgs,
     /// Folder with config.json, tokenizer.json and the weights as safetensors
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
@@ -65,8 +67,6 @@ struct Args {
     cut: CutArgs,
     #[command(flatten)]
     http: HttpArgs,
-    #[command(flatten)]
-    job: JobArgs,
 }
 
 fn main() -> ExitCode {
@@ -108,7 +108,9 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
     // The server's front, whose answers are requests of a queue. It says that it starts until the
     // engine takes them.
-    let own = match args.job.part(devices.len(), devices.clone())? {
+    let of_folder = folder.clone();
+    let job = args.job.clone().input(move || of_folder.facts());
+    let own = match job.part(devices.len(), devices.clone())? {
         JobPart::First => {
             let (queue, arrivals) = queue(args.http.limits());
             let model = Model::of(&folder, args.http.model_name.clone(), sizes.positions)?;
@@ -123,7 +125,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
         JobPart::Other => None,
     };
     let own = Mutex::new(own);
-    mpmd_job::run(&args.job, devices.len(), devices, |p| {
+    mpmd_job::run(&job, devices.len(), devices, |p| {
         let is_first = p.process() == ProcessId(0);
         let own = is_first.then(|| own.lock().unwrap_or_else(PoisonError::into_inner).take());
         program(p, args, &folder, &parts, own.flatten())

@@ -1,6 +1,7 @@
 //! The front over engines that compute nothing, and the engine against the results of
 //! `transformers`.
 
+mod changed;
 mod client;
 mod control;
 mod endpoints;

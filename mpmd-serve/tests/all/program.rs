@@ -15,15 +15,15 @@ use serde_json::{Value, json};
 use crate::client::{Answer, send};
 use crate::engine::{Expected, expected, path};
 
-const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A running program.
-struct Serving {
-    child: Child,
+pub(crate) struct Serving {
+    pub(crate) child: Child,
     /// The line with the address.
     said: String,
     address: SocketAddr,
-    lines: Mutex<mpsc::Receiver<String>>,
+    pub(crate) lines: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Serving {
@@ -33,13 +33,17 @@ impl Serving {
         Self::start_with(&[&["--model", model.to_str().unwrap()], args].concat())
     }
 
-    fn start_with(args: &[&str]) -> Self {
-        Self::start_of(env!("CARGO_BIN_EXE_serve"), args)
+    pub(crate) fn start_with(args: &[&str]) -> Self {
+        Self::start_with_env(args, &[])
     }
 
-    fn start_of(program: &str, args: &[&str]) -> Self {
+    pub(crate) fn start_with_env(args: &[&str], variables: &[(&str, &str)]) -> Self {
+        Self::start_of(env!("CARGO_BIN_EXE_serve"), args, variables)
+    }
+
+    fn start_of(program: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(program);
-        command.args(["--port", "0"]).args(args);
+        command.args(["--port", "0"]).args(args).envs(variables.iter().copied());
         let serving = Self::launch(command);
         let start = Instant::now();
         while serving.send("GET", "/ready", &Value::Null).status != 200 {
@@ -67,7 +71,7 @@ impl Serving {
         Self { said: found, address, child, lines }
     }
 
-    fn send(&self, method: &str, path: &str, body: &Value) -> Answer {
+    pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> Answer {
         let head = format!(
             "{method} {path} HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n",
             self.address
@@ -76,12 +80,12 @@ impl Serving {
         send(self.address, &head, body.as_bytes())
     }
 
-    fn metrics(&self) -> String {
+    pub(crate) fn metrics(&self) -> String {
         self.send("GET", "/metrics", &Value::Null).body
     }
 
     /// Asks the program to end, and waits for that.
-    fn end(self) -> (ExitStatus, Vec<String>) {
+    pub(crate) fn end(self) -> (ExitStatus, Vec<String>) {
         self.signal(Signal::TERM);
         self.ended()
     }
@@ -278,7 +282,7 @@ fn without_a_model_the_demonstration_model_chats() {
 }
 
 /// Returns the id of the process of this index in a job that another process has started.
-fn process_of(launcher: u32, index: usize) -> Option<Pid> {
+pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
     let children = format!("/proc/{launcher}/task/{launcher}/children");
     let children = std::fs::read_to_string(children).unwrap_or_default();
     let mut children = children.split_whitespace();
@@ -456,7 +460,7 @@ fn server_goes_on_after_a_training_that_is_spoiled() {
     let text = path("text.txt");
     let paths = ["--model", model.to_str().unwrap(), text.to_str().unwrap()];
     let args = [&paths[..], &["--steps", "50", "--time", "24", "--lr", "1e38"]].concat();
-    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args);
+    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args, &[]);
     let found = "error: the training has ended, and the server goes on: step ";
     let start = Instant::now();
     loop {
@@ -480,7 +484,7 @@ fn one_program_trains_and_serves() {
     let (model, text) = (path("plain"), path("text.txt"));
     let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
     let args = ["--model", model, text, "--steps", "6", "--time", "24", "--tensor-parallel", "2"];
-    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args);
+    let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args, &[]);
     let Expected { prompt, .. } = expected("plain");
     let ask = json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true });
     let start = Instant::now();
