@@ -39,8 +39,8 @@ use mpmd::topology::DeviceKind;
 use mpmd::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 
-pub use mpmd_launch::printable;
 pub use inputs::{Inputs, Options};
+pub use mpmd_launch::printable;
 pub use numbers::{at_least, not_negative};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough

@@ -13,7 +13,7 @@ const NOT_FINITE: u32 = u32::MAX - 1;
 /// In place of a token: [`Unchosen::OutOfOrder`].
 const OUT_OF_ORDER: u32 = u32::MAX - 2;
 
-/// The reason why no token was chosen for a sequence. Every later choice of the sequence has it, too.
+/// The reason why no token was chosen for a sequence. Later choices of the sequence have it, too.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
 pub enum Unchosen {
     /// The largest logit is no finite number.

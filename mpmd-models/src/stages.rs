@@ -344,8 +344,8 @@ impl Stages {
     ///
     /// # Errors
     ///
-    /// As for [`Folder::check_training`], [`Folder::load`] and [`Pipeline::then`], and if a stage has
-    /// more than 1,000 layers.
+    /// As for [`Folder::check_training`], [`Folder::load`] and [`Pipeline::then`], and if a stage
+    /// has more than 1,000 layers.
     ///
     /// # Panics
     ///

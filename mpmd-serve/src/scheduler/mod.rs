@@ -141,7 +141,8 @@ struct Sequence {
     /// The version of the weights that computes it, once it has begun.
     version: Option<u64>,
     place: Option<Place>,
-    /// True if a pass with this sequence and others has failed, and none of its own has ended since.
+    /// True if a pass with this sequence and others has failed, and none of its own has ended
+    /// since.
     is_suspect: bool,
 }
 
@@ -545,8 +546,8 @@ impl Scheduler {
         Next::Chunk(Chunk { given, samples, blocks, ..head })
     }
 
-    /// Takes blocks for a sequence until it has this number. Returns false if there are not as many:
-    /// the sequence has given up its place.
+    /// Takes blocks for a sequence until it has this number. Returns false if there are not as
+    /// many: the sequence has given up its place.
     fn grow(&mut self, id: u64, blocks: usize) -> bool {
         loop {
             let Some(sequence) = self.sequences.get(&id) else { return false };

@@ -24,6 +24,7 @@ use clap::Parser;
 
 /// The arguments of the program.
 #[derive(Clone, Debug, Parser)]
+#[command(name = "mpmd-explore", version)]
 struct Arguments {
     /// The first seed
     #[arg(long, default_value_t = 0)]
