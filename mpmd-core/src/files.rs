@@ -88,7 +88,7 @@ pub fn hash_samples(file: &File, part: Range<u64>, samples: u64) -> Result<u64> 
 pub fn file_note(path: &Path) -> String {
     let path_text = path.display();
     let Ok(found) = path.metadata() else { return path_text.to_string() };
-    let changed = found.modified().map_or_else(|_| String::new(), |time| utc(time));
+    let changed = found.modified().map_or_else(|_| String::new(), utc);
     format!("{path_text}, {}, changed {changed}", bytes_text(found.len()))
 }
 
@@ -99,7 +99,9 @@ fn utc(time: SystemTime) -> String {
     let seconds = seconds.min(LAST_SECOND);
     let mut days = seconds / 86_400;
     let of_day = seconds % 86_400;
-    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     let mut year = 1970;
     while days >= 365 + u64::from(is_leap(year)) {
         days -= 365 + u64::from(is_leap(year));
