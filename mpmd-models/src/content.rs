@@ -122,9 +122,9 @@ pub(crate) fn fold(key: Key, bytes: &[u8]) -> Key {
 
 /// Returns the layer of a tensor, `model.layers.3`, or its name if it is of none.
 fn group(name: &str) -> String {
-    let is_number = |part: &&str| part.bytes().all(|byte| byte.is_ascii_digit());
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
     let parts: Vec<&str> = name.split('.').collect();
-    let end = parts.iter().position(|part| is_number(&part)).map_or(parts.len(), |at| at + 1);
+    let end = parts.iter().position(|part| is_number(part)).map_or(parts.len(), |at| at + 1);
     parts[..end].join(".")
 }
 

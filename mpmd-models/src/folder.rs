@@ -177,7 +177,7 @@ impl Folder {
     /// Reads the present content.
     fn present(&self) -> Result<Content> {
         Content::of(&self.tensors, |name| {
-            let has_it = self.companions.iter().any(|other| *other == name);
+            let has_it = self.companions.contains(&name);
             let bytes = has_it.then(|| self.current(name)).transpose();
             bytes.map_err(|why| {
                 Error::Environment(format!("{}: {why}", self.path.join(name).display()))
