@@ -5,8 +5,8 @@ use std::io::{Error, Read as _, Result};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use mpmd_base::block::{SystemTime, UNIX_EPOCH};
 use mpmd_base::bytes_text;
 use rustix::fs::OFlags;
 use twox_hash::XxHash3_128;

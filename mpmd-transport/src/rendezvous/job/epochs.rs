@@ -115,8 +115,8 @@ impl Epochs {
         &self.reports
     }
 
-    /// Returns the processes that waited for a place and were refused, by the number with which each
-    /// joined first, with the reason.
+    /// Returns the processes that waited for a place and were refused, by the number with which
+    /// each joined first, with the reason.
     pub(in crate::rendezvous) fn refused(&self) -> &[(ProcessId, String)] {
         &self.refused
     }
