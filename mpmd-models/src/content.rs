@@ -92,14 +92,9 @@ impl Content {
             *key = fold(*key, name.as_bytes()).fold_in(*hash);
             *path = path.or(stored[name].path());
         }
-        // A message names a file once.
-        let mut last = None;
-        let weights = groups.into_iter().map(|(group, (key, path))| {
-            let path = path.filter(|path| last.replace(*path) != Some(*path));
-            Fact {
-                note: path.map(file_note).unwrap_or_default(),
-                ..Fact::new(format!("weights of {group}"), format!("hash {:016x}", key.0))
-            }
+        let weights = groups.into_iter().map(|(group, (key, path))| Fact {
+            note: path.map(file_note).unwrap_or_default(),
+            ..Fact::new(format!("weights of {group}"), format!("hash {:016x}", key.0))
         });
         let file = |(name, hash): (&&'static str, &Option<u64>)| match hash {
             Some(hash) => Some(Fact {

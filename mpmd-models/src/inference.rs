@@ -146,6 +146,7 @@ impl Inference {
     /// # Errors
     ///
     /// As for [`Stages::inference`](crate::Stages::inference).
+    #[track_caller]
     pub fn renew(&mut self, p: &mut Program) -> Result<()> {
         p.forgive_failures();
         for (stage, (load, mesh)) in self.loads.iter().zip(&self.meshes).enumerate() {
@@ -435,6 +436,7 @@ fn owner(p: &Program, mesh: &Mesh) -> Result<ProcessId> {
 
 impl Load {
     /// Issues the making of the state.
+    #[track_caller]
     fn issue(&self, p: &mut Program, mesh: &Mesh) -> Result<MpmdObject<Loaded>> {
         let load = self.clone();
         p.object_of_bytes(mesh, self.bytes, move |device| load.load(device))

@@ -32,12 +32,13 @@ impl Fact {
         Self { name: name.into(), value: Some(value.into()), note: String::new() }
     }
 
-    /// Returns the value and the note, for a message.
-    fn shown(&self) -> String {
+    /// Returns the value for a message, with the note unless it is the one that was shown last.
+    fn shown<'a>(&'a self, last_note: &mut &'a str) -> String {
         let value = self.value.as_deref().unwrap_or("no value");
-        match self.note.is_empty() {
+        let note = self.note.as_str();
+        match note.is_empty() || std::mem::replace(last_note, note) == note {
             true => value.to_owned(),
-            false => format!("{value} ({})", self.note),
+            false => format!("{value} ({note})"),
         }
     }
 }
@@ -54,11 +55,13 @@ pub struct Difference {
 }
 
 impl Difference {
-    /// Returns the facts that differ. A fact that only one of them has differs.
+    /// Returns the facts that differ. A fact that only one of them has differs. Of facts in a row
+    /// with the same note, such as parts of one file, the first shows it.
     pub fn between(first: &[Fact], second: &[Fact]) -> Vec<Self> {
         let [of_first, of_second] = [first, second].map(by_name);
         let only_second = second.iter().filter(|fact| !of_first.contains_key(&*fact.name));
         let names = first.iter().chain(only_second).map(|fact| fact.name.as_str());
+        let mut last_notes = [""; 2];
         let differs = |name: &str| {
             let pair = [of_first.get(name), of_second.get(name)];
             let is_unknown = pair.iter().flatten().any(|fact| fact.value.is_none());
@@ -66,8 +69,13 @@ impl Difference {
             if is_unknown || first == second {
                 return None;
             }
-            let [first, second] =
-                pair.map(|fact| fact.map_or_else(|| "none".to_owned(), |fact| fact.shown()));
+            let mut shown = pair.iter().zip(&mut last_notes).map(|(fact, last_note)| match fact {
+                Some(fact) => fact.shown(last_note),
+                None => "none".to_owned(),
+            });
+            let first = shown.next().unwrap_or_default();
+            let second = shown.next().unwrap_or_default();
+            drop(shown);
             Some(Self { name: name.to_owned(), first, second })
         };
         names.filter_map(differs).collect()
@@ -136,6 +144,20 @@ mod tests {
         assert_eq!(Difference::between(&[file(None, "")], &[file(Some("hash 7"), "/a")]), []);
         assert_eq!(Difference::between(&[file(Some("7"), "/b")], &[file(Some("7"), "/a")]), []);
         assert_eq!(Difference::between(&[], &[file(Some("7"), "")]).len(), 1, "it is not given");
+    }
+
+    #[test]
+    fn note_of_several_facts_is_shown_by_the_first_that_differs() {
+        let facts = |values: [&str; 3]| {
+            let names = ["a", "b", "c"].into_iter().zip(values);
+            let fact = |(name, value)| Fact { note: "/m, 3 B".into(), ..Fact::new(name, value) };
+            names.map(fact).collect::<Vec<_>>()
+        };
+        let found = Difference::between(&facts(["1", "2", "3"]), &facts(["1", "4", "5"]));
+        let said = on_two(&found, (ProcessId(0), ProcessId(1))).to_string();
+        let expected = "b: process 0 has 2 (/m, 3 B), process 1 has 4 (/m, 3 B); c: process 0 has \
+                        3, process 1 has 5";
+        assert_eq!(said, expected);
     }
 
     #[test]
