@@ -111,10 +111,10 @@ pub use mpmd_base::{DeviceId, ProcessId};
 #[cfg(feature = "candle")]
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
-    ArrayFuture, Builder, Captured, Commits, Committed, Error, Fact, Failure, FailureKind,
-    HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse, Metrics, MoveOptions,
-    MpmdArray, OnLoss, PlanCacheMetrics, Program, RecoveringBuilder, Recovery, Result, Role,
-    Sections, Shard, SplitOptions, all_ready,
+    ArrayFuture, Builder, Captured, Commits, Committed, Difference, Error, Fact, Failure,
+    FailureKind, HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse, Metrics,
+    MoveOptions, MpmdArray, OnLoss, PlanCacheMetrics, Program, RecoveringBuilder, Recovery, Result,
+    Role, Sections, Shard, SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;
 #[cfg(feature = "train")]
