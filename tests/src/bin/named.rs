@@ -23,6 +23,9 @@ fn main() -> ExitCode {
 }
 
 fn run(name: &str, args: &[&str]) -> Result<()> {
+    if std::env::var_os("RUST_LOG").is_some() {
+        Program::log_to_stderr();
+    }
     let named = find(name);
     let mut builder = (named.settings)(Program::builder());
     if named.devices > 0 {

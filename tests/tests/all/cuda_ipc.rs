@@ -39,6 +39,7 @@ fn start_with<'a>(
             .arg("handing")
             .args(args)
             .env(variables::DEVICE, "cuda")
+            .env("RUST_LOG", "mpmd::transport=warn")
             .envs(settings(process).iter().copied());
         if let Some(driver) = &driver {
             softcuda::environment(&mut command, driver);

@@ -1,9 +1,9 @@
 //! One process reads a new version of the weights, and all compute by it.
 //!
 //! kind: half of one model and half of another
-//! found by: run
-//! named: all
-//! says: version 7 of the weights is not here
+//! found by: check
+//! named: 0
+//! says: the programs diverged
 
 use mpmd::{ProcessId, Program, Result};
 use mpmd_models::Pass;
