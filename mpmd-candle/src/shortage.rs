@@ -1,4 +1,4 @@
-//! What the allocators of a device hold when candle is out of memory there, for its errors.
+//! The holdings of a device's allocators when candle is out of memory there, for its errors.
 
 use std::cell::RefCell;
 

@@ -79,7 +79,7 @@ impl fmt::Display for DeviceRoom {
     }
 }
 
-/// Displays what the driver's pool of a device holds, and what is free there.
+/// Displays the bytes in the driver's pool of a device, and the free bytes of the device.
 pub(super) struct Held<'a>(pub(super) &'a Context);
 
 impl fmt::Display for Held<'_> {

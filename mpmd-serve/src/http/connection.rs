@@ -161,7 +161,7 @@ async fn answer(
     }
 }
 
-/// Checks what a request says about itself, whatever it asks for.
+/// Checks the number of `Host` headers and the bytes of a request's head.
 fn check_head(request: &Request<Incoming>) -> Result<(), Failure> {
     let headers = request.headers();
     let hosts = headers.get_all(header::HOST).iter().count();
