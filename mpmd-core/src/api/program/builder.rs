@@ -275,13 +275,13 @@ impl Builder {
     /// both values. A process that comes later and differs takes no place, and the others go on.
     ///
     /// ```
-    /// use mpmd_core::{Fact, Program};
+    /// use mpmd_core::{Fact, Program, Result};
     ///
     /// let seed = 7;
     /// let builder = Program::builder().facts(move || vec![Fact::new("seed", seed.to_string())]);
-    /// builder.run(|p| {
+    /// builder.run(|p| -> Result<()> {
     ///     assert_eq!(p.processes(), 1);
-    ///     mpmd_core::Result::Ok(())
+    ///     Ok(())
     /// })?;
     /// # Ok::<(), mpmd_core::Error>(())
     /// ```
