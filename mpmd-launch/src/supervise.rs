@@ -482,6 +482,10 @@ impl Processes {
         let is_open =
             |place: &ProcessId| !is_elsewhere(*place) && !job.is_done(*place, ends.iter().copied());
         let open = places().find(|place| replacing.recovers() && is_open(place));
+        // A spare that takes a place while the job ends may have ended well in it.
+        let is_replaced =
+            |place: ProcessId| replacing.recovers() && by_place[place.index()] == ExitKind::Exit(0);
+        let first = first.filter(|(place, ..)| !is_replaced(*place));
         let (first, is_open) = match (first, open) {
             (Some((process, how, _)), _) => (Some((process, how)), false),
             (None, Some(place)) => (Some((place, by_place[place.index()])), true),

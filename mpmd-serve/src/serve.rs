@@ -153,7 +153,13 @@ pub fn run(
             http.check_resources()?;
             None
         }
-        JobPart::Other => None,
+        JobPart::Other => {
+            if args.elastic {
+                // A spare that waits stays, too: open requests may need it while process 0 drains.
+                StopFlag::install()?;
+            }
+            None
+        }
     };
     let own = Mutex::new(own);
     let program = |p: &mut Program| {

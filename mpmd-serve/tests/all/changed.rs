@@ -10,7 +10,7 @@ use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::client::Answer;
-use crate::engine::path;
+use crate::folder::copied;
 use crate::program::{LONG, Serving, process_of};
 
 /// The time that a server waits for a process in place of a lost one.
@@ -27,10 +27,7 @@ struct Changing {
 
 impl Changing {
     fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        for file in fs::read_dir(path("plain")).unwrap().map(|file| file.unwrap().path()) {
-            fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
-        }
+        let folder = copied("plain");
         let model = folder.path().to_str().unwrap();
         let args = ["--model", model, "--stages", "2", "--front", "--elastic"];
         let serving = Serving::start_with_env(&args, &[("MPMD_PEER_TIMEOUT", PEER_TIMEOUT)]);

@@ -19,7 +19,8 @@ use mpmd_models::generate::WeightType;
 use mpmd_models::{Folder, Inference, Room, Sampling, Stages, Weights, merged, save};
 use mpmd_serve::{Engine, Event, Limits, Queue, Request, Serving, Sizes, Turn, queue};
 
-use crate::engine::{Drain, expected, path};
+use crate::engine::{Drain, expected};
+use crate::folder::path;
 
 const LONG: Duration = Duration::from_secs(100);
 const TIME: usize = 24;

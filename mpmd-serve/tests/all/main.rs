@@ -4,8 +4,10 @@
 mod changed;
 mod client;
 mod control;
+mod elastic;
 mod endpoints;
 mod engine;
+mod folder;
 mod guide;
 mod leaving;
 mod live;

@@ -13,7 +13,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 use crate::client::{Answer, send};
-use crate::engine::{Expected, expected, path};
+use crate::engine::{Expected, expected};
+use crate::folder::{path, with_config};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -22,13 +23,13 @@ pub(crate) struct Serving {
     pub(crate) child: Child,
     /// The line with the address.
     said: String,
-    address: SocketAddr,
+    pub(crate) address: SocketAddr,
     pub(crate) lines: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Serving {
     /// Starts the program on any free port, and waits until it takes requests.
-    fn start(model: &str, args: &[&str]) -> Self {
+    pub(crate) fn start(model: &str, args: &[&str]) -> Self {
         let model = path(model);
         Self::start_with(&[&["--model", model.to_str().unwrap()], args].concat())
     }
@@ -45,16 +46,21 @@ impl Serving {
         let mut command = Command::new(program);
         command.args(["--port", "0"]).args(args).envs(variables.iter().copied());
         let serving = Self::launch(command);
-        let start = Instant::now();
-        while serving.send("GET", "/ready", &Value::Null).status != 200 {
-            assert!(start.elapsed() < LONG, "it never takes requests");
-            thread::sleep(Duration::from_millis(20));
-        }
+        serving.until_ready();
         serving
     }
 
+    /// Waits until the program takes requests.
+    pub(crate) fn until_ready(&self) {
+        let start = Instant::now();
+        while self.send("GET", "/ready", &Value::Null).status != 200 {
+            assert!(start.elapsed() < LONG, "it never takes requests");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// Starts a program, and waits until it listens.
-    fn launch(mut command: Command) -> Self {
+    pub(crate) fn launch(mut command: Command) -> Self {
         let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
         let (to, lines) = mpsc::channel();
         let from = BufReader::new(child.stderr.take().unwrap());
@@ -90,12 +96,12 @@ impl Serving {
         self.ended()
     }
 
-    fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     /// Sends SIGTERM to the program and to the processes that it has started, twice.
-    fn signal_all_twice(&self) {
+    pub(crate) fn signal_all_twice(&self) {
         for _ in 0..2 {
             self.signal(Signal::TERM);
             for process in processes(self.child.id()) {
@@ -105,7 +111,7 @@ impl Serving {
     }
 
     /// Waits until the program has ended.
-    fn ended(mut self) -> (ExitStatus, Vec<String>) {
+    pub(crate) fn ended(mut self) -> (ExitStatus, Vec<String>) {
         let start = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -125,6 +131,27 @@ impl Drop for Serving {
         _ = self.child.kill();
         _ = self.child.wait();
     }
+}
+
+/// Returns the id of the process of this index in a job that another process has started.
+pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = std::fs::read_to_string(children).unwrap_or_default();
+    let mut children = children.split_whitespace();
+    let is_it = |child: &&str| {
+        let variables = std::fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
+        let expected = format!("MPMD_RANK={index}");
+        variables.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes())
+    };
+    children.find(is_it).and_then(|child| Pid::from_raw(child.parse().ok()?))
+}
+
+/// Returns the processes that another process has started.
+pub(crate) fn processes(launcher: u32) -> Vec<Pid> {
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = std::fs::read_to_string(children).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    children.filter_map(Pid::from_raw).collect()
 }
 
 #[test]
@@ -281,119 +308,6 @@ fn without_a_model_the_demonstration_model_chats() {
     }
 }
 
-/// Returns the id of the process of this index in a job that another process has started.
-pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
-    let children = format!("/proc/{launcher}/task/{launcher}/children");
-    let children = std::fs::read_to_string(children).unwrap_or_default();
-    let mut children = children.split_whitespace();
-    let is_it = |child: &&str| {
-        let variables = std::fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
-        let expected = format!("MPMD_RANK={index}");
-        variables.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes())
-    };
-    children.find(is_it).and_then(|child| Pid::from_raw(child.parse().ok()?))
-}
-
-#[test]
-fn killed_stages_are_replaced_and_requests_go_on() {
-    let args = ["--stages", "2", "--processes", "2", "--elastic"];
-    let serving = Serving::start("plain", &args);
-    let ask = |seed: usize| {
-        json!({
-            "prompt": vec![5 + seed; 3], "max_tokens": 900, "ignore_eos": true, "seed": seed,
-            "temperature": 0.7, "return_token_ids": true,
-        })
-    };
-    let tokens = |answer: Answer| answer.json()["choices"][0]["token_ids"].clone();
-    let undisturbed: Vec<Value> =
-        (0..3).map(|seed| tokens(serving.send("POST", "/v1/completions", &ask(seed)))).collect();
-    for round in 1..=2 {
-        thread::scope(|scope| {
-            let clients: Vec<_> = (0..3)
-                .map(|seed| {
-                    let serving = &serving;
-                    scope.spawn(move || serving.send("POST", "/v1/completions", &ask(seed)))
-                })
-                .collect();
-            let start = Instant::now();
-            while !serving.metrics().contains("mpmd_requests_running 3") {
-                assert!(start.elapsed() < LONG, "{}", serving.metrics());
-            }
-            // The spare is on the second stage from the second round on.
-            let stage = process_of(serving.child.id(), round).expect("the second stage");
-            kill_process(stage, Signal::KILL).unwrap();
-            for (client, undisturbed) in clients.into_iter().zip(&undisturbed) {
-                assert_eq!(tokens(client.join().unwrap()), *undisturbed, "round {round}");
-            }
-        });
-        let recoveries = format!("mpmd_recoveries_total {round}");
-        assert!(serving.metrics().contains(&recoveries), "{}", serving.metrics());
-    }
-    let (status, said) = serving.end();
-    assert!(status.success(), "{status}: {said:?}");
-}
-
-/// Returns the processes that another process has started.
-fn processes(launcher: u32) -> Vec<Pid> {
-    let children = format!("/proc/{launcher}/task/{launcher}/children");
-    let children = std::fs::read_to_string(children).unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
-    children.filter_map(Pid::from_raw).collect()
-}
-
-/// Returns the processes of a job that another process has started, but for the first.
-fn processes_but_first(launcher: u32) -> Vec<Pid> {
-    let first = process_of(launcher, 0);
-    let all = processes(launcher).into_iter();
-    all.filter(|child| Some(*child) != first).collect()
-}
-
-#[test]
-fn any_process_but_the_front_may_be_lost() {
-    let args = ["--stages", "2", "--front", "--elastic"];
-    let serving = Serving::start("plain", &args);
-    let ask = json!({
-        "prompt": [5, 17, 3], "max_tokens": 700, "ignore_eos": true, "temperature": 0,
-        "return_token_ids": true,
-    });
-    let tokens = |answer: Answer| answer.json()["choices"][0]["token_ids"].clone();
-    let undisturbed = tokens(serving.send("POST", "/v1/completions", &ask));
-    assert_eq!(undisturbed.as_array().unwrap().len(), 700);
-    for round in 0..6 {
-        thread::scope(|scope| {
-            let client = scope.spawn(|| serving.send("POST", "/v1/completions", &ask));
-            let start = Instant::now();
-            while !serving.metrics().contains("mpmd_requests_running 1") {
-                assert!(start.elapsed() < LONG, "{}", serving.metrics());
-            }
-            // The two stages and the spare, each twice.
-            let processes = processes_but_first(serving.child.id());
-            assert!(!processes.is_empty());
-            kill_process(processes[round % processes.len()], Signal::KILL).unwrap();
-            assert_eq!(tokens(client.join().unwrap()), undisturbed, "round {round}");
-        });
-    }
-    // They are asked for each second.
-    let start = Instant::now();
-    for name in ["stage_busy_seconds", "handover_bytes", "handover_seconds"] {
-        for stage in 0..2 {
-            let line = format!("mpmd_{name}_total{{stage=\"{stage}\"}} ");
-            let value = |metrics: &str| {
-                let value = metrics.lines().find_map(|known| known.strip_prefix(&line))?;
-                value.parse::<f64>().ok()
-            };
-            // The last stage hands nothing to a later one.
-            let is_least = |value: f64| value > 0.0 || (name, stage) == ("handover_seconds", 1);
-            while !value(&serving.metrics()).is_some_and(is_least) {
-                assert!(start.elapsed() < LONG, "{}", serving.metrics());
-                serving.send("POST", "/v1/completions", &ask);
-            }
-        }
-    }
-    let (status, said) = serving.end();
-    assert!(status.success(), "{status}: {said:?}");
-}
-
 #[test]
 fn stopped_stage_is_seen_also_without_requests() {
     let serving = Serving::start("plain", &["--stages", "2", "--processes", "2"]);
@@ -435,15 +349,7 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
 
 #[test]
 fn model_with_dropout_is_served_but_not_trained() {
-    let folder = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(path("plain")).unwrap() {
-        let from = entry.unwrap().path();
-        std::fs::copy(&from, folder.path().join(from.file_name().unwrap())).unwrap();
-    }
-    let config = folder.path().join("config.json");
-    let mut changed: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
-    changed["attention_dropout"] = json!(0.1);
-    std::fs::write(&config, changed.to_string()).unwrap();
+    let folder = with_config("plain", "attention_dropout", json!(0.1));
     let mut command = Command::new(env!("CARGO_BIN_EXE_train_and_serve"));
     command.arg("--model").arg(folder.path()).arg(path("text.txt")).args(["--port", "0"]);
     let output = command.output().unwrap();

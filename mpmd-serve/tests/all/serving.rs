@@ -10,7 +10,8 @@ use mpmd::testing::Simulation;
 use mpmd_models::{Folder, Room, Sampling, Stages};
 use mpmd_serve::{Engine, Event, Limits, Phase, Request, Serving, Sizes, Turn, queue};
 
-use crate::engine::{Drain, Expected, expected, path};
+use crate::engine::{Drain, Expected, expected};
+use crate::folder::path;
 
 #[test]
 fn other_work_reaches_all_processes_at_once() {

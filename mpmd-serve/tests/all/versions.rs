@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::client::{Answer, send};
 use crate::control::key_file;
-use crate::engine::path;
+use crate::folder::path;
 use crate::server::{Args, LONG};
 
 const SIZES: Sizes = Sizes { lanes: 2, sequences: 4, blocks: 200, chunk: 24, positions: 800 };

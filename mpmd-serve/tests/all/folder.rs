@@ -1,0 +1,48 @@
+//! Folders of models, and copies of them with a change.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Returns the path of a folder of this name.
+pub(crate) fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders").join(name)
+}
+
+/// Copies the files of a folder.
+pub(crate) fn copied(name: &str) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(path(name)).unwrap().map(|file| file.unwrap().path()) {
+        fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
+    }
+    folder
+}
+
+/// Copies a folder, and sets a value of its `config.json`.
+pub(crate) fn with_config(name: &str, key: &str, value: Value) -> TempDir {
+    let folder = copied(name);
+    let file = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    config[key] = value;
+    fs::write(file, config.to_string()).unwrap();
+    folder
+}
+
+/// Copies a folder, and fills the embedding's row of a token with NaN.
+pub(crate) fn with_poisoned_token(name: &str, token: u32) -> TempDir {
+    let folder = copied(name);
+    let weights = folder.path().join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let index: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+
+    let table = &index["model.embed_tokens.weight"];
+    let width = table["shape"][1].as_u64().unwrap() as usize;
+    let start = 8 + header + table["data_offsets"][0].as_u64().unwrap() as usize;
+    let row = &mut bytes[start + token as usize * width * 4..][..width * 4];
+    row.as_chunks_mut().0.iter_mut().for_each(|value| *value = f32::NAN.to_le_bytes());
+    fs::write(weights, bytes).unwrap();
+    folder
+}
