@@ -30,6 +30,7 @@ use std::fmt;
 use std::io::{IsTerminal, Write, stderr};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -38,10 +39,11 @@ use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variab
 use mpmd::topology::DeviceKind;
 use mpmd::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
+use signal_hook::consts::SIGXFSZ;
 
 pub use inputs::{Inputs, Options};
 pub use mpmd_launch::printable;
-pub use numbers::{at_least, not_negative};
+pub use numbers::{at_least, not_negative, positive};
 
 /// Time limit for the processes to end by themselves after Ctrl-C, or after one has failed: enough
 /// for a last step, a checkpoint and the final messages.
@@ -303,6 +305,7 @@ pub fn run<E: Into<anyhow::Error>>(
     let devices = devices.into();
     Program::log_to_stderr();
     end_with_stdout();
+    fail_writes_to_full_files()?;
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
     let processes = args.processes_for(default_processes, &devices);
     // A number of processes that does not fit is the builder's error.
@@ -347,6 +350,12 @@ pub fn run<E: Into<anyhow::Error>>(
     }
 }
 
+/// Lets a write beyond the limit on the size of files (`ulimit -f`) fail. By default it ends the
+/// process by SIGXFSZ.
+fn fail_writes_to_full_files() -> anyhow::Result<()> {
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("listening for SIGXFSZ").map(drop)
+}
+
 /// A function that says with how many devices a program goes on with a number of processes: see
 /// [`RecoveringBuilder::layout`](mpmd::RecoveringBuilder::layout).
 pub type Layout = Box<dyn Fn(usize) -> Result<usize, String> + Send + Sync>;
@@ -378,6 +387,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
 ) -> anyhow::Result<ExitCode> {
     Program::log_to_stderr();
     end_with_stdout();
+    fail_writes_to_full_files()?;
     let placement = Placement::Even(devices);
     let processes = args.processes_for(default_processes, &placement);
     if let Some(env) = JobEnv::from_env()? {
@@ -393,14 +403,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         let result = builder.run(program);
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
-    if args.transport == Some(JobTransport::Inproc) || processes == 1 {
-        let counts = process_counts(devices);
-        say(&format!(
-            "error: a job that recovers has several processes, not one: --processes may be \
-             {counts}, but for 1"
-        ));
-        return Ok(ExitCode::from(2));
-    }
+    args.check_recovering(processes, devices)?;
     match args.refused(processes, &placement)? {
         Some(code) => Ok(code),
         None => start(args.launch(processes)?.spares(1).restarts(MOST_RESTARTS)),
@@ -416,6 +419,27 @@ impl JobArgs {
     fn processes_for(&self, most: usize, devices: &Placement) -> usize {
         let fits = |processes: &usize| devices.by_process(*processes).is_some();
         self.processes.unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
+    }
+
+    /// Checks that a job which recovers has several processes, where these arguments decide that.
+    ///
+    /// # Errors
+    ///
+    /// If it has one, or threads.
+    pub fn check_recovering(&self, processes: usize, devices: usize) -> anyhow::Result<()> {
+        if JobEnv::from_env()?.is_some() {
+            return Ok(());
+        }
+        anyhow::ensure!(
+            self.transport != Some(JobTransport::Inproc),
+            "a job that recovers has several processes, not threads: leave --transport inproc out"
+        );
+        anyhow::ensure!(
+            self.processes.unwrap_or(processes) > 1,
+            "a job that recovers has several processes, not one: --processes may be {}, but for 1",
+            process_counts(devices)
+        );
+        Ok(())
     }
 
     /// Returns the part that this process has in a job that [`run`] starts over these devices.
@@ -557,8 +581,6 @@ pub fn say(line: &str) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use mpmd::prelude::*;
     use mpmd::{Failure, ProcessId};
 

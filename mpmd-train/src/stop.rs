@@ -84,6 +84,20 @@ impl StopFlag {
     }
 }
 
+/// Lets Ctrl-C, SIGTERM and SIGUSR1 change nothing in this process from now on: process 0 of its
+/// job acts on them, and tells the others. A launcher passes such a signal on to all processes, and
+/// ends those with SIGKILL that stay after that.
+///
+/// # Errors
+///
+/// If the system rejects the handlers.
+pub fn wait_for_process_0() -> std::io::Result<()> {
+    for signal in [SIGINT, SIGTERM, SIGUSR1] {
+        register_usize(signal, Arc::default(), 0)?;
+    }
+    Ok(())
+}
+
 /// Waits for signals, and ends the process at once on the second request to stop.
 fn end_on_second_request(mut signals: Signals) {
     let mut requests = StopRequests::default();
