@@ -16,6 +16,7 @@ mod trace;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use mpmd_programs::{finetune, generate, serve, train_and_serve};
 
 /// Runs programs on many processes.
 #[derive(Debug, Parser)]
@@ -45,6 +46,14 @@ enum Command {
     Bench(mpmd_bench::BenchArgs),
     /// Examine this machine: the transports that it supports, and how to fix those that fail
     Doctor(doctor::DoctorArgs),
+    /// Train or score a model from a folder of a model hub, as a pipeline
+    Finetune(Box<finetune::Finetune>),
+    /// Continue a text by a model from a folder of a model hub, as a pipeline
+    Generate(Box<generate::Generate>),
+    /// Serve a model from a folder of a model hub, as a pipeline, with the HTTP interface of OpenAI
+    Serve(Box<serve::Serve>),
+    /// Train a model on texts and serve it at the same time
+    TrainAndServe(Box<train_and_serve::TrainAndServe>),
     /// Become a program that ends with this process's parent
     #[command(name = mpmd_launch::EXEC, hide = true)]
     Exec(run::Exec),
@@ -66,6 +75,10 @@ fn main() -> ExitCode {
         Command::Schedule(args) => schedule::schedule(&args),
         Command::Bench(args) => mpmd_bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
+        Command::Finetune(args) => finetune::finetune(&args),
+        Command::Generate(args) => generate::generate(&args),
+        Command::Serve(args) => serve::serve(&args),
+        Command::TrainAndServe(args) => train_and_serve::train_and_serve(&args),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
             mpmd_launch::guard(std::io::stdin());

@@ -14,8 +14,7 @@ use mpmd::topology::{DeviceKind, Mesh};
 use mpmd::train::Rate;
 use mpmd::train::data::At;
 use mpmd::train::data::Data as _;
-use mpmd_models::train::trainer;
-use mpmd_models::{Sampling, Stages};
+use mpmd_models::{Sampling, Stages, trainer};
 
 use folders::{expected, open};
 use given::{Given, args, set_lora};
@@ -43,8 +42,8 @@ fn losses(name: &str, more: &str) -> Vec<f64> {
     on_cuda(|p, meshes| {
         let schedule = Schedule::named("zb-h1", 2, given.0[0].len(), None)?;
         let model = Stages::new(&folder, 2, given.0[0][0][0].len())?.lora(args.lora(), 0);
-        let mut trainer =
-            trainer(p, &model, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
+        let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?
+            .rate(Rate::Constant(expected.rate));
         assert_eq!(trainer.computed_by(p), "CUDA devices compute all passes");
         set_lora(p, trainer.pipeline_mut())?;
         let mut losses = Vec::new();
@@ -72,7 +71,7 @@ fn training_on_cuda_devices_equals_that_of_torch() {
     for name in DENSE {
         compare(name, &losses(name, ""), &expected(name).losses, 1e-3);
     }
-    let lora = losses("plain", "--lora 2 --lora-alpha 6");
+    let lora = losses("plain", "--lora 2 --alpha 6");
     compare("plain with LoRA", &lora, &expected("plain").lora_losses, 1e-3);
 }
 

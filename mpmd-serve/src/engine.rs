@@ -70,7 +70,7 @@ pub struct Engine {
     pause: Option<PauseMode>,
     weights: Weights,
     /// Why the last call of [`run`](crate::run) failed.
-    pub(crate) failed: Option<Arc<str>>,
+    failed: Option<Arc<str>>,
 }
 
 /// The changes of the weights.
@@ -151,8 +151,13 @@ impl Engine {
         self.arrivals.waker()
     }
 
+    /// Notes the reason for which the last call of [`run`](crate::run) failed.
+    pub fn fail_with(&mut self, why: &Error) {
+        self.failed = Some(format!("the server has failed: {}", reason(why)).into());
+    }
+
     /// Fails the open requests, if there are any, with the reason for which the job has ended.
-    pub(crate) fn end(mut self) {
+    pub fn end(mut self) {
         let why = self.failed.clone().unwrap_or_else(|| "the server has ended".into());
         let waiting = self.arrivals.take().into_iter().map(|arrival| arrival.sender);
         let open = std::mem::take(&mut self.clients).into_values();

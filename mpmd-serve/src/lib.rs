@@ -9,11 +9,10 @@ mod model;
 mod queue;
 mod request;
 mod scheduler;
-mod serve;
 mod serving;
 
 pub use engine::Engine;
-pub use http::{Front, HttpArgs};
+pub use http::{Front, FrontError, FrontSettings, KeyFile};
 pub use metrics::{Figures, StageFigures};
 pub use model::Model;
 pub use queue::{
@@ -22,5 +21,4 @@ pub use queue::{
 };
 pub use request::{Event, Finish, Logprobs, Request, Token};
 pub use scheduler::{Counts, Decision, Scheduler, Sizes};
-pub use serve::{ServeArgs, run as serve};
 pub use serving::{Serving, Turn, run};

@@ -3,8 +3,14 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mpmd_models::{Folder, Message, Sampling, Templates, encode_prompt, tokenizer};
+use mpmd::Result as CoreResult;
+use mpmd_models::{
+    Folder, Message, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
+};
 use tokenizers::Tokenizer;
+
+/// Bytes of a text from which on its first tokens are counted before all are made.
+const LONG_TEXT: usize = 64 << 10;
 
 /// A model, as clients know it.
 pub struct Model {
@@ -32,7 +38,7 @@ impl Model {
     /// # Errors
     ///
     /// If a file is damaged. A folder without a chat template is none.
-    pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> anyhow::Result<Self> {
+    pub fn of(folder: &Folder, name: Option<String>, positions: usize) -> CoreResult<Self> {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -55,10 +61,19 @@ impl Model {
         encode_prompt(&self.tokenizer, text, special).map_err(|why| why.to_string())
     }
 
-    /// Returns the tokens with which a conversation goes on.
-    pub(crate) fn chat(&self, messages: &[Message]) -> Result<Vec<u32>, String> {
+    /// True if a long text has more than `most` tokens. False for short ones: their tokens are
+    /// cheap.
+    pub(crate) fn is_beyond(&self, text: &str, most: usize) -> Result<bool, String> {
+        if text.len() <= LONG_TEXT {
+            return Ok(false);
+        }
+        has_more_tokens(&self.tokenizer, text, most).map_err(|why| why.to_string())
+    }
+
+    /// Returns the text with which a conversation goes on.
+    pub(crate) fn rendered(&self, messages: &[Message]) -> Result<String, String> {
         let templates = self.templates.as_ref().map_err(Clone::clone)?;
-        self.encode(&templates.prompt(messages).map_err(|why| why.to_string())?, false)
+        templates.prompt(messages).map_err(|why| why.to_string())
     }
 
     /// True if the tokenizer has the token: a model may have further rows.

@@ -324,11 +324,11 @@ pub mod launch {
     //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
     //! to its job, and a [`DryRunEnv`] for `mpmd check`. [`read_secret`] reads the file of a user's
     //! secret, from which a token can be made; [`read_private`] any file that only its user may
-    //! read.
+    //! read. [`printable`] escapes the control characters of a text for a terminal.
 
     pub use mpmd_launch::{
         DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
-        read_private, read_secret, variables,
+        printable, read_private, read_secret, variables,
     };
     pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
 }

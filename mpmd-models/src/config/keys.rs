@@ -9,7 +9,7 @@ use mpmd::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::unexpected;
+use crate::error::unexpected;
 
 /// Limit on each size in a config, so that products of sizes do not overflow.
 const LARGEST: usize = (1 << 31) - 1;

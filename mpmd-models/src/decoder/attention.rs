@@ -7,11 +7,11 @@ use mpmd::candle::{Cx, Device, Result, Tensor};
 use super::Plan;
 use super::cache::Rows;
 use super::norm::{HeadNorms, Norm};
-use crate::over::Over;
+use crate::decoder::devices::Over;
 
 use crate::config::{HeadNorm, LayerConfig};
-use crate::lora::Projection;
-use crate::matrix::Form;
+use crate::decoder::lora::Projection;
+use crate::decoder::matrix::Form;
 use crate::rope::Rotation;
 
 /// Causal attention, in which groups of query heads share keys and values.

@@ -3,7 +3,7 @@
 use mpmd::candle::nn::{PagedCache, PagedRows};
 use mpmd::candle::{Device, Result, Tensor};
 
-use crate::over::Over;
+use crate::decoder::devices::Over;
 
 use crate::config::Config;
 

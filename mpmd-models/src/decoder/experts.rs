@@ -12,8 +12,8 @@ use super::balance::Balance;
 use super::mlp::Mlp;
 use super::routes::{Routes, Spread, Sum};
 use crate::config;
-use crate::matrix::{Form, Matrices, Matrix};
-use crate::over::Over;
+use crate::decoder::devices::Over;
+use crate::decoder::matrix::{Form, Matrices, Matrix};
 
 /// The experts of a layer, the router that gives each token its experts, and an expert that all
 /// tokens share.

@@ -10,7 +10,7 @@ use super::experts::Experts;
 use super::mlp::Mlp;
 use super::norm::Norm;
 
-use crate::matrix::Form;
+use crate::decoder::matrix::Form;
 use crate::rope::Rotation;
 
 /// Attention and MLP, each added to its input, with norms before and after.

@@ -4,10 +4,10 @@ use mpmd::candle::nn::{Activation, Module, VarBuilder};
 use mpmd::candle::{Cx, Result, Tensor};
 
 use super::Plan;
-use crate::over::Over;
+use crate::decoder::devices::Over;
 
-use crate::lora::Projection;
-use crate::matrix::Form;
+use crate::decoder::lora::Projection;
+use crate::decoder::matrix::Form;
 
 /// Two projections with an activation function between them, and a third one for a gate.
 pub(super) struct Mlp {

@@ -6,8 +6,11 @@
 mod attention;
 mod balance;
 mod cache;
+pub(crate) mod devices;
 mod experts;
 mod layer;
+pub(crate) mod lora;
+pub(crate) mod matrix;
 mod mlp;
 mod norm;
 mod routes;
@@ -24,9 +27,9 @@ use mpmd::candle::nn::{
 use mpmd::candle::{Cx, Result, Tensor, stage};
 
 use crate::config::Config;
-use crate::lora::Lora;
-use crate::matrix::{Form, Matrix, Table};
-use crate::over::Over;
+use crate::decoder::devices::Over;
+use crate::decoder::lora::Lora;
+use crate::decoder::matrix::{Form, Matrix, Table};
 use crate::rope::{Angles, Places, Rotation};
 use attention::Keys;
 pub(crate) use balance::Balance;

@@ -5,7 +5,7 @@ use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm
 use mpmd::candle::{Cx, Result, Tensor};
 
 use crate::config::{self, Config};
-use crate::over::{self, Over};
+use crate::decoder::devices::{self, Over};
 
 /// A norm of rows.
 pub(super) struct Norm {
@@ -36,7 +36,7 @@ impl Norm {
         if axes.is_empty() {
             return self.forward(x);
         }
-        let weight = over::inside(self.norm.weight(), cx, axes)?;
+        let weight = devices::inside(self.norm.weight(), cx, axes)?;
         let norm = LayerNorm::rms_norm(weight, self.norm.eps());
         Self { norm, ..*self }.forward(x)
     }
@@ -46,8 +46,8 @@ impl Norm {
         if axes.is_empty() {
             return self.forward(x);
         }
-        let sum = over::sum(&x.sqr()?.sum_keepdim(D::Minus1)?, cx, axes)?;
-        let mean = (over::inside(&sum, cx, axes)? / self.width as f64)?;
+        let sum = devices::sum(&x.sqr()?.sum_keepdim(D::Minus1)?, cx, axes)?;
+        let mean = (devices::inside(&sum, cx, axes)? / self.width as f64)?;
         let x = x.broadcast_div(&(mean + self.norm.eps())?.sqrt()?)?;
         x.broadcast_mul(&(self.norm.weight() + if self.adds_one { 1.0 } else { 0.0 })?)
     }
@@ -83,7 +83,7 @@ impl HeadNorms {
         let parts = self.weights.dim(0)? / own;
         // Several devices may have the same heads of keys.
         let first = over.place(cx)? * parts / over.parts() * own;
-        let weights = over::inside(&self.weights, cx, axes)?.narrow(0, first, own)?;
+        let weights = devices::inside(&self.weights, cx, axes)?.narrow(0, first, own)?;
         self.norm.forward(x)?.broadcast_mul(&weights)
     }
 }

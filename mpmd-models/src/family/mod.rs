@@ -31,7 +31,7 @@ use crate::config::{
     Config, EXPECTED, Experts, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS,
     RopeDefaults, rope, word,
 };
-use crate::unexpected;
+use crate::error::unexpected;
 
 /// Limit on the number of layers, whose names are kept in memory.
 const MOST_LAYERS: usize = 10_000;

@@ -8,8 +8,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::{Rate, Run};
 use mpmd::{Program, Result};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::train::trainer;
-use mpmd_models::{Folder, Sampling, Stages, merged, save};
+use mpmd_models::{Folder, Sampling, Stages, merged, save, trainer};
 
 use crate::folders::{ALL, expected, open, path, read_all, tokens};
 use crate::given::{Given, args, set_lora};
@@ -114,7 +113,7 @@ fn scores_of_long_texts_equal_those_of_transformers() {
 
 #[test]
 fn steps_of_adamw_equal_those_of_torch() {
-    for lora in ["", "--lora 2 --lora-alpha 6"] {
+    for lora in ["", "--lora 2 --alpha 6"] {
         for (name, (devices, processes)) in jobs() {
             let (folder, expected) = (open(name), expected(name));
             let args = args(&format!("--weight-decay {} {lora}", expected.decay));
@@ -123,7 +122,7 @@ fn steps_of_adamw_equal_those_of_torch() {
             let losses = divided(&model, processes, |p, meshes| {
                 let name = if devices.len() > 1 { "zb-h1" } else { "1f1b" };
                 let schedule = Schedule::named(name, devices.len(), given.0[0].len(), None)?;
-                let trainer = trainer(p, &model, meshes, schedule, &args)?;
+                let trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
                 let mut trainer = trainer.rate(Rate::Constant(expected.rate));
                 set_lora(p, trainer.pipeline_mut())?;
                 let mut losses = Vec::new();
@@ -175,7 +174,7 @@ fn saved_weights_compute_what_the_trained_ones_do() {
             let model = model(folder, devices, 16).lora(lora, 0);
             divided(&model, devices, |p, meshes| {
                 let schedule = Schedule::named("1f1b", devices.len(), 2, None)?;
-                let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+                let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
                 trainer.run(p, Run::steps(steps).progress(false), &given)?;
                 let at = mpmd::train::data::At::new(0, 20, 0, 1);
                 let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;

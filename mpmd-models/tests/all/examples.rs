@@ -8,8 +8,7 @@ use std::path::Path;
 use mpmd::pipeline::Schedule;
 use mpmd::train::data::{Data as _, Packed, Sequence};
 use mpmd::train::{Rate, Run};
-use mpmd_models::train::trainer;
-use mpmd_models::{Folder, Stages, read_examples, tokenizer};
+use mpmd_models::{Folder, Stages, read_examples, tokenizer, trainer};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -180,7 +179,7 @@ fn packed_completions_train_as_torch_does() {
             let data = Packed::new(examples.clone(), Some(examples[..3].to_vec()), time, 1)?;
             let schedule = Schedule::one_f_one_b(stages, rows)?;
             let model = Stages::new(&open("plain"), stages, time)?.packed(true);
-            let trainer = trainer(p, &model, meshes, schedule, &args)?;
+            let trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
             let mut trainer = trainer.rate(Rate::Constant(expected.rate)).seed(7);
             let mut losses = Vec::new();
             let run = Run::steps(expected.losses.len() as u64).progress(false);
@@ -199,7 +198,7 @@ fn together_and_apart(name: &str, examples: &[Sequence], time: usize) -> (f64, f
     simulate(1, 2, |p, meshes| {
         let schedule = Schedule::gpipe(2, 1)?;
         let model = Stages::new(&open(name), 2, time)?.packed(true);
-        let mut trainer = trainer(p, &model, meshes, schedule, &args(""))?;
+        let mut trainer = trainer(p, &model, meshes, schedule, &args("").settings)?;
         let mut evaluate = |examples: &[Sequence]| -> mpmd::Result<_> {
             let data = Packed::new(examples.to_vec(), Some(examples.to_vec()), time, 1)?;
             let rows = (0..data.held_out_len()).map(|row| data.held_out(p, meshes, row));
@@ -303,7 +302,7 @@ fn wrong_lines_are_refused_by_number() {
     let long =
         |words: usize| json!({ "prompt": "x", "completion": " y".repeat(words) }).to_string();
     let said = refused(&[long(20), good.to_string(), long(22), long(3)]);
-    let expected = "data.jsonl: line 3: expected at most 9 tokens, for --time 8, found 47, the \
+    let expected = "data.jsonl: line 3: expected at most 9 tokens, for rows of 8, found 47, the \
                     longest of 2 (of 4) that are too long";
     assert!(said.starts_with(expected), "{said}");
     assert!(refused(&[]).starts_with("data.jsonl: expected examples, found none"));

@@ -10,8 +10,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::{Rate, Run};
 use mpmd::{Program, Result};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::train::trainer;
-use mpmd_models::{CutArgs, Held, Sampling, Stages, merged, save};
+use mpmd_models::{Division, Held, Sampling, Stages, merged, save, trainer};
 
 use crate::folders::{expected, open, path, read_all, tokens};
 use crate::given::{Given, args};
@@ -60,8 +59,8 @@ fn results(name: &str, tensor: usize, (experts, processes): Job) -> Results {
     let losses = run(&training, processes, |p, meshes| {
         let schedule = if experts.len() > 1 { "zb-h1" } else { "1f1b" };
         let schedule = Schedule::named(schedule, experts.len(), 2, None)?;
-        let mut trainer =
-            trainer(p, &training, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
+        let mut trainer = trainer(p, &training, meshes, schedule, &args.settings)?
+            .rate(Rate::Constant(expected.rate));
         let mut losses = Vec::new();
         let run = Run::steps(5).progress(false);
         trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
@@ -165,16 +164,13 @@ fn experts_that_cannot_be_divided_are_refused() {
     }
     // Layers 1 and 5 have experts.
     let cut = |cut: &[std::ops::Range<usize>], experts: &[usize]| {
-        let args = CutArgs {
-            stages: 1,
-            cut: cut.to_vec(),
-            tensor_parallel: Vec::new(),
+        let division = Division {
+            layers: cut.to_vec(),
             expert_parallel: experts.to_vec(),
-            show_sharding: false,
-            memory: Vec::new(),
+            ..Division::default()
         };
         let model = Stages::new(&open("qwen3-moe-sparse"), cut.len(), 1).unwrap();
-        model.cut(&args, Held::FROZEN)
+        model.divide(&division, Held::FROZEN)
     };
     cut(&[0..4, 4..6], &[4, 2]).unwrap();
     let said = cut(&[0..2, 2..5, 5..6], &[2]).unwrap_err().to_string();

@@ -14,6 +14,9 @@ use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde::Deserialize;
 
+/// The folders, also for the tests of the programs.
+const FOLDERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../mpmd-models/tests/folders");
+
 pub(crate) const ALL: [&str; 33] = [
     "plain",
     "grouped",
@@ -82,9 +85,7 @@ pub(crate) fn path(name: &str) -> PathBuf {
     // A kit for a machine with a GPU has them beside the folder of this program.
     let program = std::env::current_exe().unwrap();
     let of_kit = program.ancestors().nth(2).map(|kit| kit.join("folders").join(name));
-    of_kit
-        .filter(|folder| folder.is_dir())
-        .unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/folders").join(name))
+    of_kit.filter(|folder| folder.is_dir()).unwrap_or_else(|| Path::new(FOLDERS).join(name))
 }
 
 pub(crate) fn text() -> PathBuf {

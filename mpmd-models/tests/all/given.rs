@@ -1,27 +1,42 @@
 //! Trainings on given windows.
 
-use clap::Parser as _;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::named;
 use mpmd::pipeline::{Loss, Microbatch, Pipeline};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{At, Data};
 use mpmd::{MpmdArray, Program, Result};
-use mpmd_models::train::TrainArgs;
+use mpmd_models::{Lora, TrainerSettings};
 
-/// The arguments of a training, without those of the program.
-#[derive(clap::Parser)]
-#[command(no_binary_name = true)]
-struct Args {
-    /// Always false; a text is not needed if it is set.
-    #[arg(long)]
-    score: bool,
-    #[command(flatten)]
-    training: TrainArgs,
+/// The settings of a training, as tests write them.
+pub(crate) struct Args {
+    pub(crate) settings: TrainerSettings,
+    lora: Option<Lora>,
 }
 
-pub(crate) fn args(text: &str) -> TrainArgs {
-    Args::parse_from(format!("--score {text}").split_whitespace()).training
+impl Args {
+    pub(crate) fn lora(&self) -> Option<Lora> {
+        self.lora
+    }
+}
+
+/// Reads settings such as `--lr 1e-2 --lora 2`.
+pub(crate) fn args(text: &str) -> Args {
+    let mut settings = TrainerSettings::default();
+    let mut rank = None;
+    let mut alpha = None;
+    let words: Vec<&str> = text.split_whitespace().collect();
+    for pair in words.chunks(2) {
+        match pair {
+            ["--weight-decay", value] => settings.weight_decay = value.parse().unwrap(),
+            ["--lr", value] => settings.learning_rate = value.parse().unwrap(),
+            ["--lora", value] => rank = Some(value.parse::<usize>().unwrap()),
+            ["--alpha", value] => alpha = Some(value.parse().unwrap()),
+            other => panic!("{other:?}"),
+        }
+    }
+    let lora = rank.map(|rank| Lora { rank, alpha: alpha.unwrap_or(2.0 * rank as f64) });
+    Args { settings, lora }
 }
 
 /// Given windows: for each step and microbatch the rows.

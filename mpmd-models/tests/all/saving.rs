@@ -8,8 +8,7 @@ use mpmd::candle::{Device, Tensor};
 use mpmd::pipeline::Schedule;
 use mpmd::train::Run;
 use mpmd_models::score::nats_per_token;
-use mpmd_models::train::trainer;
-use mpmd_models::{Folder, Stages, merged, save, save_adapter};
+use mpmd_models::{Folder, Stages, merged, save, save_adapter, trainer};
 use serde_json::Value;
 
 use crate::folders::{ALL, change, copy, expected, open, path, read, read_all, simulate, tokens};
@@ -85,7 +84,7 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
     let trained = simulate(1, 2, |p, meshes| {
         let schedule = Schedule::named("1f1b", 2, 2, None)?;
         let model = Stages::new(&folder, 2, 16)?.lora(args.lora(), 0);
-        let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+        let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
         trainer.run(p, Run::steps(20).progress(false), &given)?;
         let at = mpmd::train::data::At::new(0, 20, 0, 1);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
@@ -98,7 +97,7 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
     let reloaded = simulate(1, 1, |p, meshes| {
         let schedule = Schedule::named("1f1b", 1, 2, None)?;
         let model = Stages::new(&saved, 1, 16)?;
-        let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+        let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
         let at = mpmd::train::data::At::new(0, 20, 0, 1);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
         Ok(Some(trainer.evaluate(p, vec![microbatch])?.read()?.loss()))
@@ -118,7 +117,7 @@ fn saved_models_compute_what_the_trained_ones_do() {
     for name in ["grouped", "llama3"] {
         let [trained, reloaded] = scores(name, "");
         assert_eq!(trained, reloaded, "{name}: all parameters, to the bit");
-        let [trained, reloaded] = scores(name, "--lora 3 --lora-alpha 5");
+        let [trained, reloaded] = scores(name, "--lora 3 --alpha 5");
         assert!((trained - reloaded).abs() < 1e-5, "{name}: {trained}, merged {reloaded}");
     }
     // The weights are rounded to bf16.
@@ -151,7 +150,7 @@ fn adapters_are_what_merged_weights_have_more() {
             let schedule = Schedule::named("1f1b", 2, 2, None)?;
             let (lora, model) = (args.lora().unwrap(), Stages::new(&folder, 2, 16)?);
             let model = model.lora(Some(lora), 0);
-            let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+            let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
             trainer.run(p, Run::steps(3).progress(false), &given)?;
             let params = merged(p, trainer.pipeline(), Some(lora))?;
             save(p, &folder, &params, to.path())?;

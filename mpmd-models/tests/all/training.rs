@@ -3,8 +3,7 @@
 use mpmd::pipeline::Schedule;
 use mpmd::train::data::{At, Data, Packed, Sequence};
 use mpmd::train::{Rate, Run};
-use mpmd_models::train::trainer;
-use mpmd_models::{Folder, Stages};
+use mpmd_models::{Folder, Stages, trainer};
 
 use crate::folders::{ALL, Expected, change_config, copy, expected, open, run, simulate};
 use crate::given::{Given, args, set_lora};
@@ -18,8 +17,8 @@ fn losses(name: &str, (processes, stages): (usize, usize), schedule: &str, lora:
     simulate(processes, stages, |p, meshes| {
         let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
         let model = Stages::new(&folder, stages, given.0[0][0][0].len())?.lora(args.lora(), 0);
-        let mut trainer =
-            trainer(p, &model, meshes, schedule, &args)?.rate(Rate::Constant(expected.rate));
+        let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?
+            .rate(Rate::Constant(expected.rate));
         set_lora(p, trainer.pipeline_mut())?;
         let mut losses = Vec::new();
         let run = Run::steps(given.0.len() as u64).progress(false);
@@ -102,7 +101,7 @@ fn ten_steps_with_balanced_experts_equal_those_of_torch() {
             let (losses, evaluated) = run(stages, stages * experts, |p| {
                 let meshes = model.meshes(|stage| stage)?;
                 let schedule = Schedule::named(schedule, stages, given.0[0].len(), None)?;
-                let mut trainer = trainer(p, &model, &meshes, schedule, &args)?
+                let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings)?
                     .rate(Rate::Constant(expected.rate));
                 let mut losses = Vec::new();
                 let steps = expected.balanced_losses.len() as u64;
@@ -133,7 +132,7 @@ fn ten_steps_with_balanced_experts_equal_those_of_torch() {
 
 #[test]
 fn twenty_steps_of_lora_equal_those_of_torch() {
-    compare("--lora 2 --lora-alpha 6", |expected| &expected.lora_losses);
+    compare("--lora 2 --alpha 6", |expected| &expected.lora_losses);
 }
 
 #[test]
@@ -144,7 +143,7 @@ fn only_lora_matrices_are_trained() {
         let (trained, losses) = simulate(1, stages, |p, meshes| {
             let schedule = Schedule::named("1f1b", stages, 2, None)?;
             let model = Stages::new(&folder, stages, 16)?.lora(args.lora(), 3);
-            let mut trainer = trainer(p, &model, meshes, schedule, &args)?;
+            let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
             let mut losses = Vec::new();
             let run = Run::steps(20).progress(false);
             trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
@@ -182,7 +181,7 @@ fn sequences_of_one_row_train_as_alone() {
                 assert_eq!(data.training_rows(), rows);
                 let schedule = Schedule::one_f_one_b(2, rows)?;
                 let model = Stages::new(&open(name), 2, time)?.packed(true);
-                let trainer = trainer(p, &model, meshes, schedule, &args)?;
+                let trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
                 let (mut trainer, mut losses) = (trainer.rate(Rate::Constant(3e-3)), Vec::new());
                 let run = Run::steps(3).progress(false);
                 trainer.run(p, run.on_step(|report| losses.push(report.loss)), &data)?;

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, ensure};
 use axum::http::{HeaderMap, StatusCode, header};
 use mpmd::launch::read_private;
 use subtle::{Choice, ConstantTimeEq as _};
 
 use super::failure::Failure;
+use super::settings::{FrontError, KeyFile};
 
 /// Limit on the length of the file of keys, in bytes.
 const LARGEST_FILE: usize = 64 << 10;
@@ -23,21 +23,22 @@ pub(super) enum Access {
 }
 
 impl Access {
-    /// Reads the keys of a file, one on each line. Nobody but its user may read it. `option` has
-    /// named the file.
-    pub(super) fn keys(option: &'static str, file: &Path) -> anyhow::Result<Self> {
-        let path = file.to_str().with_context(|| format!("{option}: expected a path in UTF-8"))?;
-        let text = read_private(path, option, LARGEST_FILE)?;
+    /// Reads the keys of a file, one on each line. Nobody but its user may read it.
+    pub(super) fn keys(file: KeyFile, path: &Path) -> Result<Self, FrontError> {
+        let invalid = |expected| FrontError::InvalidKeys { file, path: path.to_owned(), expected };
+        let name = path.to_str().ok_or_else(|| invalid("a path in UTF-8"))?;
+        let text = read_private(name, file.setting(), LARGEST_FILE)
+            .map_err(|why| FrontError::UnreadableKeys { file, why })?;
         let text = String::from_utf8_lossy(&text);
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let keys: Vec<String> = lines.map(str::to_owned).collect();
-        let file = file.display();
-        ensure!(!keys.is_empty(), "{option} {file}: expected a key on a line, found none");
+        if keys.is_empty() {
+            return Err(invalid("a key on a line, found none"));
+        }
         let is_sendable = |key: &String| key.bytes().all(|byte| byte.is_ascii_graphic());
-        ensure!(
-            keys.iter().all(is_sendable),
-            "{option} {file}: expected keys of ASCII characters without blanks"
-        );
+        if !keys.iter().all(is_sendable) {
+            return Err(invalid("keys of ASCII characters without blanks"));
+        }
         Ok(Self::Keys(keys))
     }
 
@@ -89,8 +90,8 @@ fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
     match is_own && origin.is_none_or(|origin| origin.eq_ignore_ascii_case(host)) {
         true => Ok(()),
         false => {
-            let why = "a page of another server sent this: without --api-key-file only this \
-                       server's own page and programs on this host may";
+            let why = "a page of another server sent this: without API keys only this server's \
+                       own page and programs on this host may";
             Err(Failure::new(StatusCode::FORBIDDEN, why).code("other_origin"))
         }
     }

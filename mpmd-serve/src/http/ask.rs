@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::{Message, Sampling};
+use mpmd_models::{InvalidSetting, Message, Sampling};
 use serde_json::{Map, Value};
 
 use super::failure::Failure;
@@ -75,7 +75,7 @@ impl Ask {
         };
         // The costly part comes last.
         fields.end()?;
-        let prompt = tokens(&source, name, model)?;
+        let prompt = tokens(&source, name, model, Some(model.positions))?;
         let room = model.positions.saturating_sub(prompt.len());
         let most = room.min(most.unwrap_or(usize::MAX));
         let (given, positions) = (prompt.len(), model.positions);
@@ -138,14 +138,14 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure>
         ("presence_penalty", presence_penalty, -2.0..=2.0, "-2 to 2"),
         ("frequency_penalty", frequency_penalty, -2.0..=2.0, "-2 to 2"),
     ];
-    let beyond = limits.into_iter().find(|(_, found, range, _)| !range.contains(found));
-    let beyond = beyond.map(|(name, found, _, expected)| (name, expected, found));
-    match sampling.out_of_range().or(beyond) {
-        Some((name, expected, found)) => {
-            Err(Failure::field(name, format!("expected {expected}, found {found}")))
+    for (name, found, range, expected) in limits {
+        if !range.contains(&found) {
+            return Err(Failure::field(name, format!("expected {expected}, found {found}")));
         }
-        None => Ok(sampling),
     }
+    sampling.check().map(|()| sampling).map_err(|InvalidSetting { setting, expected, found }| {
+        Failure::field(setting, format!("expected {expected}, found {found}"))
+    })
 }
 
 /// Returns a number that a client cannot guess.
@@ -281,14 +281,35 @@ fn in_order(keys: &[String], mut texts: MessageTexts) -> Message {
     Message::new(texts)
 }
 
-/// Returns the tokens of a prompt, which is the field `name`.
-pub(super) fn tokens(source: &Source, name: &str, model: &Model) -> Result<Vec<u32>, Failure> {
-    let tokens = match source {
-        Source::Text(text, special) => model.encode(text, *special),
-        Source::Tokens(tokens) => Ok(tokens.clone()),
-        Source::Messages(messages) => model.chat(messages),
+/// Returns the tokens of a prompt, which is the field `name`. A text that has more than `most`
+/// tokens is refused before all of it is turned into tokens.
+pub(super) fn tokens(
+    source: &Source,
+    name: &str,
+    model: &Model,
+    most: Option<usize>,
+) -> Result<Vec<u32>, Failure> {
+    let failed = |why: String| Failure::field(name, why);
+    let encode = |text: &str, special: bool| {
+        if let Some(most) = most
+            && model.is_beyond(text, most).map_err(failed)?
+        {
+            let why = format!(
+                "more than {most} tokens; the model has {} positions, replies included",
+                model.positions
+            );
+            return Err(failed(why).code("context_length_exceeded"));
+        }
+        model.encode(text, special).map_err(failed)
     };
-    let tokens = tokens.map_err(|why| Failure::field(name, why))?;
+    let tokens = match source {
+        Source::Text(text, special) => encode(text, *special)?,
+        Source::Tokens(tokens) => tokens.clone(),
+        Source::Messages(messages) => {
+            let text = model.rendered(messages).map_err(failed)?;
+            encode(&text, false)?
+        }
+    };
     let vocab = model.vocab;
     if let Some(token) = tokens.iter().find(|token| **token as usize >= vocab) {
         return Err(Failure::field(name, format!("expected tokens below {vocab}, found {token}")));
@@ -434,7 +455,7 @@ mod tests {
             let Request { prompt, max_tokens, sampling, logprobs, .. } = ask.request;
             assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
             assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
-            assert!(sampling.out_of_range().is_none() && logprobs.unwrap_or(0) <= 20);
+            assert!(sampling.check().is_ok() && logprobs.unwrap_or(0) <= 20);
             assert!(ask.stops.len() <= STOPS.0 && ask.streams >= ask.has_usage);
             assert!(ask.stops.iter().all(|stop| (1..=STOPS.1).contains(&stop.len())));
         }

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
 use axum::Router;
 use axum::http::{HeaderMap, Request, StatusCode, Version, header};
 use axum::response::{IntoResponse as _, Response};
@@ -26,6 +25,7 @@ use super::LAST;
 use super::failure::Failure;
 use super::paced::Paced;
 use super::peer::Peer;
+use super::settings::FrontError;
 
 /// Time limit for the head of a request, also on a connection that had one before.
 const HEAD: Duration = Duration::from_secs(30);
@@ -41,8 +41,8 @@ const OTHERS: u64 = 64;
 
 /// Raises the process's limit of descriptors, where that is needed, so that there may be this
 /// number of connections beside all else.
-pub(super) fn reserve_descriptors(connections: usize) -> anyhow::Result<()> {
-    let open = std::fs::read_dir("/proc/self/fd").context("/proc/self/fd")?.count() as u64;
+pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> {
+    let open = std::fs::read_dir("/proc/self/fd").map_err(FrontError::Start)?.count() as u64;
     let others = open + OTHERS;
     let needed = others + connections as u64;
     // A limit is absent where there is none.
@@ -51,15 +51,11 @@ pub(super) fn reserve_descriptors(connections: usize) -> anyhow::Result<()> {
         return Ok(());
     }
 
-    ensure!(
-        maximum.is_none_or(|maximum| maximum >= needed),
-        "--max-connections: {connections} connections need {needed} open files, {others} of them \
-         for other purposes, and the limit is {}: raise it (`ulimit -n`), or give fewer \
-         connections",
-        maximum.unwrap_or_default()
-    );
+    if let Some(limit) = maximum.filter(|maximum| *maximum < needed) {
+        return Err(FrontError::Descriptors { connections, needed, others, limit });
+    }
     setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })
-        .context("raising the limit of open files")
+        .map_err(|why| FrontError::Start(why.into()))
 }
 
 /// Accepts the connections that `next` returns until the sender of `ended` is dropped. Then waits

@@ -123,6 +123,6 @@ fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
     let found = Path::new(path).canonicalize().ok();
     let found = found.filter(|path| is_in(path) && path.is_dir());
     let found = found.and_then(|path| path.into_os_string().into_string().ok());
-    let wrong = || Failure::field("path", "expected a folder within those of --allow-weights");
+    let wrong = || Failure::field("path", "expected a folder within those that the server allows");
     found.ok_or_else(wrong)
 }

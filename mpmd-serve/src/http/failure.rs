@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use mpmd_job::printable;
+use mpmd::launch::printable;
 use serde_json::{Value, json};
 
 use crate::queue::Refused;

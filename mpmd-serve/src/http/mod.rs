@@ -10,159 +10,36 @@ mod paced;
 mod peer;
 mod reply;
 mod routes;
+mod settings;
 
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::path::PathBuf;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::task::Context;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow, ensure};
-use mpmd_base::{StopRequest, StopRequests, parse_bytes};
-use mpmd_job::at_least;
+use mpmd_base::{StopRequest, StopRequests};
 use tokio::net::TcpSocket;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{sleep, timeout};
 
 use crate::model::Model;
-use crate::queue::{Limits, Queue};
-use access::Access;
+use crate::queue::Queue;
 use connection::{accept, reserve_descriptors};
 use routes::{Shared, bodies, routes};
+pub use settings::{FrontError, FrontSettings, KeyFile};
 
-/// Number of threads for connections, and for the reading of requests.
+/// Number of threads for connections, and for the reading of requests: one for long bodies, and one
+/// for others.
 const THREADS: usize = 2;
+/// Largest number of connections that the system holds until they are accepted.
+const BACKLOG: u32 = 1024;
 /// Size of a connection's send buffer in the system, in bytes.
 const BUFFER: u32 = 64 << 10;
 /// Time for connections to end after their last reply.
 const LAST: Duration = Duration::from_secs(2);
-
-/// Arguments of the front.
-#[derive(Clone, Debug, clap::Args)]
-pub struct HttpArgs {
-    /// Address to listen on. Any other than one of this host alone needs --api-key-file or
-    /// --no-auth
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
-    pub host: String,
-    /// Port to listen on; 0: any that is free
-    #[arg(long, default_value_t = 8000)]
-    pub port: u16,
-    /// File with an API key on each line, which only its user may read; every request needs one of
-    /// them
-    #[arg(long, value_name = "FILE")]
-    pub api_key_file: Option<PathBuf>,
-    /// Serve every client that can connect, without a key
-    #[arg(long, conflicts_with = "api_key_file")]
-    pub no_auth: bool,
-    /// File with a key on each line for the endpoints that control the server: /pause, /resume,
-    /// /update_weight_version and /load_weights; without it there are none. Only its user may read
-    /// it, and it has other keys than --api-key-file
-    #[arg(long, value_name = "FILE")]
-    pub control_key_file: Option<PathBuf>,
-    /// Folder from which /load_weights may load weights, also from folders in it; may be given
-    /// several times
-    #[arg(long, value_name = "DIR", requires = "control_key_file")]
-    pub allow_weights: Vec<PathBuf>,
-    /// Name of the model for clients; default: that of its folder
-    #[arg(long, value_name = "NAME")]
-    pub model_name: Option<String>,
-    /// A sentence about the model that everyone is to see: at the start, in `/v1/models` and on the
-    /// page. Set by the program alone.
-    #[arg(skip)]
-    pub description: Option<&'static str>,
-    /// Seconds for open requests to end after SIGTERM
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
-    pub drain: u32,
-    /// Largest number of waiting requests
-    #[arg(long, value_name = "N", default_value_t = Limits::default().requests,
-        value_parser = at_least(1))]
-    pub max_waiting: usize,
-    /// Largest number of tokens in waiting prompts
-    #[arg(long, value_name = "N", default_value_t = Limits::default().tokens,
-        value_parser = at_least(1))]
-    pub max_waiting_tokens: usize,
-    /// Largest number of new tokens of a request; default: as many as the model has positions
-    #[arg(long, value_name = "N", value_parser = at_least(1))]
-    pub max_tokens: Option<usize>,
-    /// Largest number of connections; more of them wait. The limit of open files (`ulimit -n`) must
-    /// have room for them
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least(1))]
-    pub max_connections: usize,
-    /// Largest body of a request
-    #[arg(long, value_name = "BYTES", default_value = "2MiB", value_parser = parse_bytes)]
-    pub max_body: u64,
-}
-
-impl HttpArgs {
-    /// Returns the limits on the waiting line.
-    pub fn limits(&self) -> Limits {
-        Limits { requests: self.max_waiting, tokens: self.max_waiting_tokens }
-    }
-
-    /// Checks the address, the keys and the folders, before processes are started.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Front::start`], except that the address may be in use.
-    pub(crate) fn check(&self) -> anyhow::Result<()> {
-        let (control, _) = self.control()?;
-        let (_, access) = self.access()?;
-        ensure!(
-            !control.is_some_and(|control| control.shares_a_key_with(&access)),
-            "--control-key-file and --api-key-file: expected other keys in each, found one that \
-             is in both"
-        );
-        Ok(())
-    }
-
-    /// Checks that the address is free, and that the process may have descriptors for all
-    /// connections.
-    ///
-    /// # Errors
-    ///
-    /// If it is not so.
-    pub fn check_resources(&self) -> anyhow::Result<()> {
-        let (address, _) = self.access()?;
-        reserve_descriptors(self.max_connections)?;
-        bind(address).map(drop)
-    }
-
-    /// Returns the clients that may control the server, and the folders of weights that may be
-    /// loaded, without symbolic links.
-    fn control(&self) -> anyhow::Result<(Option<Access>, Vec<PathBuf>)> {
-        let file = self.control_key_file.as_deref();
-        let control = file.map(|file| Access::keys("--control-key-file", file)).transpose()?;
-        let folder = |folder: &PathBuf| {
-            let found = folder.canonicalize();
-            found.with_context(|| format!("--allow-weights {}", folder.display()))
-        };
-        Ok((control, self.allow_weights.iter().map(folder).collect::<anyhow::Result<_>>()?))
-    }
-
-    /// Returns the address to listen on, and who may come in.
-    fn access(&self) -> anyhow::Result<(SocketAddr, Access)> {
-        let Self { host, port, .. } = self;
-        let found = (host.as_str(), *port).to_socket_addrs();
-        let address = found.with_context(|| format!("--host {host}"))?.next();
-        let address = address.with_context(|| format!("--host {host}: no address"))?;
-        let access = match &self.api_key_file {
-            Some(file) => Access::keys("--api-key-file", file)?,
-            None if address.ip().is_loopback() => Access::ThisHost,
-            None => {
-                ensure!(
-                    self.no_auth,
-                    "--host {host}: other hosts can connect, so give --api-key-file FILE, or \
-                     --no-auth to let everyone in"
-                );
-                Access::All
-            }
-        };
-        Ok((address, access))
-    }
-}
 
 /// The front of a server, which runs on threads of its own until it is drained.
 pub struct Front {
@@ -180,9 +57,9 @@ impl Front {
     /// # Errors
     ///
     /// As for [`listen`](Self::listen).
-    pub fn start(args: &HttpArgs, model: Model, queue: Queue) -> anyhow::Result<Self> {
-        let mut front = Self::listen(args, model, queue)?;
-        front.catch_signals()?;
+    pub fn start(settings: &FrontSettings, model: Model, queue: Queue) -> Result<Self, FrontError> {
+        let mut front = Self::listen(settings, model, queue)?;
+        front.catch_signals().map_err(FrontError::Start)?;
         Ok(front)
     }
 
@@ -194,42 +71,46 @@ impl Front {
     /// If the keys cannot be read, other hosts could connect although the arguments do not say that
     /// they may, or the address cannot be listened on. If the process may not have descriptors for
     /// all connections.
-    pub fn listen(args: &HttpArgs, model: Model, queue: Queue) -> anyhow::Result<Self> {
-        args.check()?;
-        reserve_descriptors(args.max_connections)?;
-        let (address, access) = args.access()?;
-        let (control, weights) = args.control()?;
+    pub fn listen(
+        settings: &FrontSettings,
+        model: Model,
+        queue: Queue,
+    ) -> Result<Self, FrontError> {
+        let doors = settings.doors()?;
+        reserve_descriptors(settings.max_connections)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .max_blocking_threads(THREADS)
             .thread_name("http")
             .enable_all()
-            .build()?;
+            .build()
+            .map_err(FrontError::Start)?;
+        let address = doors.address;
+        let listen_failed = |why| FrontError::Listen { address, why };
         let listener = {
             let _entered = runtime.enter();
-            bind(address)?.listen(1024).with_context(|| format!("cannot listen on {address}"))?
+            bind(address)?.listen(BACKLOG).map_err(listen_failed)?
         };
-        let address = listener.local_addr()?;
-        let body = usize::try_from(args.max_body).unwrap_or(usize::MAX);
-        let (most, model) = (args.max_tokens, Arc::new(model));
-        let (bodies, description) = (bodies(), args.description);
-        let shared = Shared {
-            model,
-            description,
+        let address = listener.local_addr().map_err(listen_failed)?;
+
+        let routes = routes(Shared {
+            model: Arc::new(model),
+            description: settings.description.clone(),
             queue: queue.clone(),
-            access,
-            control,
-            weights: weights.into(),
-            body,
-            bodies,
-            most,
-        };
-        let routes = routes(shared);
-        let (connections, drain) = (args.max_connections, Duration::from_secs(args.drain.into()));
+            access: doors.access,
+            control: doors.control,
+            weights: doors.weights.into(),
+            body: usize::try_from(settings.max_body).unwrap_or(usize::MAX),
+            bodies: bodies(),
+            long_body: Arc::new(Semaphore::new(1)),
+            most: settings.max_tokens,
+        });
+        let connections = settings.max_connections;
+        let drain = settings.drain;
         let signals = watch::Sender::new(0);
         let asked = signals.subscribe();
         let uncaught = Some(runtime.handle().clone());
-        let thread = std::thread::Builder::new().name("front".to_owned()).spawn(move || {
+        let serve = move || {
             let (end, ended) = watch::channel(());
             let next = move |cx: &mut Context<'_>| {
                 let accepted = listener.poll_accept(cx);
@@ -241,7 +122,9 @@ impl Front {
             // Has no error but a panic.
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
-        })?;
+        };
+        let thread = std::thread::Builder::new().name("front".to_owned()).spawn(serve);
+        let thread = thread.map_err(FrontError::Start)?;
         Ok(Self { address, signals, uncaught, thread })
     }
 
@@ -275,8 +158,8 @@ impl Front {
 }
 
 /// Returns a socket with this address.
-fn bind(address: SocketAddr) -> anyhow::Result<TcpSocket> {
-    let bind = || {
+fn bind(address: SocketAddr) -> Result<TcpSocket, FrontError> {
+    let bind = || -> io::Result<TcpSocket> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         socket.set_reuseaddr(true)?;
         // Connections inherit it.
@@ -284,9 +167,7 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpSocket> {
         socket.bind(address)?;
         Ok(socket)
     };
-    bind().map_err(|why: io::Error| {
-        anyhow!("cannot listen on {address}: {why}; give another --port, or --port 0 for any")
-    })
+    bind().map_err(|why| FrontError::Listen { address, why })
 }
 
 /// Counts the requests to end that come by signals.

@@ -37,11 +37,14 @@ const BODY: Duration = Duration::from_secs(30);
 /// Largest number of bytes in all bodies that are being read.
 const BODIES: usize = 64 << 20;
 
+/// Bytes of a body from which on its text may take long to read.
+const LONG_BODY: usize = 64 << 10;
+
 /// The state that all endpoints share.
 pub(super) struct Shared {
     pub(super) model: Arc<Model>,
     /// A sentence about the model.
-    pub(super) description: Option<&'static str>,
+    pub(super) description: Option<String>,
     pub(super) queue: Queue,
     pub(super) access: Access,
     /// The clients that may control the server, if any may.
@@ -52,6 +55,8 @@ pub(super) struct Shared {
     pub(super) body: usize,
     /// The bytes that are free for bodies.
     pub(super) bodies: Arc<Semaphore>,
+    /// The turn of a long body: one is read at a time, so that short ones have a thread.
+    pub(super) long_body: Arc<Semaphore>,
     /// Largest number of new tokens.
     pub(super) most: Option<usize>,
 }
@@ -131,8 +136,8 @@ async fn models(State(shared): Shares) -> Json<Value> {
     let Model { name, created, positions, .. } = &*shared.model;
     let mut model = json!({ "id": name, "object": "model", "created": created,
         "owned_by": "mpmd", "max_model_len": positions });
-    if let Some(description) = shared.description {
-        model["description"] = description.into();
+    if let Some(description) = &shared.description {
+        model["description"] = description.as_str().into();
     }
     Json(json!({ "object": "list", "data": [model] }))
 }
@@ -168,7 +173,7 @@ async fn tokenize(State(shared): Shares, body: Body) -> Answer {
         fields.end()?;
         let tokens = match &source {
             Source::Text(text, _) if text.is_empty() && !special => Vec::new(),
-            source => tokens(source, "prompt", model)?,
+            source => tokens(source, "prompt", model, None)?,
         };
         let (count, most) = (tokens.len(), model.positions);
         Ok(json!({ "count": count, "max_model_len": most, "tokens": tokens }))
@@ -204,10 +209,15 @@ pub(super) async fn parse<T: Send + 'static>(
         Failure::new(StatusCode::REQUEST_TIMEOUT, why)
     };
     let (bytes, held) = timeout(BODY, bytes(body, shared)).await.map_err(late)??;
+    let turn = match bytes.len() > LONG_BODY {
+        // It is never closed.
+        true => shared.long_body.clone().acquire_owned().await.ok(),
+        false => None,
+    };
     let model = shared.model.clone();
     let read = move || {
         let result = read(&bytes, &model);
-        drop((bytes, held));
+        drop((bytes, held, turn));
         result
     };
     let result = tokio::task::spawn_blocking(read).await;
@@ -222,7 +232,7 @@ async fn bytes(
 ) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), Failure> {
     let most = shared.body;
     let too_long = || {
-        let why = format!("the body: expected at most {most} bytes (--max-body)");
+        let why = format!("the body: expected at most {most} bytes");
         Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why)
     };
     if body.size_hint().lower() > most as u64 {

@@ -46,7 +46,7 @@ impl Default for Limits {
 #[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
 pub enum Refused {
     /// There are too many waiting requests.
-    #[error("{waiting} requests are waiting, the most that --max-waiting allows")]
+    #[error("{waiting} requests are waiting, the most that this server allows")]
     Requests {
         /// Number of waiting requests.
         waiting: usize,
@@ -54,10 +54,7 @@ pub enum Refused {
         retry: Duration,
     },
     /// The waiting prompts have too many tokens.
-    #[error(
-        "the waiting prompts have {waiting} tokens, near the most that --max-waiting-tokens \
-             allows"
-    )]
+    #[error("the waiting prompts have {waiting} tokens, near the most that this server allows")]
     Tokens {
         /// Number of tokens of the waiting prompts.
         waiting: usize,

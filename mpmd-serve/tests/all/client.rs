@@ -2,10 +2,12 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::server::LONG;
+/// A deadline that no test reaches.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A reply.
 #[derive(Debug)]

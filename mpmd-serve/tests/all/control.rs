@@ -4,12 +4,12 @@
 use std::path::Path;
 use std::time::Instant;
 
-use clap::Parser as _;
+use mpmd_serve::FrontSettings;
 use serde_json::{Value, json};
 use tempfile::{NamedTempFile, TempDir};
 
-use crate::client::{Answer, send};
-use crate::server::{Act, Args, LONG, Server};
+use crate::client::{Answer, LONG, send};
+use crate::server::{Act, Server, settings};
 
 const ENDPOINTS: [&str; 4] = ["/pause", "/resume", "/update_weight_version", "/load_weights"];
 
@@ -20,11 +20,11 @@ pub(crate) fn key_file(key: &str) -> NamedTempFile {
     file
 }
 
-fn start(args: &[&str]) -> (Server, NamedTempFile) {
+fn start(settings: FrontSettings) -> (Server, NamedTempFile) {
     let key = key_file("control");
-    let path = key.path().to_str().unwrap();
-    let server = Server::start(&[&["--control-key-file", path], args].concat(), |_| Act::Echo);
-    (server, key)
+    let control_key_file = Some(key.path().to_owned());
+    let settings = FrontSettings { control_key_file, ..settings };
+    (Server::start_with(settings, |_| Act::Echo), key)
 }
 
 fn post(server: &Server, path: &str, key: &str, body: &str) -> Answer {
@@ -51,7 +51,8 @@ fn without_a_control_key_no_endpoint_controls() {
 #[test]
 fn control_has_a_key_of_its_own() {
     let api = key_file("api");
-    let (server, _key) = start(&["--api-key-file", api.path().to_str().unwrap()]);
+    let (server, _key) =
+        start(FrontSettings { api_key_file: Some(api.path().to_owned()), ..settings() });
     for path in ENDPOINTS {
         for key in ["", "api", "contro", "control2"] {
             assert_eq!(post(&server, path, key, "{}").status, 401, "{path} with {key:?}");
@@ -73,7 +74,7 @@ fn control_has_a_key_of_its_own() {
 
 #[test]
 fn wrong_fields_of_control_are_named() {
-    let (server, _key) = start(&[]);
+    let (server, _key) = start(settings());
     for (path, body, field) in [
         ("/pause?mode=stop", json!({}), "mode"),
         ("/pause?mode", json!({}), "mode"),
@@ -100,7 +101,7 @@ fn wrong_fields_of_control_are_named() {
 
 #[test]
 fn labels_name_the_weights_of_later_answers() {
-    let (server, _key) = start(&[]);
+    let (server, _key) = start(settings());
     let version = || {
         let reply = server.post("/v1/completions", &json!({ "prompt": "a" })).json();
         assert!(reply.get("weight_versions").is_none());
@@ -134,7 +135,8 @@ fn weights_outside_the_allowed_folders_are_refused() {
     std::os::unix::fs::symlink(other, allowed.join("link")).unwrap();
     std::os::unix::fs::symlink(allowed, other.join("back")).unwrap();
     let sibling = format!("{}2", allowed.display());
-    let (server, _key) = start(&["--allow-weights", allowed.to_str().unwrap()]);
+    let (server, _key) =
+        start(FrontSettings { weight_folders: vec![allowed.to_owned()], ..settings() });
     let (name, of_other) = (allowed.file_name().unwrap(), other.file_name().unwrap());
     for path in [
         other,
@@ -148,7 +150,7 @@ fn weights_outside_the_allowed_folders_are_refused() {
         name.as_ref(),
         Path::new("/nowhere"),
     ] {
-        let why = "path: expected a folder within those of --allow-weights";
+        let why = "path: expected a folder within those that the server allows";
         assert_eq!(refusal(&server, path), why, "{path:?}");
     }
     // The engine of this test takes none: one waits until the end.
@@ -169,11 +171,4 @@ fn weights_outside_the_allowed_folders_are_refused() {
         statuses.sort_unstable();
         assert_eq!(statuses, [409, 503]);
     });
-}
-
-#[test]
-fn arguments_of_control_that_do_not_fit_are_refused() {
-    let parse = |args: &[&str]| Args::try_parse_from([&["serve"], args].concat());
-    assert!(parse(&["--allow-weights", "/"]).is_err(), "nobody could load them");
-    assert!(parse(&["--allow-weights", "/", "--control-key-file", "f"]).is_ok());
 }

@@ -126,7 +126,7 @@ fn chat_has_the_form_of_openai() {
 
 #[test]
 fn logprobs_have_the_two_forms_of_openai() {
-    let server = Server::start(&[], |_| Act::Send(vec![69, 71], Finish::Length));
+    let server = Server::start(|_| Act::Send(vec![69, 71], Finish::Length));
     let text = |id: u32| server.post("/detokenize", &json!({ "tokens": [id] })).json();
     let text = |id: u32| text(id)["prompt"].as_str().unwrap().to_owned();
     let (first, second, top) = (text(69), text(71), text(70));
@@ -219,7 +219,7 @@ fn settings_reach_the_engine() {
 
 #[test]
 fn end_token_is_counted_and_has_no_text() {
-    let server = Server::start(&[], |_| Act::Send(vec![70, 1], Finish::Stop));
+    let server = Server::start(|_| Act::Send(vec![70, 1], Finish::Stop));
     let body = json!({ "prompt": "a", "return_token_ids": true });
     let reply = server.post("/v1/completions", &body).json();
     assert_eq!(reply["choices"][0]["token_ids"], json!([70, 1]));

@@ -20,16 +20,6 @@ pub(crate) fn copied(name: &str) -> TempDir {
     folder
 }
 
-/// Copies a folder, and sets a value of its `config.json`.
-pub(crate) fn with_config(name: &str, key: &str, value: Value) -> TempDir {
-    let folder = copied(name);
-    let file = folder.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
-    config[key] = value;
-    fs::write(file, config.to_string()).unwrap();
-    folder
-}
-
 /// Copies a folder, and fills the embedding's row of a token with NaN.
 pub(crate) fn with_poisoned_token(name: &str, token: u32) -> TempDir {
     let folder = copied(name);

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use mpmd_serve::{Figures, StageFigures};
+use mpmd_serve::{Figures, FrontSettings, StageFigures};
 use serde_json::json;
 
 use crate::client::send;
-use crate::server::{Act, Server};
+use crate::server::{Act, Server, settings};
 
 const GUIDE: &str = include_str!("../../../docs/guide/serve.md");
 
@@ -54,8 +54,9 @@ fn metrics_of_the_guide_are_those_of_the_server() {
 fn endpoints_of_the_guide_are_those_of_the_server() {
     let key = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(key.path(), "key").unwrap();
-    let path = key.path().to_str().unwrap();
-    let server = Server::start(&["--control-key-file", path], |_| Act::Echo);
+    let control_key_file = Some(key.path().to_owned());
+    let settings = FrontSettings { control_key_file, ..settings() };
+    let server = Server::start_with(settings, |_| Act::Echo);
     let text = GUIDE.split("\n## Endpoints\n").nth(1).unwrap().split("\n## ").next().unwrap();
     let rows = text.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     let mut count = 0;
@@ -66,21 +67,4 @@ fn endpoints_of_the_guide_are_those_of_the_server() {
         count += 1;
     }
     assert_eq!(count, 16);
-}
-
-#[test]
-fn limits_of_the_guide_are_the_defaults() {
-    let limits = GUIDE.split("\n## Limits\n").nth(1).unwrap();
-    let rows = limits.lines().filter_map(|line| line.strip_prefix("| `--")?.split_once("` | "));
-    let help = Server::help();
-    let mut count = 0;
-    for (name, rest) in rows {
-        let default = rest.split(" |").next().unwrap();
-        let option = help.split(&format!("--{name} ")).nth(1).unwrap();
-        let option = option.split("\n      --").next().unwrap();
-        let is_said = option.contains(&format!("[default: {default}]"));
-        assert!(is_said || name == "max-tokens", "{name}: {default}, not {option}");
-        count += 1;
-    }
-    assert_eq!(count, 6);
 }

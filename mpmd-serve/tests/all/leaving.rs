@@ -2,14 +2,14 @@
 
 use std::io::{BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use mpmd_serve::{Finish, Front, Phase};
+use mpmd_serve::{Finish, Front, FrontSettings, Phase};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use serde_json::json;
 
-use crate::client::{connect, read, read_chunk, read_head, write};
-use crate::server::{Act, LONG, Server};
+use crate::client::{LONG, connect, read, read_chunk, read_head, write};
+use crate::server::{Act, Server, settings};
 
 /// Waits until a condition holds.
 fn until(what: &str, holds: impl Fn() -> bool) {
@@ -24,7 +24,7 @@ const COMPLETIONS: &str = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 #[test]
 fn client_that_leaves_ends_its_request() {
-    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    let server = Server::start(|request| Act::Stall(request.prompt.clone()));
     for body in [json!({ "prompt": "ab", "stream": true }), json!({ "prompt": "ab" })] {
         let mut stream = connect(server.address);
         write(&mut stream, COMPLETIONS, body.to_string().as_bytes());
@@ -40,7 +40,7 @@ fn client_that_leaves_ends_its_request() {
 
 #[test]
 fn client_that_leaves_unread_bytes_is_noticed() {
-    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    let server = Server::start(|request| Act::Stall(request.prompt.clone()));
     for (body, more) in [
         (json!({ "prompt": "ab" }), "\r\n"),
         (json!({ "prompt": "ab", "stream": true }), "\r\n"),
@@ -65,7 +65,7 @@ fn write_on(stream: &mut TcpStream, body: &serde_json::Value, more: &str) {
 #[test]
 fn half_closed_client_gets_its_answer() {
     // The engine ends the requests once the clients were asked.
-    let server = Server::start(&[], |_| Act::Ignore);
+    let server = Server::start(|_| Act::Ignore);
     let mut clients = Vec::new();
     for body in [json!({ "prompt": "ab" }), json!({ "prompt": "ab", "stream": true })] {
         let mut stream = connect(server.address);
@@ -96,7 +96,7 @@ fn half_closed_client_gets_its_answer() {
 
 #[test]
 fn clients_that_do_not_read_hold_up_nobody() {
-    let server = Server::start(&[], |_| Act::Send(vec![70; 500], Finish::Length));
+    let server = Server::start(|_| Act::Send(vec![70; 500], Finish::Length));
     let messages = json!([{ "role": "user", "content": "Hi" }]);
     // Far more bytes than the system keeps for a client.
     let long = json!({ "messages": messages, "stream": true, "logprobs": true,
@@ -135,7 +135,8 @@ fn connection_serves_several_requests() {
 
 #[test]
 fn connections_beyond_the_limit_wait_for_others() {
-    let server = Server::start(&["--max-connections", "2"], |_| Act::Echo);
+    let server =
+        Server::start_with(FrontSettings { max_connections: 2, ..settings() }, |_| Act::Echo);
     let held = [connect(server.address), connect(server.address)];
     let mut third = connect(server.address);
     write(&mut third, "GET /health HTTP/1.1\r\nHost: localhost\r\n", b"");
@@ -145,7 +146,7 @@ fn connections_beyond_the_limit_wait_for_others() {
 
 #[test]
 fn draining_server_answers_open_requests_and_no_new_ones() {
-    let server = Server::start(&[], |request| match request.max_tokens {
+    let server = Server::start(|request| match request.max_tokens {
         1 => Act::Stall(Vec::new()),
         _ => Act::Echo,
     });
@@ -169,7 +170,9 @@ fn draining_server_answers_open_requests_and_no_new_ones() {
 
 #[test]
 fn drain_fails_open_requests_after_its_time() {
-    let server = Server::start(&["--drain", "0"], |_| Act::Stall(Vec::new()));
+    let server = Server::start_with(FrontSettings { drain: Duration::ZERO, ..settings() }, |_| {
+        Act::Stall(Vec::new())
+    });
     let mut open = connect(server.address);
     write(&mut open, COMPLETIONS, json!({ "prompt": "a" }).to_string().as_bytes());
     until("the request is taken", || server.queue.open() == 1);

@@ -15,8 +15,9 @@ use mpmd::topology::Mesh;
 use mpmd::train::{AdamW, Rate, Trainer};
 use mpmd::weights::{Publication, Subscribing};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_models::generate::WeightType;
-use mpmd_models::{Folder, Inference, Room, Sampling, Stages, Weights, merged, save};
+use mpmd_models::{
+    Folder, Inference, Room, Sampling, Stages, WeightPublisher, WeightType, merged, save,
+};
 use mpmd_serve::{Engine, Event, Limits, Queue, Request, Serving, Sizes, Turn, queue};
 
 use crate::engine::{Drain, expected};
@@ -116,11 +117,12 @@ impl Both {
         pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
         folder: &Folder,
         inference: &Inference,
-    ) -> Result<(Weights, mpmd::weights::Subscription)> {
+    ) -> Result<(WeightPublisher, mpmd::weights::Subscription)> {
         let token = Token::new([9; 32]);
         let held = if self.in_half { WeightType::Bf16 } else { WeightType::F32 };
         let publication = Publication::new("model", token.clone());
-        let weights = Weights::new(p, publication, pipeline, (folder.config(), None), held)?;
+        let config = folder.config();
+        let weights = WeightPublisher::new(p, publication, pipeline, config, None, held)?;
         let address = weights.publisher().address().unwrap().to_string();
         let subscribing = Subscribing::new("model", address, token);
         Ok((weights, inference.subscribe(p, subscribing)?))

@@ -1,10 +1,8 @@
 //! The front over engines that compute nothing, and the engine against the results of
 //! `transformers`.
 
-mod changed;
 mod client;
 mod control;
-mod elastic;
 mod endpoints;
 mod engine;
 mod folder;
@@ -12,7 +10,6 @@ mod guide;
 mod leaving;
 mod live;
 mod page;
-mod program;
 mod refusals;
 mod server;
 mod serving;

@@ -71,7 +71,7 @@ fn page_chats_by_the_keyboard() {
 #[test]
 fn page_stops_replies_and_tells_failures() {
     let Some(mut browser) = Chromium::start() else { return };
-    let server = Server::start(&[], |request| match request.sampling.temperature == 1.0 {
+    let server = Server::start(|request| match request.sampling.temperature == 1.0 {
         true => Act::Fail,
         false => Act::Stall(vec![40, 41]),
     });

@@ -2,14 +2,14 @@
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 
-use clap::Parser as _;
 use mpmd_models::Folder;
-use mpmd_serve::{Front, Model};
+use mpmd_serve::{Front, FrontSettings, Limits, Model};
 use serde_json::{Value, json};
 
-use crate::client::{Answer, connect, read, send, write};
-use crate::server::{Act, Args, LONG, Server, plain};
+use crate::client::{Answer, LONG, connect, read, send, write};
+use crate::server::{Act, Server, plain, settings};
 
 /// Checks the status and the form of an error. Returns the field at fault.
 fn param(answer: &Answer, status: u16) -> Option<String> {
@@ -109,7 +109,8 @@ fn fields_that_are_wrong_are_named() {
 
 #[test]
 fn fields_of_chats_that_are_wrong_are_named() {
-    let server = Server::start(&["--max-tokens", "9"], |_| Act::Echo);
+    let server =
+        Server::start_with(FrontSettings { max_tokens: Some(9), ..settings() }, |_| Act::Echo);
     let message = |role: &str, content: Value| json!([{ "role": role, "content": content }]);
     for (field, name, value) in [
         ("messages", "messages", json!([])),
@@ -163,8 +164,8 @@ fn other_models_and_endpoints_are_not_found() {
 
 #[test]
 fn full_line_is_429_with_a_time() {
-    let args = ["--max-waiting", "2", "--max-waiting-tokens", "50"];
-    let server = Server::start(&args, |_| Act::Ignore);
+    let waiting = Limits { requests: 2, tokens: 50 };
+    let server = Server::start_with(FrontSettings { waiting, ..settings() }, |_| Act::Ignore);
     let body = |count: usize| json!({ "prompt": vec![5; count], "stream": true }).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n";
     let open = |count: usize| {
@@ -226,7 +227,8 @@ fn requests_without_exactly_one_host_are_refused() {
 
 #[test]
 fn body_that_is_announced_as_too_long_is_not_awaited() {
-    let server = Server::start(&["--max-body", "1KiB"], |_| Act::Echo);
+    let server =
+        Server::start_with(FrontSettings { max_body: 1 << 10, ..settings() }, |_| Act::Echo);
     let head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\n";
     for more in ["", "Expect: 100-continue\r\n"] {
         let mut stream = connect(server.address);
@@ -248,7 +250,8 @@ fn tokens_that_the_tokenizer_lacks_are_named() {
 
 #[test]
 fn large_bodies_and_heads_are_refused() {
-    let server = Server::start(&["--max-body", "1KiB"], |_| Act::Echo);
+    let server =
+        Server::start_with(FrontSettings { max_body: 1 << 10, ..settings() }, |_| Act::Echo);
     let body = json!({ "prompt": "a".repeat(1024) });
     assert_eq!(server.post("/v1/completions", &body).status, 413);
     let head = "GET /version HTTP/1.1\r\nHost: localhost\r\n";
@@ -266,11 +269,29 @@ fn large_bodies_and_heads_are_refused() {
 }
 
 #[test]
+fn long_text_is_refused_by_its_first_tokens() {
+    let server = Server::echo();
+    let text = "ab ".repeat(100_000);
+    for (path, body) in [
+        ("/v1/completions", json!({ "prompt": text })),
+        ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": text }] })),
+    ] {
+        let answer = server.post(path, &body);
+        assert!(param(&answer, 400).is_some());
+        assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
+        assert!(answer.body.contains("more than 200 tokens"), "{answer:?}");
+    }
+    // Here the number of tokens is the answer.
+    let count = server.post("/tokenize", &json!({ "prompt": text })).json();
+    assert!(count["count"].as_u64().unwrap() > 100_000);
+}
+
+#[test]
 fn keys_are_demanded_where_a_file_has_some() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "key-one\n\n  key-two \n").unwrap();
-    let path = file.path().to_str().unwrap();
-    let server = Server::start(&["--api-key-file", path], |_| Act::Echo);
+    let api_key_file = Some(file.path().to_owned());
+    let server = Server::start_with(FrontSettings { api_key_file, ..settings() }, |_| Act::Echo);
     let get = |path: &str, header: &str| {
         send(server.address, &format!("GET {path} HTTP/1.1\r\nHost: x\r\n{header}"), b"")
     };
@@ -317,36 +338,52 @@ fn pages_of_other_servers_are_refused_without_keys() {
 }
 
 #[test]
-fn arguments_that_let_strangers_in_are_refused() {
-    let start = |args: &[&str]| {
-        let all = [&["serve", "--port", "0"], args].concat();
-        let Args { http } = Args::parse_from(all);
+fn settings_that_let_strangers_in_are_refused() {
+    let start = |settings: FrontSettings| {
         let model = Model::of(&Folder::open(plain()).unwrap(), None, 99).unwrap();
-        Front::start(&http, model, mpmd_serve::queue(http.limits()).0)
+        Front::start(&settings, model, mpmd_serve::queue(settings.waiting).0)
     };
-    let empty = tempfile::NamedTempFile::new().unwrap();
-    let empty = empty.path().to_str().unwrap();
-    let keys = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(keys.path(), "key-one\n").unwrap();
-    let one = keys.path().to_str().unwrap();
-    let for_all = tempfile::NamedTempFile::new().unwrap();
-    std::fs::set_permissions(for_all.path(), Permissions::from_mode(0o644)).unwrap();
-    let readable = for_all.path().to_str().unwrap();
-    for (args, expected) in [
-        (&["--host", "0.0.0.0"] as &[&str], "give --api-key-file FILE, or --no-auth"),
-        (&["--host", "0.0.0.0", "--api-key-file", empty], "expected a key on a line, found none"),
-        (&["--api-key-file", "/nowhere"], "--api-key-file=/nowhere: No such file"),
-        (&["--api-key-file", "/dev/null"], "--api-key-file=/dev/null: it is no regular file"),
-        (&["--api-key-file", readable], "others can use it, its mode is 0644; make that 0600"),
-        (&["--control-key-file", readable], "others can use it, its mode is 0644; make that 0600"),
-        (&["--api-key-file", one, "--control-key-file", one], "found one that is in both"),
-        (&["--max-connections", "1073741824"], "raise it (`ulimit -n`), or give fewer connections"),
-        (&["--host", "no such host"], "--host no such host"),
+    let file = |text: &str, mode: u32| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        std::fs::set_permissions(file.path(), Permissions::from_mode(mode)).unwrap();
+        file
+    };
+    let empty = file("", 0o600);
+    let one = file("key-one\n", 0o600);
+    let readable = file("key-two\n", 0o644);
+    let all_hosts = || FrontSettings { host: "0.0.0.0".to_owned(), ..settings() };
+    let with_keys = |path: &Path| FrontSettings { api_key_file: Some(path.into()), ..settings() };
+    let controlled =
+        |path: &Path| FrontSettings { control_key_file: Some(path.into()), ..settings() };
+    for (settings, expected) in [
+        (all_hosts(), "host 0.0.0.0: other hosts can connect"),
+        (
+            FrontSettings { api_key_file: Some(empty.path().into()), ..all_hosts() },
+            "expected a key on a line, found none",
+        ),
+        (with_keys(Path::new("/nowhere")), "api_key_file=/nowhere: No such file"),
+        (with_keys(Path::new("/dev/null")), "api_key_file=/dev/null: it is no regular file"),
+        (with_keys(readable.path()), "others can use it, its mode is 0644; make that 0600"),
+        (controlled(readable.path()), "others can use it, its mode is 0644; make that 0600"),
+        (
+            FrontSettings { api_key_file: Some(one.path().into()), ..controlled(one.path()) },
+            "found one in both",
+        ),
+        (
+            FrontSettings { max_connections: 1 << 30, ..settings() },
+            "raise it (`ulimit -n`), or give fewer connections",
+        ),
+        (
+            FrontSettings { weight_folders: vec!["/nowhere".into()], ..settings() },
+            "weight_folders /nowhere: No such file",
+        ),
+        (FrontSettings { host: "no such host".to_owned(), ..settings() }, "host no such host"),
     ] {
-        let error = format!("{:#}", start(args).err().unwrap());
+        let error = start(settings).err().unwrap().to_string();
         assert!(error.contains(expected), "{error}");
     }
-    let front = start(&["--host", "0.0.0.0", "--no-auth"]).unwrap();
+    let front = start(FrontSettings { allow_all: true, ..all_hosts() }).unwrap();
     front.drain();
     front.join();
 }

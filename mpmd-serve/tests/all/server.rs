@@ -4,28 +4,23 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
-use clap::{CommandFactory as _, Parser};
 use mpmd_models::{Folder, Sampling};
 use mpmd_serve::{
-    Arrival, Arrivals, Event, Figures, Finish, Front, HttpArgs, Logprobs, Model, Queue, Request,
-    Token,
+    Arrival, Arrivals, Event, Figures, Finish, Front, FrontSettings, Logprobs, Model, Queue,
+    Request, Token,
 };
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::client::{Answer, send};
+use crate::client::{Answer, LONG, send};
 
-/// A deadline that no test reaches.
-pub(crate) const LONG: Duration = Duration::from_secs(60);
 /// Positions of the model.
 pub(crate) const POSITIONS: usize = 200;
 
-#[derive(Parser)]
-pub(crate) struct Args {
-    #[command(flatten)]
-    pub(crate) http: HttpArgs,
+/// Returns the settings of a front on any free port.
+pub(crate) fn settings() -> FrontSettings {
+    FrontSettings { port: 0, ..FrontSettings::default() }
 }
 
 /// The engine's way with a request.
@@ -61,10 +56,14 @@ pub(crate) fn plain() -> PathBuf {
 
 impl Server {
     pub(crate) fn echo() -> Self {
-        Self::start(&[], |_| Act::Echo)
+        Self::start(|_| Act::Echo)
     }
 
-    pub(crate) fn start(args: &[&str], act: fn(&Request) -> Act) -> Self {
+    pub(crate) fn start(act: fn(&Request) -> Act) -> Self {
+        Self::start_with(settings(), act)
+    }
+
+    pub(crate) fn start_with(settings: FrontSettings, act: fn(&Request) -> Act) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
         {
@@ -74,12 +73,10 @@ impl Server {
                         {% if messages[0].role == 'tool' %}{{ raise_exception('no \u{9b}tools') }}\
                         {% endif %}{% if add_generation_prompt %}<assistant>{% endif %}";
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
-        let all = [&["serve", "--port", "0", "--model-name", "toy"], args].concat();
-        let Args { http } = Args::parse_from(all);
         let opened = Folder::open(folder.path()).unwrap();
-        let model = Model::of(&opened, http.model_name.clone(), POSITIONS).unwrap();
-        let (queue, arrivals) = mpmd_serve::queue(http.limits());
-        let front = Front::start(&http, model, queue.clone()).unwrap();
+        let model = Model::of(&opened, Some("toy".to_owned()), POSITIONS).unwrap();
+        let (queue, arrivals) = mpmd_serve::queue(settings.waiting);
+        let front = Front::start(&settings, model, queue.clone()).unwrap();
         arrivals.open();
         let arrivals = Arc::new(arrivals);
         let own = arrivals.clone();
@@ -116,11 +113,6 @@ impl Server {
     /// Sets the figures of the engine.
     pub(crate) fn report(&self, figures: Figures) {
         self.arrivals.report(figures);
-    }
-
-    /// Returns the help text of the arguments.
-    pub(crate) fn help() -> String {
-        Args::command().render_long_help().to_string()
     }
 
     pub(crate) fn front(&self) -> &Front {

@@ -89,7 +89,7 @@ fn stop_text_is_cut_and_no_part_of_it_is_sent() {
 
 #[test]
 fn stop_text_ends_a_request_that_would_go_on() {
-    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    let server = Server::start(|request| Act::Stall(request.prompt.clone()));
     let body = json!({ "prompt": "one two", "stop": "tw" });
     let reply = server.post("/v1/completions", &body).json();
     assert_eq!(reply["choices"][0]["text"], "one ");
@@ -99,7 +99,7 @@ fn stop_text_ends_a_request_that_would_go_on() {
 
 #[test]
 fn tokens_are_sent_before_the_reply_has_ended() {
-    let server = Server::start(&[], |request| Act::Stall(request.prompt.clone()));
+    let server = Server::start(|request| Act::Stall(request.prompt.clone()));
     let mut stream = connect(server.address);
     let body = json!({ "prompt": "ab", "stream": true }).to_string();
     write(&mut stream, "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", body.as_bytes());
@@ -118,7 +118,7 @@ fn failure_of_the_engine_is_told_in_both_forms() {
         ((|_| Act::Fail) as fn(&_) -> _, "process 1 has died"),
         (|_| Act::Forget, "the engine has ended"),
     ] {
-        let server = Server::start(&[], act);
+        let server = Server::start(act);
         let whole = server.post("/v1/completions", &json!({ "prompt": "a" }));
         assert_eq!((whole.status, &whole.json()["error"]["message"]), (500, &json!(why)));
         let reply = server.post("/v1/completions", &json!({ "prompt": "a", "stream": true }));

@@ -1,22 +1,22 @@
 //! Pauses and new versions of the weights on the engine itself.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Mutex, mpsc};
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
-use clap::Parser as _;
 use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::testing::Simulation;
 use mpmd_models::{Folder, Room, Sampling, Stages, Versions};
-use mpmd_serve::{Engine, Event, Front, Model, Queue, Request, Sizes, queue, run};
+use mpmd_serve::{Engine, Event, Front, FrontSettings, Model, Queue, Request, Sizes, queue, run};
 use serde_json::{Value, json};
 
-use crate::client::{Answer, send};
+use crate::client::{Answer, LONG, send};
 use crate::control::key_file;
-use crate::folder::path;
-use crate::server::{Args, LONG};
+use crate::folder::{copied, path, with_poisoned_token};
+use crate::server::settings;
 
 const SIZES: Sizes = Sizes { lanes: 2, sequences: 4, blocks: 200, chunk: 24, positions: 800 };
 
@@ -31,17 +31,17 @@ struct Live {
 
 impl Live {
     fn start(grace: Duration) -> Self {
-        Self::start_with(grace, &[])
+        Self::start_with(grace, Vec::new())
     }
 
-    fn start_with(grace: Duration, args: &[&str]) -> Self {
+    fn start_with(grace: Duration, weight_folders: Vec<PathBuf>) -> Self {
         let key = key_file("control");
-        let own = ["serve", "--port", "0", "--control-key-file", key.path().to_str().unwrap()];
-        let Args { http } = Args::parse_from([&own[..], args].concat());
+        let control_key_file = Some(key.path().to_owned());
+        let settings = FrontSettings { control_key_file, weight_folders, ..settings() };
         let folder = Folder::open(path("plain")).unwrap();
         let model = Model::of(&folder, None, SIZES.positions).unwrap();
-        let (queue, arrivals) = queue(http.limits());
-        let front = Front::start(&http, model, queue.clone()).unwrap();
+        let (queue, arrivals) = queue(settings.waiting);
+        let front = Front::start(&settings, model, queue.clone()).unwrap();
         let engine = Mutex::new(Some(Engine::new(SIZES, arrivals).grace(grace)));
         let (to, versions) = mpsc::channel();
         let job = spawn(move || {
@@ -323,7 +323,7 @@ fn failed_pass_spares_requests_of_the_other_version() {
 fn weights_that_cannot_be_loaded_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let allowed = folder.path().to_str().unwrap();
-    let live = Live::start_with(NEVER, &["--allow-weights", allowed]);
+    let live = Live::start_with(NEVER, vec![allowed.into()]);
     for _ in 0..2 {
         // It is empty.
         let answer = live.post("/load_weights", &json!({ "path": allowed }));
@@ -336,17 +336,25 @@ fn weights_that_cannot_be_loaded_are_refused() {
 }
 
 #[test]
+fn weights_that_are_not_finite_are_no_version() {
+    let folder = with_poisoned_token("plain", 7);
+    let live = Live::start_with(NEVER, vec![folder.path().to_owned()]);
+    let answer = live.post("/load_weights", &json!({ "path": folder.path().to_str().unwrap() }));
+    assert_eq!(answer.status, 400, "{answer:?}");
+    assert!(answer.body.contains("embed_tokens"), "{answer:?}");
+    assert!(answer.body.contains("values that are not finite"), "{answer:?}");
+    assert_eq!(live.get("/weight_info")["version"], 0);
+    live.end();
+}
+
+#[test]
 fn weights_of_a_folder_become_a_version() {
-    let folder = tempfile::tempdir().unwrap();
-    let model = folder.path().join("model");
-    std::fs::create_dir(&model).unwrap();
-    for file in std::fs::read_dir(path("plain")).unwrap().map(|file| file.unwrap().path()) {
-        std::fs::copy(&file, model.join(file.file_name().unwrap())).unwrap();
-    }
-    let live = Live::start_with(NEVER, &["--allow-weights", folder.path().to_str().unwrap()]);
+    let model = copied("plain");
+    let other = tempfile::tempdir().unwrap();
+    let live = Live::start_with(NEVER, vec![model.path().to_owned(), other.path().to_owned()]);
     let first = live.ask(5, 700);
     live.until_some_tokens();
-    let answer = live.post("/load_weights", &json!({ "path": model.to_str().unwrap() }));
+    let answer = live.post("/load_weights", &json!({ "path": model.path().to_str().unwrap() }));
     assert_eq!(answer.status, 200, "{answer:?}");
     assert_eq!(live.get("/weight_info")["version"], 1);
     let second = live.post("/v1/completions", &body(5, 700)).json();
@@ -357,8 +365,8 @@ fn weights_of_a_folder_become_a_version() {
         (&json!("default"), &json!("1"))
     );
     live.until("the older one has retired", || live.versions.has_room());
-    // One of another model.
-    let answer = live.post("/load_weights", &json!({ "path": folder.path().to_str().unwrap() }));
+    // It has no model.
+    let answer = live.post("/load_weights", &json!({ "path": other.path().to_str().unwrap() }));
     assert_eq!(answer.status, 400, "{answer:?}");
     live.end();
 }

@@ -79,11 +79,11 @@ pub(super) static FRAMEWORK: Content = Content {
 pub(super) static CANDLE: Content = Content {
     name: "candle",
     programs: &["finetune", "generate", "serve", "train_and_serve", RUNNER],
-    packages: &["mpmd-candle", "mpmd-models", "mpmd-serve", "xtask"],
-    features: Some("mpmd-candle/cuda,mpmd-models/candle-cuda,mpmd-serve/candle-cuda"),
+    packages: &["mpmd-candle", "mpmd-models", "mpmd-programs", "xtask"],
+    features: Some("mpmd-candle/cuda,mpmd-models/candle-cuda,mpmd-programs/candle-cuda"),
     data: &[
         ("README.md", "text"),
-        ("mpmd-serve/mpmd-demo", "model"),
+        ("mpmd-programs/mpmd-demo", "model"),
         ("mpmd-models/tests/folders", FOLDERS),
     ],
 };

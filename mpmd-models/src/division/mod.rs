@@ -1,0 +1,145 @@
+//! The division of a model over stages and devices, and its checks.
+
+pub(crate) mod costs;
+pub(crate) mod rules;
+
+use std::ops::Range;
+
+use mpmd::topology::Mesh;
+use mpmd::{DeviceId, Result};
+use mpmd_base::bytes_text;
+
+use crate::decoder::devices::Over;
+use crate::decoder::{EMBEDDING, OUTPUT};
+use crate::division::costs::{Cost, Costs, Held, Layers, TooLittle};
+use crate::error::{DivisionError, InvalidSetting};
+use crate::hub::folder::Folder;
+
+/// The division of a model over stages and devices. By default each stage has one device, and
+/// memory has no limit.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Division {
+    /// The layers of each stage. If empty, layers are divided by their work.
+    pub layers: Vec<Range<usize>>,
+    /// Number of devices over which each stage's layers are divided: one number for all stages, or
+    /// one for each. Empty: 1.
+    pub tensor_parallel: Vec<usize>,
+    /// Number of devices over which each stage's experts are divided: one number for all stages, or
+    /// one for each. Empty: 1.
+    pub expert_parallel: Vec<usize>,
+    /// Bytes of a device of each stage. Empty: without a limit.
+    pub memory: Vec<u64>,
+}
+
+/// Divides the layers by their work.
+///
+/// # Errors
+///
+/// If a stage has too little memory.
+pub(crate) fn by_work(costs: &Costs, limits: &[u64]) -> Result<Vec<Range<usize>>, DivisionError> {
+    costs.cut(limits).map_err(|TooLittle { stage, needs }| DivisionError::Memory {
+        stage,
+        needed: needs,
+        limit: limits.get(stage).copied().unwrap_or_default(),
+    })
+}
+
+/// Checks that given ranges have all layers of a model, each once.
+pub(crate) fn check_layers(
+    ranges: &[Range<usize>],
+    layers: usize,
+    stages: usize,
+) -> Result<(), InvalidSetting> {
+    if ranges.len() != stages {
+        let expected = format!("{stages} ranges, one for each stage");
+        return Err(InvalidSetting::new("layers", expected, ranges.len()));
+    }
+
+    let mut end = 0;
+    for (stage, range) in ranges.iter().enumerate() {
+        if range.is_empty() {
+            let expected = format!("a layer or more for stage {stage}");
+            return Err(InvalidSetting::new("layers", expected, format!("{range:?}")));
+        }
+        if range.start != end {
+            let expected = format!("stage {stage} to begin at layer {end}");
+            return Err(InvalidSetting::new("layers", expected, format!("{range:?}")));
+        }
+        end = range.end;
+    }
+    if end != layers {
+        return Err(InvalidSetting::new("layers", format!("{layers} layers in all"), end));
+    }
+    Ok(())
+}
+
+/// Checks that each stage has memory for given layers.
+pub(crate) fn check_memory(
+    costs: &Costs,
+    ranges: &[Range<usize>],
+    limits: &[u64],
+) -> Result<(), InvalidSetting> {
+    for (stage, (range, limit)) in ranges.iter().zip(limits).enumerate() {
+        let bytes = costs.cost(range.clone(), stage).bytes;
+        if bytes > *limit {
+            let expected = format!("{} for stage {stage}", bytes_text(bytes));
+            return Err(InvalidSetting::new("memory", expected, bytes_text(*limit)));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the costs of the layers on a device of each stage, and of what the first and the last
+/// stage have beside. `over` is the division of each stage over its devices.
+pub(crate) fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
+    let stages = over.len();
+    let mut known: Vec<(Over, Layers)> = Vec::new();
+    for over in over.iter().copied() {
+        let same = known.iter().find(|(other, _)| *other == over);
+        let costs = match same {
+            Some((_, costs)) => costs.clone(),
+            None => costs_on(folder, over, stages, held)?,
+        };
+        known.push((over, costs));
+    }
+    Ok(Costs(known.into_iter().map(|(_, costs)| costs).collect()))
+}
+
+/// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
+/// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
+/// token reads a row. Where there are caches, tokens of prompts need no logits: a third of all
+/// tokens is taken to be such.
+fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
+    let config = folder.config();
+    let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;
+    let params = folder.params().map(|(name, aval)| (name.to_owned(), aval.clone()));
+    let cache = held.layer.div_ceil(over.tensor as u64);
+    let mut layers = vec![Cost { work: 0, bytes: cache }; config.num_hidden_layers];
+    let (mut first, mut last) = (Cost::default(), Cost::default());
+    for leaf in rules::divided(config, &mesh, params)?.leaves() {
+        let (name, elements) = (&*leaf.name, leaf.bytes_per_device / size_of::<f32>() as u64);
+        let cost = |work: u64| Cost { work, bytes: elements * held.element };
+        let logits = if held.layer > 0 { 2 * elements / 3 } else { elements };
+        let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
+        let taken = match config.experts {
+            Some(experts) if name.contains(".experts.") => {
+                elements * experts.per_token as u64 / experts.count as u64
+            }
+            _ => elements,
+        };
+        let (work, to) = match (layer, name) {
+            (Some(layer), _) => (taken, layer),
+            (None, OUTPUT) => (logits, &mut last),
+            (None, name) if name.starts_with("model.embed") => (0, &mut first),
+            _ => (0, &mut last),
+        };
+        *to = to.and(cost(work));
+        if name == EMBEDDING && config.tie_word_embeddings {
+            // A copy, unless it is in the same stage.
+            let bytes = if stages > 1 { cost(elements).bytes } else { 0 };
+            last = last.and(Cost { work: logits, bytes });
+        }
+    }
+    Ok(Layers::new(&layers, first, last))
+}

@@ -1,0 +1,153 @@
+//! The division of a stage's parameters over its devices, as rules for their names.
+
+use std::collections::BTreeMap;
+
+use mpmd::aval::ShapedArray;
+use mpmd::sharding::Sharding;
+use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
+use mpmd::topology::Mesh;
+use mpmd::{Error, Result};
+
+use crate::config::{Config, HeadNorm};
+use crate::decoder::devices::Over;
+use crate::error::{DivisionError, InvalidSetting, unexpected};
+use crate::hub::folder::{CONFIG, Folder};
+
+/// (pattern of the names of parameters, tactic). Names have the same meaning in all families, so
+/// they share the rules.
+const RULES: [(&str, &str); 5] = [
+    (
+        r".*\.experts\.(gate|up)_proj\.weight",
+        r#"shard_dim("expert", 0)|shard_dim(["tensor", "repeat"], 1)"#,
+    ),
+    (
+        r".*\.experts\.down_proj\.weight",
+        r#"shard_dim("expert", 0)|shard_dim(["tensor", "repeat"], 2)"#,
+    ),
+    (
+        r".*\.(q|gate|up)_proj\.(weight|bias|lora_B\.weight)",
+        r#"shard_dim(["tensor", "repeat"], 0)"#,
+    ),
+    (r".*\.[kv]_proj\.(weight|bias|lora_B\.weight)", r#"shard_dim("tensor", 0)"#),
+    (r".*\.(o|down)_proj\.(weight|lora_A\.weight)", r#"shard_dim(["tensor", "repeat"], 1)"#),
+];
+
+/// Returns the rules for a model, in order.
+fn rules(config: &Config, over: Over) -> Vec<(&'static str, &'static str)> {
+    let mut rules = RULES.to_vec();
+    let all = r#"shard_dim(["tensor", "repeat"], 0)"#;
+    if config.head_norm == Some(HeadNorm::Width) {
+        rules.extend([
+            (r".*\.q_norm\.weight", all),
+            (r".*\.k_norm\.weight", r#"shard_dim("tensor", 0)"#),
+        ]);
+    }
+    if over.divides(config.vocab_size) {
+        rules.push((r"(model\.embed_tokens|lm_head)\.weight", all));
+    }
+    rules.push((".*", "replicate"));
+    rules
+}
+
+/// Divides the parameters of a stage over the devices of its mesh.
+///
+/// # Errors
+///
+/// If the mesh has some of the axes only, or its devices do not divide a parameter evenly.
+pub(crate) fn divided(
+    config: &Config,
+    mesh: &Mesh,
+    params: impl IntoIterator<Item = (String, ShapedArray)>,
+) -> Result<Inferred> {
+    let over = Over::of(mesh)?;
+    let rules = match over {
+        Over::ONE => vec![(".*", "replicate")],
+        _ => rules(config, over),
+    };
+    let failed = |why: &dyn std::fmt::Display| Error::kernel(format!("the parameters: {why}"));
+    let strategy = Strategy::parse(&rules, &Registry::default()).map_err(|why| failed(&why))?;
+    let leaves: Vec<_> = params.into_iter().collect();
+    let inferred = infer(&leaves, &strategy, mesh).map_err(|why| failed(&why))?;
+    match inferred.leaves().iter().find(|leaf| leaf.uneven) {
+        None => Ok(inferred),
+        Some(leaf) => {
+            let (name, aval) = (&leaf.name, &leaf.aval);
+            Err(failed(&format!("{name} {aval} does not divide evenly over {mesh}")))
+        }
+    }
+}
+
+/// Returns the sharding of each parameter of a stage, by name.
+///
+/// # Errors
+///
+/// As for [`divided`].
+pub(crate) fn shardings(
+    config: &Config,
+    mesh: &Mesh,
+    params: impl IntoIterator<Item = (String, ShapedArray)>,
+) -> Result<BTreeMap<String, Sharding>> {
+    let divided = divided(config, mesh, params)?;
+    let names = divided.leaves().iter().map(|leaf| leaf.name.clone());
+    Ok(names.zip(divided.shardings()).collect())
+}
+
+/// Returns the division of a model's layers over `devices` devices.
+///
+/// # Errors
+///
+/// If these do not divide its heads, or its MLPs. The message names the key of the config.
+pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
+    let config = folder.config();
+    let refused = |key, expected: String, found: usize| {
+        let file = folder.path().join(CONFIG);
+        Err(unexpected(&file, folder.key(key), expected, found))
+    };
+    let multiple = format!("a multiple of {devices}, the tensor parallel devices");
+    let (heads, groups) = (config.num_attention_heads, config.num_key_value_heads);
+    if !heads.is_multiple_of(devices) {
+        return refused("num_attention_heads", multiple, heads);
+    }
+    let tensor = match (groups.is_multiple_of(devices), devices.is_multiple_of(groups)) {
+        (true, _) => devices,
+        (_, true) => groups,
+        _ => {
+            let expected = format!("a divisor or {multiple}");
+            return refused("num_key_value_heads", expected, groups);
+        }
+    };
+    let has_mlp = config.layers.iter().any(|layer| !layer.has_experts);
+    if has_mlp && !config.intermediate_size.is_multiple_of(devices) {
+        return refused("intermediate_size", multiple, config.intermediate_size);
+    }
+    if let Some(experts) = config.experts {
+        let shared = experts.shared.map(|width| ("shared_expert_intermediate_size", width));
+        let mut widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
+        if let Some((key, width)) = widths.find(|(_, width)| !width.is_multiple_of(devices)) {
+            return refused(key, multiple, width);
+        }
+    }
+    Ok(Over { expert: 1, tensor, repeat: devices / tensor })
+}
+
+/// Returns the number of devices over which a model's experts are divided, if that is possible.
+///
+/// # Errors
+///
+/// If the model has no experts, or `devices` is no power of two that divides their number.
+pub(crate) fn over_experts(folder: &Folder, devices: usize) -> Result<usize, DivisionError> {
+    let refused =
+        |expected: &str| Err(InvalidSetting::new("expert_parallel", expected, devices).into());
+    match folder.config().experts {
+        _ if devices == 1 => Ok(1),
+        None => refused("1: the model has no experts"),
+        // Their results are added in the order of a binary tree.
+        Some(_) if !devices.is_power_of_two() => refused("1, 2, 4 or a higher power of two"),
+        Some(experts) if !experts.count.is_multiple_of(devices) => {
+            let file = folder.path().join(CONFIG);
+            let expected = format!("a multiple of {devices}, the expert parallel devices");
+            Err(unexpected(&file, folder.key("num_experts"), expected, experts.count).into())
+        }
+        Some(_) => Ok(devices),
+    }
+}

@@ -1,0 +1,87 @@
+//! Errors: files of a model, and settings that do not fit it.
+
+use std::fmt;
+use std::path::Path;
+
+use mpmd::Error;
+use mpmd_base::bytes_text;
+
+/// A setting that does not fit the model or another setting. Retrying will not help.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{setting}: expected {expected}, found {found}")]
+pub struct InvalidSetting {
+    /// The name of the field, as in [`Division`](crate::Division) and
+    /// [`Sampling`](crate::Sampling).
+    pub setting: &'static str,
+    /// The values that it may have.
+    pub expected: String,
+    /// Its value.
+    pub found: String,
+}
+
+impl InvalidSetting {
+    pub(crate) fn new(
+        setting: &'static str,
+        expected: impl fmt::Display,
+        found: impl fmt::Display,
+    ) -> Self {
+        Self { setting, expected: expected.to_string(), found: found.to_string() }
+    }
+}
+
+impl From<InvalidSetting> for Error {
+    fn from(invalid: InvalidSetting) -> Self {
+        Self::Environment(invalid.to_string())
+    }
+}
+
+/// A model cannot be divided as requested. Retrying will not help.
+#[derive(Debug, thiserror::Error)]
+pub enum DivisionError {
+    /// A setting of the division does not fit the model or the others.
+    #[error(transparent)]
+    Setting(#[from] InvalidSetting),
+    /// The devices of a stage have too little memory.
+    #[error("memory: {}", too_little(*.stage, *.needed, *.limit))]
+    Memory {
+        /// The stage.
+        stage: usize,
+        /// The bytes that each of its devices needs.
+        needed: u64,
+        /// The bytes that each of its devices has.
+        limit: u64,
+    },
+    /// The files of the model do not fit the division, or cannot be read.
+    #[error(transparent)]
+    Model(#[from] Error),
+}
+
+impl From<DivisionError> for Error {
+    fn from(error: DivisionError) -> Self {
+        match error {
+            DivisionError::Model(error) => error,
+            other => Self::Environment(other.to_string()),
+        }
+    }
+}
+
+/// Returns the message for a stage with too little memory.
+fn too_little(stage: usize, needed: u64, limit: u64) -> String {
+    let needs = bytes_text(needed);
+    let has = bytes_text(limit);
+    let more = bytes_text(needed.saturating_sub(limit));
+    format!("stage {stage} needs {needs}, and has {has}: {more} more, or more stages")
+}
+
+/// Returns the error for something in a file that is other than expected. `subject` is a tensor or
+/// a key; it may be empty if the file itself is meant.
+pub(crate) fn unexpected(
+    file: &Path,
+    subject: &str,
+    expected: impl fmt::Display,
+    found: impl fmt::Display,
+) -> Error {
+    let colon = if subject.is_empty() { "" } else { ": " };
+    let file = file.display();
+    Error::Environment(format!("{file}: {subject}{colon}expected {expected}, found {found}"))
+}

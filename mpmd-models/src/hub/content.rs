@@ -1,0 +1,166 @@
+//! The content of a model's folder, which must be the same on all processes and stay so: hashes of
+//! samples of the tensors, and of the files beside them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use mpmd::random::Key;
+use mpmd::train::tensors::file_note;
+use mpmd::{Error, Fact, Result};
+use serde_json::Value;
+
+use crate::hub::files::{COMPANIONS, CONFIG, GENERATION};
+use crate::hub::stored::{Origin, Stored};
+
+/// Limit on the samples of all tensors, unless there are more tensors.
+const SAMPLES: usize = 4096;
+/// Most samples of a tensor, of 4 KiB each.
+const SAMPLES_OF_ONE: usize = 4;
+/// Keys of a config that do not describe the model.
+const NOT_OF_MODEL: [&str; 2] = ["_name_or_path", "transformers_version"];
+/// The end of an error about a file that has changed.
+pub const CHANGED: &str =
+    "has changed since the job started: put the old file back, or start the job again";
+
+/// The content of a folder.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Content {
+    /// Hash of samples of each tensor. Those of a new model have none.
+    tensors: BTreeMap<String, u64>,
+    /// Number of samples of each tensor.
+    samples: u64,
+    /// Hash of each file beside the weights. `None` if the folder lacks it.
+    files: BTreeMap<&'static str, Option<u64>>,
+}
+
+/// The content of a folder when it was first compared. Clones share it.
+pub(crate) type Known = Arc<OnceLock<Result<Content>>>;
+
+impl Content {
+    /// Reads samples of the tensors. `file` reads a file beside them, if the folder has it.
+    pub(crate) fn of(
+        stored: &BTreeMap<String, Stored>,
+        file: impl Fn(&str) -> Result<Option<Vec<u8>>>,
+    ) -> Result<Self> {
+        let samples = (SAMPLES / stored.len().max(1)).clamp(1, SAMPLES_OF_ONE) as u64;
+        let hash = |(name, stored): (&String, &Stored)| {
+            let hash = stored.hash_samples(samples).transpose()?;
+            Some(hash.map(|hash| (name.clone(), hash)))
+        };
+        let tensors = stored.iter().filter_map(hash).collect::<Result<_>>()?;
+        let file = |name| Ok((name, file(name)?.map(|bytes| hash_file(name, &bytes))));
+        let files = COMPANIONS.into_iter().map(file).collect::<Result<_>>()?;
+        Ok(Self { tensors, samples, files })
+    }
+
+    /// Returns a hash of all tensors.
+    pub(crate) fn of_weights(&self) -> u64 {
+        let add =
+            |key: Key, (name, hash): (&String, &u64)| fold(key, name.as_bytes()).fold_in(*hash);
+        self.tensors.iter().fold(Key(0), add).0
+    }
+
+    /// Checks that samples of a tensor are as they were.
+    pub(crate) fn check_tensor(&self, name: &str, stored: &Stored) -> Result<()> {
+        let Some(known) = self.tensors.get(name) else { return Ok(()) };
+        match (&stored.origin, stored.hash_samples(self.samples)?) {
+            (Origin::File(file), Some(found)) if found != *known => {
+                let file = file.path().display();
+                Err(Error::Environment(format!("{file}: {name}: the tensor {CHANGED}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that a file beside the weights is as it was. The error lacks its path.
+    pub(crate) fn check_file(&self, name: &str, bytes: &[u8]) -> std::io::Result<()> {
+        match self.files.get_key_value(name) {
+            Some((name, known)) if *known != Some(hash_file(name, bytes)) => {
+                Err(std::io::Error::other(format!("the file {CHANGED}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the facts by which processes see that they have the same folder. Tensors of a layer
+    /// are one fact. The names of files and their division into files are none.
+    pub(crate) fn facts(&self, path: &Path, stored: &BTreeMap<String, Stored>) -> Vec<Fact> {
+        let mut groups = BTreeMap::<String, (Key, Option<&Path>)>::new();
+        for (name, hash) in &self.tensors {
+            let (key, path) = groups.entry(group(name)).or_insert((Key(0), None));
+            *key = fold(*key, name.as_bytes()).fold_in(*hash);
+            *path = path.or(stored[name].path());
+        }
+        let weights = groups.into_iter().map(|(group, (key, path))| Fact {
+            note: path.map(file_note).unwrap_or_default(),
+            ..Fact::new(format!("weights of {group}"), format!("hash {:016x}", key.0))
+        });
+        let file = |(name, hash): (&&'static str, &Option<u64>)| match hash {
+            Some(hash) => Some(Fact {
+                note: file_note(&path.join(name)),
+                ..Fact::new(*name, format!("hash {hash:016x}"))
+            }),
+            // All processes read these settings.
+            None if *name == GENERATION => None,
+            // Only process 0 reads the others.
+            None => Some(Fact { value: None, ..Fact::new(*name, "") }),
+        };
+        weights.chain(self.files.iter().filter_map(file)).collect()
+    }
+}
+
+/// Adds bytes to a hash.
+pub(crate) fn fold(key: Key, bytes: &[u8]) -> Key {
+    bytes.iter().copied().map(u64::from).fold(key, Key::fold_in)
+}
+
+/// Returns the layer of a tensor, `model.layers.3`, or its name if it is of none.
+fn group(name: &str) -> String {
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    let parts: Vec<&str> = name.split('.').collect();
+    let end = parts.iter().position(|part| is_number(part)).map_or(parts.len(), |at| at + 1);
+    parts[..end].join(".")
+}
+
+/// Returns a hash of a file beside the weights. Settings count by their values.
+fn hash_file(name: &str, bytes: &[u8]) -> u64 {
+    let settings = match name {
+        CONFIG | GENERATION => serde_json::from_slice::<Value>(bytes).ok(),
+        _ => None,
+    };
+    match settings {
+        Some(mut settings @ Value::Object(_)) => {
+            for key in NOT_OF_MODEL {
+                settings.as_object_mut().and_then(|settings| settings.remove(key));
+            }
+            settings.sort_all_objects();
+            fold(Key(0), settings.to_string().as_bytes()).0
+        }
+        _ => {
+            let word =
+                |chunk: &[u8]| chunk.iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
+            bytes.chunks(8).map(word).fold(Key(bytes.len() as u64), Key::fold_in).0
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_a_layer_are_one_group() {
+        assert_eq!(group("model.layers.31.mlp.experts.7.up_proj.weight"), "model.layers.31");
+        assert_eq!(group("h.0.attn.c_attn.weight"), "h.0");
+        assert_eq!(group("model.embed_tokens.weight"), "model.embed_tokens.weight");
+    }
+
+    #[test]
+    fn settings_count_by_their_values() {
+        let hash = |text: &str| hash_file(CONFIG, text.as_bytes());
+        let one = hash(r#"{"a": 1, "b": 2, "transformers_version": "5.0"}"#);
+        assert_eq!(hash(r#"{ "b": 2, "a": 1 }"#), one);
+        assert_ne!(hash(r#"{"a": 1, "b": 3}"#), one);
+    }
+}

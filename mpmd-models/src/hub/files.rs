@@ -1,0 +1,137 @@
+//! The files of a model's folder, which may come from a stranger: which there are, and which may be
+//! read.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use mpmd::train::tensors::{TensorFile, read_regular, refuse_pointer};
+use mpmd::{Error, Result};
+use serde::Deserialize;
+
+use crate::error::unexpected;
+
+/// Name of the config.
+pub(crate) const CONFIG: &str = "config.json";
+/// Name of the settings of generation.
+pub(crate) const GENERATION: &str = "generation_config.json";
+/// Name of the tokenizer.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+/// Names of the files that may be beside the weights, and that a saved model gets, too.
+pub(crate) const COMPANIONS: [&str; 13] = [
+    CONFIG,
+    TOKENIZER,
+    "additional_chat_templates/tool_use.jinja",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+/// Limit on the size of such a file and of the index, in bytes.
+pub(crate) const LARGEST_FILE: u64 = 256 << 20;
+
+/// Name of the weights' file, if there is one.
+const SINGLE: &str = "model.safetensors";
+/// Name of the file that maps tensors to files, if there are several.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The tensors of a folder.
+pub(crate) struct Found {
+    /// The file that lists them.
+    pub(crate) list: PathBuf,
+    /// The file of each tensor.
+    pub(crate) files: BTreeMap<String, TensorFile>,
+    /// The size of the largest file, in bytes. `None` if there is one file.
+    pub(crate) split: Option<u64>,
+}
+
+/// The index of a folder with several files.
+#[derive(Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Returns the path of a file in a folder, which may be from a stranger: a regular file of at most
+/// `most` bytes, and no pointer of Git LFS. Links may lead to files of the folder only, or from a
+/// folder in `snapshots/REV` of a hub cache to `blobs` beside `snapshots`.
+pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
+    let path = folder.join(name);
+    let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
+    let snapshots = root.ancestors().skip(1).find(|above| above.ends_with("snapshots"));
+    let blobs = snapshots.and_then(Path::parent).map(|cache| cache.join("blobs"));
+    if !real.starts_with(&root) && !blobs.is_some_and(|blobs| real.starts_with(blobs)) {
+        let real = real.display();
+        return Err(io::Error::other(format!(
+            "a link out of the folder, to {real}: copy the file"
+        )));
+    }
+    let found = real.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other("no regular file"));
+    }
+    if found.len() > most {
+        let bytes = found.len();
+        return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
+    }
+    refuse_pointer(&path, found.len())?;
+    Ok(path)
+}
+
+/// Returns the names of the companions that a folder has.
+pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
+    let has = |name: &&str| folder.join(name).symlink_metadata().is_ok();
+    let found = COMPANIONS.into_iter().filter(has);
+    let check = |name| match checked(folder, name, LARGEST_FILE) {
+        Ok(_) => Ok(name),
+        Err(why) => Err(unexpected(&folder.join(name), "", "a file beside the weights", why)),
+    };
+    found.map(check).collect()
+}
+
+/// Opens the files of weights and finds their tensors.
+///
+/// # Errors
+///
+/// If a file is missing or damaged.
+pub(crate) fn find(folder: &Path) -> Result<Found> {
+    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+    let open = |name: &str| {
+        let path = folder.join(name);
+        match checked(folder, name, u64::MAX) {
+            Ok(path) => TensorFile::open(path),
+            Err(why) => Err(Error::Environment(format!("{}: {why}", path.display()))),
+        }
+    };
+    if single.symlink_metadata().is_ok() {
+        let file = open(SINGLE)?;
+        let files = file.names().into_iter().map(|name| (name, file.clone())).collect();
+        return Ok(Found { list: single, files, split: None });
+    }
+    let expected = format!("{SINGLE} or {INDEX}");
+    let text = checked(folder, INDEX, LARGEST_FILE)
+        .and_then(|path| read_regular(&path, LARGEST_FILE))
+        .map_err(|why| unexpected(folder, "", expected, why))?;
+    let Index { weight_map } = serde_json::from_slice(&text)
+        .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
+    let (mut opened, mut files) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
+    let mut largest = 0;
+    for (name, file) in &weight_map {
+        if Path::new(file).file_name() != Some(file.as_ref()) {
+            return Err(unexpected(&index, name, "the name of a file", format!("{file:?}")));
+        }
+        if !opened.contains_key(file.as_str()) {
+            opened.insert(file, open(file)?);
+            let path = folder.join(file);
+            largest = largest.max(path.metadata().map_or(0, |found| found.len()));
+        }
+        files.insert(name.clone(), opened[file.as_str()].clone());
+    }
+    Ok(Found { list: index, files, split: Some(largest) })
+}

@@ -1,0 +1,523 @@
+//! A model's folder as model hubs lay it out: its config, and its weights in one or several
+//! safetensors files.
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::random::Key;
+use mpmd::region::Region;
+use mpmd::sharding::Sharding;
+use mpmd::train::tensors::{TensorFile, read_regular};
+use mpmd::{Error, Fact, MpmdArray, Program, Result};
+use serde_json::{Map, Value};
+
+use crate::config::{self, Config};
+use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
+use crate::error::unexpected;
+use crate::family::{Family, Source, read};
+use crate::hub::content::{Content, Known, fold};
+pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
+use crate::hub::files::{Found, LARGEST_FILE, checked, companions, find};
+use crate::hub::initial::{Initial, Settings};
+use crate::hub::stored::{DTYPES, Origin, Reader, Stored, are_equal};
+use crate::rope::Rope;
+
+/// A model on disk. Its headers are read and checked; values are read later, by region.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    path: PathBuf,
+    family: &'static Family,
+    config: Config,
+    /// The names of the companions that it has.
+    companions: Vec<&'static str>,
+    /// The place of each parameter, and its shape.
+    sources: BTreeMap<String, (Source, ShapedArray)>,
+    /// The tensors of the files, by the names that `transformers` gives them.
+    tensors: BTreeMap<String, Stored>,
+    /// The names of further tensors, which the model does not use.
+    unused: Vec<String>,
+    /// The size of the largest file of weights, in bytes. `None` if there is one file.
+    split: Option<u64>,
+    read: Arc<AtomicU64>,
+    known: Known,
+}
+
+impl Folder {
+    /// Reads the config and the headers of the weights, but no values. Checks that the folder has
+    /// all tensors of the model, in the shapes of the config and a float dtype.
+    ///
+    /// If the config ties the output to the embedding, and the weights have an output with other
+    /// values, then it is not tied.
+    ///
+    /// # Errors
+    ///
+    /// If a file is missing or damaged, no regular file, a pointer of Git LFS or too large, or a
+    /// link that leads out of the folder and of its hub cache. If a tensor is missing, of another
+    /// shape or dtype, or there twice. The message names the file, the tensor, the expected and the
+    /// found.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let (family, mut config) = config_of(&path)?;
+        let companions = companions(&path)?;
+        let Found { list, files, split } = find(&path)?;
+        let [table, output] =
+            [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, &[0]).name);
+        let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
+        config.tie_word_embeddings &= !may_be_tied;
+        let sources = sources(&path, family, &config)?;
+        let needed = needed(sources.values());
+        let prefix = table.split_inclusive('.').next().unwrap_or_default();
+        let mut tensors = BTreeMap::new();
+        let mut unused = Vec::new();
+        for (name, file) in files {
+            let more = add(&mut tensors, (name, prefix), &file, &needed)?;
+            let is_ignored = |name: &String| family.ignored.iter().any(|end| name.ends_with(end));
+            unused.extend(more.filter(|name| !is_ignored(name)));
+        }
+        for (name, shape) in &needed {
+            let expected = format!("{DTYPES} {shape:?}");
+            let Some(stored) = tensors.get(name) else {
+                return Err(unexpected(&list, name, expected, "no such tensor"));
+            };
+            let is_float = matches!(stored.aval.dtype(), DType::F32 | DType::Bf16 | DType::F16);
+            if !is_float || stored.aval.shape() != shape {
+                let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
+                let file = match &stored.origin {
+                    Origin::File(file) => file.path(),
+                    Origin::New(_) => &list,
+                };
+                return Err(unexpected(file, name, expected, found));
+            }
+        }
+        let mut folder = Self {
+            path,
+            family,
+            config,
+            companions,
+            sources,
+            tensors,
+            unused,
+            split,
+            read: Arc::default(),
+            known: Known::default(),
+        };
+        if may_be_tied && are_equal(&folder.tensors[&table], &folder.tensors[&output])? {
+            folder.config.tie_word_embeddings = true;
+            folder.tensors.remove(&output);
+            folder.sources.remove(OUTPUT);
+        }
+        Ok(folder)
+    }
+
+    /// Opens a folder with a config for a new model. Weights in the folder are not read: the first
+    /// values are drawn by the seed, where and when they are needed.
+    ///
+    /// # Errors
+    ///
+    /// If the config is missing or invalid, also in `initializer_range` or `dtype`. If a file
+    /// beside it is none that [`Folder::open`] reads.
+    pub fn untrained(path: impl Into<PathBuf>, seed: u64) -> Result<Self> {
+        let path = path.into();
+        let (family, config) = config_of(&path)?;
+        let (companions, sources) = (companions(&path)?, sources(&path, family, &config)?);
+        let mut folder = Self {
+            path,
+            family,
+            config,
+            companions,
+            sources,
+            tensors: BTreeMap::new(),
+            unused: Vec::new(),
+            split: None,
+            read: Arc::default(),
+            known: Known::default(),
+        };
+        let settings = Settings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
+        let shapes = needed(folder.sources.values());
+        for (param, (source, _)) in &folder.sources {
+            for name in source.names() {
+                let initial = Initial::of(&folder.config, settings, (param, &name), seed);
+                let aval = ShapedArray::new(&shapes[&name], settings.dtype);
+                let stored = Stored { origin: Origin::New(initial), name: name.clone(), aval };
+                folder.tensors.insert(name, stored);
+            }
+        }
+        Ok(folder)
+    }
+
+    /// Returns the names of the files that a saved model gets beside its weights.
+    pub(crate) fn companions(&self) -> &[&'static str] {
+        &self.companions
+    }
+
+    /// Reads a file other than weights. It must be the one that the processes have compared.
+    pub(crate) fn small(&self, name: &str) -> io::Result<Vec<u8>> {
+        let bytes = self.current(name)?;
+        self.check(name, &bytes).map(|()| bytes)
+    }
+
+    /// Checks the bytes of a file other than weights, if the processes have compared it.
+    pub(crate) fn check(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        match self.known.get() {
+            Some(Ok(content)) => content.check_file(name, bytes),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads a file other than weights as it is now.
+    pub(crate) fn current(&self, name: &str) -> io::Result<Vec<u8>> {
+        read_regular(&checked(&self.path, name, LARGEST_FILE)?, LARGEST_FILE)
+    }
+
+    /// Reads the present content.
+    fn present(&self) -> Result<Content> {
+        Content::of(&self.tensors, |name| {
+            let has_it = self.companions.contains(&name);
+            let bytes = has_it.then(|| self.current(name)).transpose();
+            bytes.map_err(|why| {
+                Error::Environment(format!("{}: {why}", self.path.join(name).display()))
+            })
+        })
+    }
+
+    /// Returns the content of the folder when it was first asked for.
+    pub(crate) fn content(&self) -> Result<&Content> {
+        self.known.get_or_init(|| self.present()).as_ref().map_err(Clone::clone)
+    }
+
+    /// Returns facts about the present content of the folder, for a comparison between processes.
+    /// Reads samples of the tensors: some 16 MiB in a model of up to 4,096 tensors.
+    pub fn facts(&self) -> Vec<Fact> {
+        let content = self.present();
+        _ = self.known.set(content.clone());
+        match content {
+            Ok(content) => content.facts(&self.path, &self.tensors),
+            Err(why) => vec![Fact::new("the model", format!("cannot be read: {why}"))],
+        }
+    }
+
+    /// Checks that samples of all tensors are as they were when the folder was compared first.
+    ///
+    /// # Errors
+    ///
+    /// If they are not, with the file and the tensor.
+    pub(crate) fn check_weights(&self) -> Result<()> {
+        let content = self.content()?;
+        self.tensors.iter().try_for_each(|(name, stored)| content.check_tensor(name, stored))
+    }
+
+    /// Returns the settings of generation. There are none if the folder has no such file.
+    ///
+    /// # Errors
+    ///
+    /// If the file is damaged.
+    pub(crate) fn generation(&self) -> Result<Map<String, Value>> {
+        if !self.companions.contains(&GENERATION) {
+            return Ok(Map::new());
+        }
+        let failed = |why: &dyn Display| {
+            unexpected(&self.path.join(GENERATION), "", "settings of generation", why)
+        };
+        let bytes = self.small(GENERATION).map_err(|why| failed(&why))?;
+        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
+    }
+
+    /// Returns the tokens that end a text: those of the settings of generation, or else those of
+    /// the config. Neither need have any.
+    ///
+    /// # Errors
+    ///
+    /// If a file is damaged, or has something else in their place.
+    pub fn end_tokens(&self) -> Result<Vec<u32>> {
+        let of = |name: &str, settings: &Map<String, Value>| {
+            let expected = "the number of a token, or a list of numbers";
+            let found = match settings.get("eos_token_id") {
+                None | Some(Value::Null) => return Ok(None),
+                Some(Value::Array(several)) => several.iter().map(token).collect(),
+                Some(one) => token(one).map(|one| vec![one]),
+            };
+            let wrong = || {
+                let found = &settings["eos_token_id"];
+                unexpected(&self.path.join(name), "eos_token_id", expected, found)
+            };
+            found.map(Some).ok_or_else(wrong)
+        };
+        if let Some(own) = of(GENERATION, &self.generation()?)? {
+            return Ok(own);
+        }
+        let config = self.config_values()?;
+        let own = config.as_object().map(|config| of(CONFIG, config)).transpose()?;
+        Ok(own.flatten().unwrap_or_default())
+    }
+
+    /// Returns all values of the config.
+    ///
+    /// # Errors
+    ///
+    /// If the file has changed since the folder was opened.
+    pub(crate) fn config_values(&self) -> Result<Value> {
+        let failed =
+            |why: &dyn Display| unexpected(&self.path.join(CONFIG), "", config::EXPECTED, why);
+        let bytes = self.small(CONFIG).map_err(|why| failed(&why))?;
+        serde_json::from_slice(&bytes).map_err(|why| failed(&why))
+    }
+
+    /// Returns the path of the folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the model's config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Returns the tensors of the model's files by the names that `transformers` gives them, with
+    /// their shapes and dtypes.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
+        self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+    }
+
+    /// Returns the family's own word for a key of the config.
+    pub(crate) fn key(&self, key: &'static str) -> &'static str {
+        self.family.key(key)
+    }
+
+    /// Returns the dtype of the tensors of a parameter: f32 if they have several.
+    pub(crate) fn dtype(&self, source: &Source) -> DType {
+        let names = source.names();
+        let mut all = names.iter().map(|name| self.tensors[name].aval.dtype());
+        let first = all.next().unwrap_or(DType::F32);
+        if all.all(|dtype| dtype == first) { first } else { DType::F32 }
+    }
+
+    /// Returns the place of each parameter.
+    pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &Source)> {
+        self.sources.iter().map(|(name, (source, _))| (name.as_str(), source))
+    }
+
+    /// Returns the shape of each parameter, by name.
+    pub(crate) fn params(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
+        self.sources.iter().map(|(name, (_, aval))| (name.as_str(), aval))
+    }
+
+    /// Returns the bytes of a saved model, in the dtypes of the files.
+    pub fn saved_bytes(&self) -> u64 {
+        let bytes = |(source, aval): &(Source, ShapedArray)| {
+            (aval.elements() * self.dtype(source).size()) as u64
+        };
+        self.sources.values().map(bytes).sum()
+    }
+
+    /// Checks that the model can be trained.
+    ///
+    /// # Errors
+    ///
+    /// If training drops values of it, which the stages do not.
+    pub fn check_training(&self) -> Result<()> {
+        match self.config.dropout {
+            None => Ok(()),
+            Some((key, share)) => Err(unexpected(&self.path.join(CONFIG), key, 0, share)),
+        }
+    }
+
+    /// Returns the names of further tensors in the files, which the model does not use.
+    pub(crate) fn unused(&self) -> &[String] {
+        &self.unused
+    }
+
+    /// Returns the size of the largest file of weights, in bytes. `None` if there is only one file.
+    pub fn split(&self) -> Option<u64> {
+        self.split
+    }
+
+    /// Returns the number of bytes of values that this process has read, through this folder and
+    /// its clones. Headers are not counted.
+    pub fn bytes_read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    /// Makes the processes compare the config, the names, shapes and dtypes of the tensors, and
+    /// samples of their values. Does not wait for other processes.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::assert_same`].
+    pub fn compare(&self, p: &mut Program) -> Result<()> {
+        let count = self.tensors.len();
+        let key = fold(self.form(), format!("{:?}", self.config).as_bytes());
+        let values = match self.content() {
+            Ok(content) => format!("values with hash {:016x}", content.of_weights()),
+            Err(why) => format!("values that cannot be read: {why}"),
+        };
+        p.assert_same(format!("a model of {count} tensors, with hash {:016x}, {values}", key.0))
+    }
+
+    /// Returns a hash of the names, shapes and dtypes of the tensors.
+    fn form(&self) -> Key {
+        self.tensors.iter().fold(Key(0), |key, (name, stored)| {
+            fold(key, format!("{name} {}", stored.aval).as_bytes())
+        })
+    }
+
+    /// Returns (name, value) of each setting by which a checkpoint tells this model from others:
+    /// those that change results and that no shape shows, and a hash of the weights.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read.
+    pub fn settings(&self) -> Result<Vec<(&'static str, String)>> {
+        let config = &self.config;
+        let rope = config.ropes.first();
+        let rope = |f: fn(&Rope) -> String| rope.map_or_else(|| "none".to_owned(), f);
+        let mut settings = vec![
+            ("num_attention_heads", config.num_attention_heads.to_string()),
+            ("head_dim", config.head_dim.to_string()),
+            ("rms_norm_eps", config.norm_eps.to_string()),
+            ("rope_theta", rope(|rope| rope.theta.to_string())),
+            ("rope_type", rope(|rope| rope.scaling.to_string())),
+            ("weights", format!("with hash {:016x}", self.fingerprint()?)),
+        ];
+        // The names and shapes of the parameters, and the settings above, show all of Llama's.
+        if config.family != "llama" {
+            // These change no result.
+            let rest = Config { max_position_embeddings: 0, dropout: None, ..config.clone() };
+            let hash = fold(Key(0), format!("{rest:?}").as_bytes()).0;
+            settings.push(("config", format!("with hash {hash:016x}")));
+        }
+        Ok(settings)
+    }
+
+    /// Returns a hash of the tensors' names, shapes and dtypes, and of samples of their values.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read.
+    fn fingerprint(&self) -> Result<u64> {
+        let new = self.tensors.values().filter_map(|stored| match &stored.origin {
+            Origin::New(initial) => Some(initial.key.0),
+            Origin::File(_) => None,
+        });
+        let key = self.form().fold_in(self.content()?.of_weights());
+        Ok(new.fold(key, Key::fold_in).0)
+    }
+
+    /// Reads a region of a parameter as f32, row-major. The output of a model that ties it is its
+    /// embedding.
+    ///
+    /// # Errors
+    ///
+    /// If the model has no such parameter, or the file cannot be read.
+    pub(crate) fn read(&self, name: &str, region: &Region, values: &mut [f32]) -> Result<()> {
+        let tied = name == OUTPUT && self.config.tie_word_embeddings;
+        let name = if tied { EMBEDDING } else { name };
+        self.reader(name)?.read(region, values)
+    }
+
+    /// Returns the tensors of a parameter.
+    fn reader(&self, name: &str) -> Result<Reader> {
+        let Some((source, _)) = self.sources.get(name) else {
+            return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
+        };
+        let tensors = source.names().iter().map(|name| self.tensors[name].clone()).collect();
+        Ok(Reader { source: source.clone(), tensors, read: self.read.clone() })
+    }
+
+    /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
+    /// its own regions, and converts bf16 and f16.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::array_from_fn`], and if the model has no such parameter. If the file
+    /// cannot be read, the array fails instead.
+    pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
+        let (reader, aval) = (self.reader(name)?, self.sources[name].1.clone());
+        let known = self.known.clone();
+        p.array_from_fn(aval, sharding, move |region, mut view| {
+            reader.read_into(region, &mut view)?;
+            // A file may have changed since the processes have compared it.
+            let Some(Ok(content)) = known.get() else { return Ok(()) };
+            let names = reader.source.names();
+            let mut tensors = names.iter().zip(&reader.tensors);
+            tensors.try_for_each(|(name, stored)| content.check_tensor(name, stored))
+        })
+    }
+}
+
+/// Returns the number of a token.
+fn token(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
+}
+
+/// Reads the config of a folder.
+fn config_of(path: &Path) -> Result<(&'static Family, Config)> {
+    let file = path.join(CONFIG);
+    checked(path, CONFIG, config::LARGEST_FILE)
+        .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
+    read(&file)
+}
+
+/// Returns the place and shape of each parameter of a model.
+fn sources(
+    path: &Path,
+    family: &Family,
+    config: &Config,
+) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
+    let place = |(name, aval): (String, ShapedArray)| {
+        (name.clone(), (family.source(config, &name, aval.shape()), aval))
+    };
+    let shapes = shapes_of(config);
+    let shapes = shapes
+        .map_err(|why| unexpected(&path.join(CONFIG), "", "sizes of a model", why.to_string()))?;
+    Ok(shapes.into_iter().map(place).collect())
+}
+
+/// Returns the shapes of the tensors that have these parameters, by name.
+fn needed<'a>(
+    sources: impl Iterator<Item = &'a (Source, ShapedArray)>,
+) -> BTreeMap<String, Vec<usize>> {
+    let mut needed = BTreeMap::<String, Vec<usize>>::new();
+    for (source, aval) in sources {
+        let rows = source.rows.end();
+        let mut shape = aval.shape()[usize::from(source.stacked.is_some())..].to_vec();
+        let axis = usize::from(source.is_transposed);
+        if source.is_transposed {
+            shape.reverse();
+        }
+        shape[axis] = rows;
+        for name in source.names() {
+            // The parameters of a tensor differ in their rows alone.
+            let whole = needed.entry(name).or_insert_with(|| shape.clone());
+            whole[axis] = whole[axis].max(rows);
+        }
+    }
+    needed
+}
+
+/// Adds a tensor of a file to those found, by its name in the model. Returns its name if the model
+/// does not have it. A file of a model without an output may lack `prefix` in its names.
+fn add(
+    tensors: &mut BTreeMap<String, Stored>,
+    (name, prefix): (String, &str),
+    file: &TensorFile,
+    needed: &BTreeMap<String, Vec<usize>>,
+) -> Result<Option<String>> {
+    let names = [name.clone(), format!("{prefix}{name}")];
+    let found = names.into_iter().find_map(|known| needed.get_key_value(&known));
+    let Some((known, shape)) = found else { return Ok(Some(name)) };
+    if tensors.contains_key(known) {
+        let expected = format!("one tensor of this name, with or without `{prefix}`");
+        return Err(unexpected(file.path(), &name, expected, "two"));
+    }
+    let aval = file.aval(&name);
+    // The file lacks the tensor, or its dtype is unknown. The message names both.
+    let aval =
+        aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
+    tensors.insert(known.clone(), Stored { origin: Origin::File(file.clone()), name, aval });
+    Ok(None)
+}

@@ -1,0 +1,96 @@
+//! The first values of a new model, as `transformers` chooses their distributions.
+
+use std::path::Path;
+
+use mpmd::Result;
+use mpmd::aval::DType;
+use mpmd::random::{Key, normal_f32};
+use mpmd::region::Region;
+use serde_json::Value;
+
+use crate::config::{Config, Norm};
+use crate::error::unexpected;
+
+/// The settings of a config that a new model has first values by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Settings {
+    /// Standard deviation of the weights.
+    deviation: f32,
+    /// The dtype in which the model is saved. It is trained in f32.
+    pub(crate) dtype: DType,
+}
+
+/// The first values of a tensor. Each depends on the seed, the tensor's name and the place in the
+/// tensor alone, so it is the same on any number of stages and devices.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Initial {
+    pub(crate) key: Key,
+    mean: f32,
+    deviation: f32,
+}
+
+impl Settings {
+    /// Reads `initializer_range` and `dtype` (or `torch_dtype`) of the values of a config. The
+    /// defaults are 0.02 and f32.
+    ///
+    /// # Errors
+    ///
+    /// If a value is invalid. The message names `file`.
+    pub(crate) fn of(file: &Path, map: &Value) -> Result<Self> {
+        let wrong = |key, expected| unexpected(file, key, expected, &map[key]);
+        let deviation = match &map["initializer_range"] {
+            Value::Null => 0.02,
+            given => given
+                .as_f64()
+                .filter(|given| (0.0..=1.0).contains(given))
+                .ok_or_else(|| wrong("initializer_range", "a standard deviation from 0 to 1"))?,
+        };
+        let key = if map["dtype"].is_null() { "torch_dtype" } else { "dtype" };
+        let dtype = match map[key].as_str().unwrap_or_default() {
+            "" if map[key].is_null() => DType::F32,
+            "float32" => DType::F32,
+            "bfloat16" => DType::Bf16,
+            "float16" => DType::F16,
+            _ => return Err(wrong(key, r#""float32", "bfloat16" or "float16""#)),
+        };
+        Ok(Self { deviation: deviation as f32, dtype })
+    }
+}
+
+impl Initial {
+    /// Chooses the values of the tensor `name`, which has the parameter `param`. Norms change
+    /// nothing, biases are zero. Weights and tables are normal with the config's deviation. With
+    /// GPT-2, as its authors have it, projections back to the residual have less the more layers
+    /// there are; `transformers` has this for no other family here.
+    pub(crate) fn of(
+        config: &Config,
+        settings: Settings,
+        (param, name): (&str, &str),
+        seed: u64,
+    ) -> Self {
+        let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));
+        let has =
+            |end: &[&str]| param.split('.').any(|part| end.iter().any(|it| part.ends_with(it)));
+        let fixed = |mean| Self { key, mean, deviation: 0.0 };
+        let branches = (2 * config.num_hidden_layers) as f32;
+        let deviation = settings.deviation;
+        match config.family {
+            _ if has(&["bias"]) => fixed(0.0),
+            _ if has(&["norm"]) => fixed(f32::from(config.norm != Norm::RmsPlusOne)),
+            "gpt2" if has(&["o_proj", "down_proj"]) => {
+                Self { key, mean: 0.0, deviation: deviation / branches.sqrt() }
+            }
+            _ => Self { key, mean: 0.0, deviation },
+        }
+    }
+
+    /// Computes a region of the tensor, of this shape.
+    pub(crate) fn fill(&self, shape: &[usize], region: &Region, values: &mut [f32]) {
+        if self.deviation == 0.0 {
+            return values.fill(self.mean);
+        }
+        for (value, element) in values.iter_mut().zip(region.indices(shape)) {
+            *value = self.mean + self.deviation * normal_f32(self.key, element);
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Folders of model hubs: config, tokenizer and weights, read and written.
+
+pub(crate) mod content;
+pub(crate) mod files;
+pub(crate) mod folder;
+pub(crate) mod initial;
+pub(crate) mod save;
+pub(crate) mod stored;

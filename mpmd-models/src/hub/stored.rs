@@ -1,0 +1,255 @@
+//! The tensors of a model's files, and the reading of parameters from them.
+
+use std::iter;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use half::{bf16, f16};
+use mpmd::Result;
+use mpmd::aval::{DType, ShapedArray};
+use mpmd::kernel::ViewMut;
+use mpmd::region::Region;
+use mpmd::train::tensors::TensorFile;
+
+use crate::family::{Rows, Source};
+use crate::hub::initial::Initial;
+
+/// The dtypes of weights that are read, for messages.
+pub(crate) const DTYPES: &str = "f32, bf16 or f16";
+/// Number of elements that are read at once, if they are converted.
+const BLOCK: usize = 1 << 18;
+
+/// A tensor of a model.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored {
+    pub(crate) origin: Origin,
+    /// Its name in the file.
+    pub(crate) name: String,
+    pub(crate) aval: ShapedArray,
+}
+
+/// The origin of a tensor's values.
+#[derive(Clone, Debug)]
+pub(crate) enum Origin {
+    File(TensorFile),
+    /// The model is new. `aval` has the dtype in which it is saved.
+    New(Initial),
+}
+
+/// The tensors of a parameter.
+pub(crate) struct Reader {
+    pub(crate) source: Source,
+    /// One, or those that the parameter is a stack of.
+    pub(crate) tensors: Vec<Stored>,
+    /// Counts the bytes that are read.
+    pub(crate) read: Arc<AtomicU64>,
+}
+
+impl Reader {
+    /// Reads a region of the parameter as f32, row-major.
+    pub(crate) fn read(&self, region: &Region, values: &mut [f32]) -> Result<()> {
+        if self.source.stacked.is_none() {
+            return self.counted(0, region).read(&self.source, region, values);
+        }
+        let tensors = region.range(0);
+        let region = Region::new(region.ranges().skip(1).collect());
+        let parts = values.chunks_exact_mut(region.elements().max(1));
+        tensors.zip(parts).try_for_each(|(tensor, values)| {
+            self.counted(tensor, &region).read(&self.source, &region, values)
+        })
+    }
+
+    /// Reads a region into the memory of an array of f32.
+    pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
+        let Source { rows, is_transposed, stacked, .. } = &self.source;
+        let aval = &self.tensors[0].aval;
+        let all = Rows::block(0, aval.shape().first().copied().unwrap_or(1));
+        // Without a copy, if the parameter is the tensor.
+        if stacked.is_none()
+            && !is_transposed
+            && *rows == all
+            && aval.dtype() == DType::F32
+            && let Stored { origin: Origin::File(file), name, .. } = self.counted(0, region)
+        {
+            return file.read(name, region, view.as_bytes_mut());
+        }
+        self.read(region, view.as_mut_slice()?)
+    }
+
+    /// Returns a tensor, and counts the bytes of a region of it.
+    fn counted(&self, tensor: usize, region: &Region) -> &Stored {
+        let stored = &self.tensors[tensor];
+        if let Origin::File(_) = stored.origin {
+            let bytes = region.elements() * stored.aval.dtype().size();
+            self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+        stored
+    }
+}
+
+impl Stored {
+    /// Returns a hash of the type and of samples of the values. `None` if the model is new.
+    pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
+        let Origin::File(file) = &self.origin else { return Ok(None) };
+        file.hash_samples(&self.name, samples).map(Some)
+    }
+
+    /// Returns the path of the file. `None` if the model is new.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        match &self.origin {
+            Origin::File(file) => Some(file.path()),
+            Origin::New(_) => None,
+        }
+    }
+
+    /// Reads a region of the rows at `source`, row-major.
+    fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
+        let rows = region.range(0);
+        let inner: Vec<Range<usize>> = region.ranges().skip(1).collect();
+        let width = inner.iter().map(|range| range.len()).product::<usize>();
+        for (first, range) in source.rows.places() {
+            let found = rows.start.max(first)..rows.end.min(first + range.len());
+            if !found.is_empty() && width > 0 {
+                let place = range.start + found.start - first..range.start + found.end - first;
+                let into = &mut values[(found.start - rows.start) * width..][..found.len() * width];
+                match (source.is_transposed, &inner[..]) {
+                    (true, [columns]) => self.read_transposed(columns.clone(), place, into)?,
+                    _ => self.read_rows(place, &inner, into)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads some rows, block by block, and converts each element.
+    fn read_rows(
+        &self,
+        rows: Range<usize>,
+        inner: &[Range<usize>],
+        values: &mut [f32],
+    ) -> Result<()> {
+        let width = values.len() / rows.len();
+        let step = (BLOCK / width).max(1);
+        let (dtype, mut bytes) = (self.aval.dtype(), Vec::new());
+        for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * width)) {
+            let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
+            let block = Region::new(block.collect());
+            let file = match &self.origin {
+                Origin::File(file) => file,
+                Origin::New(initial) => {
+                    initial.fill(self.aval.shape(), &block, values);
+                    continue;
+                }
+            };
+            bytes.resize(values.len() * dtype.size(), 0);
+            file.read(&self.name, &block, &mut bytes)?;
+            let halves = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
+            let singles = bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four));
+            let values = values.iter_mut();
+            match dtype {
+                DType::Bf16 => values
+                    .zip(halves)
+                    .for_each(|(value, bits)| *value = bf16::from_bits(bits).to_f32()),
+                DType::F16 => values
+                    .zip(halves)
+                    .for_each(|(value, bits)| *value = f16::from_bits(bits).to_f32()),
+                _ => values.zip(singles).for_each(|(value, single)| *value = single),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a region of a matrix as its transpose, block by block.
+    fn read_transposed(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        values: &mut [f32],
+    ) -> Result<()> {
+        let (height, width) = (rows.len(), columns.len());
+        let step = (BLOCK / width).max(1);
+        let mut block = Vec::new();
+        for start in rows.clone().step_by(step) {
+            let part = start..rows.end.min(start + step);
+            block.resize(part.len() * width, 0.0);
+            self.read_rows(part, std::slice::from_ref(&columns), &mut block)?;
+            for (row, found) in block.chunks_exact(width).enumerate() {
+                let column = values[start - rows.start + row..].iter_mut().step_by(height);
+                column.zip(found).for_each(|(value, found)| *value = *found);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// True if two matrices have the same elements. Reads both, up to the first block that differs.
+pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
+    let (Origin::File(file), Origin::File(other)) = (&a.origin, &b.origin) else {
+        return Ok(false);
+    };
+    if a.aval != b.aval {
+        return Ok(false);
+    }
+    let [rows, columns] = *a.aval.shape() else { return Ok(false) };
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    let step = (BLOCK / columns.max(1)).max(1);
+    for row in (0..rows).step_by(step) {
+        for column in (0..columns).step_by(BLOCK) {
+            let block = [row..rows.min(row + step), column..columns.min(column + BLOCK)];
+            let block = Region::new(block.to_vec());
+            let bytes = block.elements() * a.aval.dtype().size();
+            left.resize(bytes, 0);
+            right.resize(bytes, 0);
+            file.read(&a.name, &block, &mut left)?;
+            other.read(&b.name, &block, &mut right)?;
+            if left != right {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+
+    use mpmd::train::tensors::header;
+
+    use super::*;
+
+    #[test]
+    fn tensors_of_several_blocks_are_read_in_order() {
+        let (height, width) = (1300, 500);
+        let at = |row: usize, column: usize| bf16::from_f32((row * 7 + column * 3) as f32 % 256.0);
+        let values = (0..height).flat_map(|row| (0..width).map(move |column| at(row, column)));
+        let aval = ShapedArray::new(&[height, width], DType::Bf16);
+        let arrays = [("a".to_owned(), aval.clone())];
+        let (mut bytes, _) = header(&arrays, &BTreeMap::new()).unwrap();
+        bytes.extend(values.flat_map(|value| value.to_le_bytes()));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), bytes).unwrap();
+        let file = TensorFile::open(file.path()).unwrap();
+        let stored = Stored { origin: Origin::File(file), name: "a".to_owned(), aval };
+        for is_transposed in [false, true] {
+            // The parameter is the tensor without its first rows or columns.
+            let (rows, columns) = if is_transposed { (480, 1300) } else { (1280, 500) };
+            let rows_of = Rows::block(20, rows);
+            let source =
+                Source { name: "a".to_owned(), stacked: None, rows: rows_of, is_transposed };
+            let region = Region::new(vec![3..rows, 1..columns]);
+            let mut found = vec![0.0; region.elements()];
+            stored.read(&source, &region, &mut found).unwrap();
+            let place = |row: usize, column| match is_transposed {
+                true => at(column, row + 20),
+                false => at(row + 20, column),
+            };
+            let expected = (3..rows).flat_map(|row| (1..columns).map(move |column| (row, column)));
+            let expected = expected.map(|(row, column)| place(row, column).to_f32());
+            assert!(found.into_iter().eq(expected), "transposed: {is_transposed}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Generation of one text over the stages, one token after another.
+
+use mpmd::{Error, Program, Result};
+
+use crate::division::costs::Room;
+use crate::inference::choice::Unchosen;
+use crate::inference::pass::{Begin, Chunk, Pass};
+use crate::inference::sample::Sampling;
+use crate::inference::{Choices, Inference};
+
+/// Number of a prompt's tokens that a pass computes.
+const CHUNK: usize = 256;
+
+/// A model for generation. Each stage has its weights, and the keys and values of the tokens so
+/// far, as its state.
+///
+/// ```no_run
+/// use mpmd::prelude::*;
+/// use mpmd_models::{Folder, Sampling, Stages};
+///
+/// fn main() -> Result<()> {
+///     let folder = Folder::open("model")?;
+///     Program::builder().devices(2).run(|p| {
+///         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+///         let mut generator = Stages::new(&folder, 2, 100)?.generator(p, &meshes, false)?;
+///         let greedy = Sampling::default();
+///         let tokens = generator.generate(p, &[5, 17, 3], &greedy, 20, |_, _| Ok(false))?;
+///         println!("{tokens:?}");
+///         Ok(())
+///     })
+/// }
+/// ```
+pub struct Generator {
+    inference: Inference,
+    /// Number of tokens for which the caches have room.
+    positions: usize,
+}
+
+impl Generator {
+    pub(crate) fn new(inference: Inference, positions: usize) -> Self {
+        Self { inference, positions }
+    }
+
+    /// Returns a line that says what computes the stages, for people. `None` if all devices are
+    /// CPUs.
+    pub fn computed_by(&self, p: &Program) -> Option<String> {
+        self.inference.computed_by(p)
+    }
+
+    /// Generates up to `most` tokens that follow a prompt, and returns them on every process. All
+    /// must call it with the same arguments, and block until it ends. It ends early once `is_end`
+    /// returns true: all processes call it after each token, with the tokens so far, and must get
+    /// the same answer. Tokens of an earlier call are forgotten.
+    ///
+    /// # Errors
+    ///
+    /// If the prompt is empty, a token has no row in the embedding, or there are more tokens than
+    /// positions. If the model's logits are not finite, or `is_end` fails.
+    pub fn generate(
+        &mut self,
+        p: &mut Program,
+        prompt: &[u32],
+        sampling: &Sampling,
+        most: usize,
+        mut is_end: impl FnMut(&mut Program, &[u32]) -> Result<bool>,
+    ) -> Result<Vec<u32>> {
+        if prompt.is_empty() {
+            return Err(Error::Environment("the prompt has no tokens".to_owned()));
+        }
+        let begin = Begin { sampling: *sampling, prompt: prompt.len() as u32, top: None };
+        let (mut new, mut start, mut choices) = (Some(begin), 0, None);
+        for part in prompt.chunks(CHUNK) {
+            let is_last = start + part.len() == prompt.len() && most > 0;
+            choices = Some(self.pass(p, (start, part), (new.take(), is_last), None)?);
+            start += part.len();
+        }
+        let mut text = Vec::new();
+        while text.len() < most {
+            let Some(chosen) = &choices else { break };
+            let read = || {
+                let all = self.inference.read(chosen)?.unwrap_or_default();
+                let choice = all.into_iter().flatten().next();
+                Ok(choice.map_or(Err(Unchosen::OutOfOrder), |choice| choice.token))
+            };
+            let next = p.broadcast_value(self.inference.owner(), Ok(0), read)?;
+            text.push(next.map_err(|why| Error::kernel(why.to_string()))?);
+            if is_end(p, &text)? {
+                break;
+            }
+            if text.len() < most {
+                choices = Some(self.pass(p, (start, &[]), (None, true), choices.as_ref())?);
+                start += 1;
+            }
+        }
+        Ok(text)
+    }
+
+    /// Issues the pass of these tokens, or of the one that was chosen last.
+    fn pass(
+        &mut self,
+        p: &mut Program,
+        (start, given): (usize, &[u32]),
+        (new, samples): (Option<Begin>, bool),
+        last: Option<&Choices>,
+    ) -> Result<Choices> {
+        let needed = start + given.len().max(1);
+        if needed > self.positions {
+            return Err(Error::Environment(format!(
+                "token {needed} of a sequence: the generator has room for {}, the positions of \
+                 `Stages::new`",
+                self.positions
+            )));
+        }
+        let blocks = (0..Room::for_one(needed).blocks as u32).collect();
+        let (start, given) = (start as u32, given.to_vec());
+        let chunk = Chunk { slot: 0, start, given, samples, blocks, new };
+        let pass = Pass { version: 0, chunks: vec![chunk] };
+        self.inference.pass(p, &pass, last)
+    }
+}

@@ -1,0 +1,533 @@
+//! A model as stages of a pipeline.
+
+pub(crate) mod forward;
+pub(crate) mod publish;
+pub mod score;
+pub(crate) mod trainer;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use mpmd::aval::ShapedArray;
+use mpmd::candle::{CandleStage, Cx, Result as CandleResult, Tensor, Tensors, stage};
+use mpmd::kernel::Shapes;
+use mpmd::pipeline::{Loss, Pipeline};
+use mpmd::topology::Mesh;
+use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
+
+use crate::config::POSITIONS;
+use crate::decoder::devices::Over;
+use crate::decoder::lora::{self, Lora};
+use crate::decoder::{EMBEDDING, OUTPUT, Part, Plan};
+use crate::division::costs::{Held, Room};
+use crate::division::rules;
+use crate::division::{Division, by_work, check_layers, check_memory, costs};
+use crate::error::{DivisionError, InvalidSetting, unexpected};
+use crate::hub::folder::{CONFIG, Folder};
+use crate::inference::Inference;
+use crate::inference::generator::Generator;
+use crate::inference::load::{Load, Weights};
+use crate::rope::Angles;
+use crate::stages::forward::{Forward, loss_shapes, sequences};
+
+/// Limit on the number of layers in a stage that is trained: candle walks over the operations of a
+/// pass by recursion, on the stack of the device's thread.
+const MOST_TRAINED: usize = 1000;
+/// Number of tokens for which logits are computed at once, where no gradients are needed.
+const LOGITS_AT_ONCE: usize = 512;
+
+/// A model that is divided over stages.
+#[derive(Clone, Debug)]
+pub struct Stages {
+    folder: Folder,
+    /// The layers of each stage.
+    cut: Vec<Range<usize>>,
+    positions: usize,
+    angles: Vec<Angles>,
+    /// The division of each stage's layers over its devices.
+    over: Vec<Over>,
+    lora: Option<Lora>,
+    seed: u64,
+    is_packed: bool,
+    /// The number of devices of the job before those of the stages.
+    after: usize,
+    weights: Weights,
+}
+
+impl Stages {
+    /// Divides the layers of a model over `stages` stages, so that the stage with most work has as
+    /// little as possible. `positions` is the largest number of tokens in a sequence.
+    ///
+    /// # Errors
+    ///
+    /// If the model has fewer layers than stages, or was made for fewer positions.
+    pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
+        let (config, file) = (folder.config(), folder.path().join(CONFIG));
+        if config.num_hidden_layers < stages {
+            let expected = format!("at least {stages}, the number of stages");
+            let key = folder.key("num_hidden_layers");
+            return Err(unexpected(&file, key, expected, config.num_hidden_layers));
+        }
+        let (own, most) = (config.max_position_embeddings, config.positions());
+        if positions > most {
+            let expected = format!("at least {positions}, the tokens of a sequence");
+            let scaled = if most == own { String::new() } else { format!(", scaled to {most}") };
+            let key = folder.key(POSITIONS);
+            return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
+        }
+        let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
+        let angles = angles.collect::<CandleResult<_>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+        let over = vec![Over::ONE; stages.max(1)];
+        let cut = costs(folder, &over, Held::default())?.cut(&[]);
+        let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
+        Ok(Self {
+            folder: folder.clone(),
+            cut,
+            positions,
+            angles,
+            over,
+            lora: None,
+            seed: 0,
+            is_packed: false,
+            after: 0,
+            weights: Weights::default(),
+        })
+    }
+
+    /// Has the stages read the side inputs of [`Packed`](mpmd::train::data::Packed): `starts`, and
+    /// the last stage `weights` for its loss.
+    #[must_use]
+    pub fn packed(mut self, is_packed: bool) -> Self {
+        self.is_packed = is_packed;
+        self
+    }
+
+    /// Leaves the first devices of the job to others.
+    #[must_use]
+    pub fn after(mut self, devices: usize) -> Self {
+        self.after = devices;
+        self
+    }
+
+    /// Adds matrices of LoRA to all projections. Only they are trained. Their initial values depend
+    /// on the seed.
+    #[must_use]
+    pub fn lora(mut self, lora: Option<Lora>, seed: u64) -> Self {
+        (self.lora, self.seed) = (lora, seed);
+        self
+    }
+
+    /// Divides the layers of each stage over several devices: heads, MLPs, and tokens of the
+    /// vocabulary. There is one number for each stage, or one for all; by default it is 1. Results
+    /// depend on it in their last bits.
+    ///
+    /// The layers are to be divided over stages afterwards: see [`Stages::divide`].
+    ///
+    /// # Errors
+    ///
+    /// If the numbers are not as many as the stages, or do not divide the heads or the MLPs.
+    pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
+        let each = self.each("tensor_parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            *over = Over { expert: over.expert, ..rules::over(&self.folder, devices)? };
+        }
+        Ok(self)
+    }
+
+    /// Divides the experts of each stage over several devices, each of which has some of all
+    /// layers. There is one number for each stage, or one for all; by default it is 1. Results do
+    /// not depend on it.
+    ///
+    /// The layers are to be divided over stages afterwards: see [`Stages::divide`].
+    ///
+    /// # Errors
+    ///
+    /// If the numbers are not as many as the stages, or one is no power of two that divides the
+    /// number of experts.
+    pub fn expert_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
+        let each = self.each("expert_parallel", devices)?;
+        for (over, devices) in self.over.iter_mut().zip(each) {
+            over.expert = rules::over_experts(&self.folder, devices)?;
+        }
+        Ok(self)
+    }
+
+    /// Returns the number of a setting for each stage. There is one for each, or one for all.
+    fn each(&self, setting: &'static str, numbers: &[usize]) -> Result<Vec<usize>, InvalidSetting> {
+        let stages = self.cut.len();
+        match *numbers {
+            [all] => Ok(vec![all; stages]),
+            _ if numbers.len() == stages => Ok(numbers.to_vec()),
+            _ => {
+                let expected = format!("{stages} numbers, one for each stage, or one for all");
+                Err(InvalidSetting::new(setting, expected, numbers.len()))
+            }
+        }
+    }
+
+    /// Returns the number of devices of each rank. `rank_of` returns the rank of a stage.
+    ///
+    /// # Errors
+    ///
+    /// If stages of one rank have unequal numbers.
+    pub fn devices(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<usize>, InvalidSetting> {
+        let mut ranks = BTreeMap::<usize, usize>::new();
+        for (stage, over) in self.over.iter().enumerate() {
+            let rank = rank_of(stage);
+            let devices = *ranks.entry(rank).or_insert(over.devices());
+            if devices != over.devices() {
+                let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
+                return Err(InvalidSetting::new("tensor_parallel", expected, over.devices()));
+            }
+        }
+        Ok(ranks.into_values().collect())
+    }
+
+    /// Returns the mesh of each stage. The devices of the job are those that are
+    /// [left to others](Self::after), those of rank 0, then those of rank 1, and so on. `rank_of`
+    /// returns the rank of a stage.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::devices`].
+    pub fn meshes(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<Mesh>> {
+        let devices = self.devices(&rank_of)?;
+        let mesh = |(stage, over): (usize, &Over)| {
+            let first = self.after + devices[..rank_of(stage)].iter().sum::<usize>();
+            let own = first as u32..(first + over.devices()) as u32;
+            Ok(Mesh::new(&over.axes(), own.map(DeviceId).collect())?)
+        };
+        self.over.iter().enumerate().map(mesh).collect()
+    }
+
+    /// Returns the bytes that a block of keys and values takes on a device of the stage with most
+    /// layers for its devices.
+    pub fn block_bytes(&self) -> u64 {
+        let one = Held::inference(&self.folder, Room { blocks: 1, sequences: 1 }, false).layer;
+        let of = |(layers, over): (&Range<usize>, &Over)| {
+            layers.len() as u64 * one.div_ceil(over.tensor as u64)
+        };
+        self.cut.iter().zip(&self.over).map(of).max().unwrap_or(one)
+    }
+
+    /// Returns tables of each stage's parameters, and of their division over its devices.
+    ///
+    /// # Errors
+    ///
+    /// If the devices do not divide a parameter evenly.
+    pub fn show_sharding(&self) -> Result<String> {
+        let mut text = String::new();
+        for (index, mesh) in self.meshes(|stage| stage)?.iter().enumerate() {
+            let stage = self.stage(
+                (index, mesh),
+                self.lora.is_some(),
+                |part: &Part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, None, cx),
+                |x: &ShapedArray| x.clone(),
+            )?;
+            let table = rules::divided(self.folder.config(), mesh, stage.shapes())?;
+            let Range { start, end } = self.layers(index);
+            let of = format!("stage {index}, layers {start} to {}", end - 1);
+            let devices = match mesh.devices().len() {
+                1 => "on 1 device".to_owned(),
+                several => format!("over {several} devices"),
+            };
+            text += &format!("{of}, {devices}:\n{table}\n");
+        }
+        Ok(text)
+    }
+
+    /// Divides the layers over the stages, and the layers of each stage over its devices. A device
+    /// may hold at most its bytes of `division.memory`; `held` says how many a layer takes.
+    ///
+    /// # Errors
+    ///
+    /// If the given layers are not those of the model, each once, or a device of some stage has too
+    /// little memory. As for [`Stages::tensor_parallel`] and [`Stages::expert_parallel`].
+    pub fn divide(mut self, division: &Division, held: Held) -> Result<Self, DivisionError> {
+        let stages = self.cut.len();
+        let limits = &division.memory;
+        if !limits.is_empty() && limits.len() != stages {
+            let expected = format!("{stages} sizes, one for each stage");
+            return Err(InvalidSetting::new("memory", expected, limits.len()).into());
+        }
+        if !division.tensor_parallel.is_empty() {
+            self = self.tensor_parallel(&division.tensor_parallel)?;
+        }
+        if !division.expert_parallel.is_empty() {
+            self = self.expert_parallel(&division.expert_parallel)?;
+        }
+
+        let costs = costs(&self.folder, &self.over, held)?;
+        self.cut = match division.layers.is_empty() {
+            true => by_work(&costs, limits)?,
+            false => {
+                let layers = self.folder.config().num_hidden_layers;
+                check_layers(&division.layers, layers, stages)?;
+                check_memory(&costs, &division.layers, limits)?;
+                division.layers.clone()
+            }
+        };
+        self.check_experts()?;
+        Ok(self)
+    }
+
+    /// Checks that each stage that is to divide experts has some.
+    fn check_experts(&self) -> Result<(), InvalidSetting> {
+        let layers = &self.folder.config().layers;
+        for (stage, (range, over)) in self.cut.iter().zip(&self.over).enumerate() {
+            let has_experts = layers[range.clone()].iter().any(|layer| layer.has_experts);
+            if over.expert > 1 && !has_experts {
+                let expected = format!("1 for stage {stage}, whose layers have no experts");
+                return Err(InvalidSetting::new("expert_parallel", expected, over.expert));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that each stage has few enough layers for a training.
+    ///
+    /// # Errors
+    ///
+    /// If one has too many: with the number of stages that are enough.
+    pub fn check_trained(&self) -> Result<()> {
+        let most = self.cut.iter().map(Range::len).max().unwrap_or_default();
+        if most <= MOST_TRAINED {
+            return Ok(());
+        }
+        let layers = self.folder.config().num_hidden_layers;
+        let stages = layers.div_ceil(MOST_TRAINED);
+        Err(unexpected(
+            &self.folder.path().join(CONFIG),
+            self.folder.key("num_hidden_layers"),
+            format!("at most {MOST_TRAINED} in each stage of a training ({stages} stages or more)"),
+            format!("{layers}, and {most} of them in a stage"),
+        ))
+    }
+
+    /// Returns the layers of a stage.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such stage.
+    pub fn layers(&self, stage: usize) -> Range<usize> {
+        self.cut[stage].clone()
+    }
+
+    /// Creates a pipeline for training, and issues the reading of the weights. `meshes` are those
+    /// of the stages, in order: those of [`Stages::meshes`], or meshes without axes of these names,
+    /// over which the parameters are replicated.
+    ///
+    /// Its input are tokens `[batch, time]`. The last stage reads the following tokens as the side
+    /// input `targets`. The loss is the sum over all tokens, in nats.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Folder::check_training`], [`Folder::load`] and [`Pipeline::then`], and if a stage
+    /// has more than 1,000 layers.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.folder.check_training()?;
+        self.check_trained()?;
+        self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
+    }
+
+    /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn losses(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+        self.pipeline(p, meshes, false, self.forward(false).loss(LOGITS_AT_ONCE), loss_shapes)
+    }
+
+    /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::training`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn logits(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+    ) -> Result<Pipeline<MpmdArray, MpmdArray>> {
+        let tokens = self.folder.config().vocab_size;
+        let all = self.forward(false);
+        let logits =
+            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&all.run(part, x, cx)?.0, cx);
+        self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
+    }
+
+    /// Creates a generator, and issues the reading of the weights. Its sequences have up to
+    /// `positions` tokens; scalings of the rotary embedding that depend on the length take that of
+    /// `positions`. A device keeps the weights once, in f32, or in `bf16` if `in_half` is set. Sums
+    /// are in f32 in any case.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Pipeline::then`]. If a file cannot be read, or a device has too little memory, the
+    /// first call fails instead.
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn generator(&self, p: &mut Program, meshes: &[Mesh], in_half: bool) -> Result<Generator> {
+        let room = Room::for_one(self.positions);
+        Ok(Generator::new(self.inference(p, meshes, room, in_half)?, self.positions))
+    }
+
+    /// Creates an inference, and issues the reading of the weights, as [`Stages::generator`] does.
+    /// There is `room` for sequences.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Stages::generator`].
+    ///
+    /// # Panics
+    ///
+    /// If there are fewer meshes than stages.
+    pub fn inference(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        room: Room,
+        in_half: bool,
+    ) -> Result<Inference> {
+        self.folder.compare(p)?;
+        let ropes = &self.folder.config().ropes;
+        let angles = ropes.iter().map(|rope| Angles::fixed(rope, self.positions));
+        let angles = angles.collect::<CandleResult<Vec<_>>>();
+        let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+        let meshes = &meshes[..self.cut.len()];
+        let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
+            let place = (layers.clone(), mesh);
+            let device = mesh.devices().first().and_then(|device| p.topology().kind_of(*device));
+            // Routing, products of experts and parts of matrices are for CPUs.
+            let on_device = device
+                .is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind))
+                && mesh.devices().len() == 1
+                && self.folder.config().experts.is_none();
+            let kind = (in_half, on_device, &self.weights);
+            Load::new(&self.folder, &angles, place, (room, self.positions), kind)
+        };
+        let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;
+        Inference::new(p, loads, meshes, room)
+    }
+
+    /// Returns the forward passes of the stages.
+    fn forward(&self, trains: bool) -> Forward {
+        Forward::new(self.folder.config(), trains, self.is_packed)
+    }
+
+    /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
+    /// from those of the tokens.
+    fn pipeline<Y: Tensors>(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        trains: bool,
+        end: impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
+        self.folder.compare(p)?;
+        let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
+        let all = self.forward(trains);
+        let between = move |x: &ShapedArray| all.shapes(x, width);
+        if last == 0 {
+            let end = move |part: &Part, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
+            let end = self.stage((0, &meshes[0]), trains, end, shapes)?;
+            let params = self.params(p, &end, &meshes[0])?;
+            return Pipeline::first(end, &meshes[0], params);
+        }
+        let first = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, vec![x], cx);
+        let first = self.stage((0, &meshes[0]), trains, first, between)?;
+        let params = self.params(p, &first, &meshes[0])?;
+        let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
+        for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
+            let middle = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, x, cx);
+            let shapes = move |x: &Vec<ShapedArray>| between(&x[0]);
+            let stage = self.stage((i, mesh), trains, middle, shapes)?;
+            let params = self.params(p, &stage, mesh)?;
+            pipeline = pipeline.then(stage, mesh, params)?;
+        }
+        let shapes = move |x: &Vec<ShapedArray>| shapes(&x[0]);
+        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
+        let params = self.params(p, &end, &meshes[last])?;
+        let mut pipeline = pipeline.then(end, &meshes[last], params)?;
+        if self.folder.config().tie_word_embeddings {
+            pipeline.tie((0, EMBEDDING), (last, OUTPUT))?;
+        }
+        Ok(pipeline)
+    }
+
+    fn stage<X: Tensors, Y: Tensors>(
+        &self,
+        (index, mesh): (usize, &Mesh),
+        trains: bool,
+        forward: impl Fn(&Part, X, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        shapes: impl Fn(&Shapes<X::Arrays>) -> Shapes<Y::Arrays> + Send + Sync + 'static,
+    ) -> Result<CandleStage<Part, X, Y>> {
+        let (config, angles) = (self.folder.config().clone(), self.angles.clone());
+        let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
+        let name = format!("layers {} to {}", layers.start, layers.end - 1);
+        let new = move |vb| {
+            let plan = Plan { config: &config, lora, angles: &angles, over };
+            Part::new(plan, layers.clone(), &vb)
+        };
+        let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
+        // Routing and products of experts are for CPUs.
+        let has_experts =
+            self.folder.config().layers[self.layers(index)].iter().any(|it| it.has_experts);
+        let stage = if has_experts { stage.on_host() } else { stage };
+        match (trains, lora) {
+            (false, _) => Ok(stage.frozen()),
+            (true, None) => Ok(stage.split_gradients()),
+            (true, Some(_)) => Ok(stage.trainable(lora::TRAINED)?.split_gradients()),
+        }
+    }
+
+    /// Issues the reading of a stage's parameters, and the making of LoRA's.
+    fn params<X: Tensors, Y: Tensors>(
+        &self,
+        p: &mut Program,
+        stage: &CandleStage<Part, X, Y>,
+        mesh: &Mesh,
+    ) -> Result<BTreeMap<String, MpmdArray>> {
+        let shardings = rules::shardings(self.folder.config(), mesh, stage.shapes())?;
+        let mut params = BTreeMap::new();
+        for (name, aval) in stage.shapes() {
+            let sharding = &shardings[&name];
+            let array = match lora::initial(p, (&name, &aval), sharding, self.seed) {
+                Some(array) => array?,
+                // Tied to the embedding of the first stage, whose values replace it.
+                None if name == OUTPUT && self.folder.config().tie_word_embeddings => p
+                    .array_from_fn(aval, sharding, |_, mut view| {
+                        view.zero();
+                        Ok(())
+                    })?,
+                None => self.folder.load(p, &name, sharding)?,
+            };
+            params.insert(name, array);
+        }
+        Ok(params)
+    }
+}

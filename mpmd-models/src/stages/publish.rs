@@ -1,0 +1,77 @@
+//! The weights of a model under training, as versions that servers take.
+
+use std::collections::BTreeMap;
+
+use mpmd::pipeline::{Loss, Pipeline};
+use mpmd::tree::Tree;
+use mpmd::weights::{Publication, Publisher};
+use mpmd::{MpmdArray, Program, Result};
+
+use crate::config::Config;
+use crate::decoder::OUTPUT;
+use crate::decoder::lora::{Lora, merged};
+use crate::inference::load::{WeightType, held_as};
+
+/// Publishes the parameters of a pipeline, those of LoRA merged with the weights that they change.
+pub struct WeightPublisher {
+    publisher: Publisher,
+    lora: Option<Lora>,
+    is_tied: bool,
+}
+
+impl WeightPublisher {
+    /// Begins the publication of a pipeline's parameters, in the dtypes of an inference with
+    /// weights of this type: with `bf16` vectors stay `f32`. Every process must call it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Program::publish`].
+    pub fn new<In: Tree<Leaf = MpmdArray>>(
+        p: &mut Program,
+        publication: Publication,
+        pipeline: &Pipeline<In, Loss<MpmdArray>>,
+        config: &Config,
+        lora: Option<Lora>,
+        held: WeightType,
+    ) -> Result<Self> {
+        let is_tied = config.tie_word_embeddings;
+        let in_half = held == WeightType::Bf16;
+        let publication = publication.dtype_of(move |name, aval| held_as(name, aval, in_half));
+        let params = params(p, pipeline, lora, is_tied)?;
+        Ok(Self { publisher: p.publish(publication, &params)?, lora, is_tied })
+    }
+
+    /// Publishes the parameters as a version. Every process must call it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Publisher::publish`].
+    pub fn publish<In: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        p: &mut Program,
+        version: u64,
+        pipeline: &Pipeline<In, Loss<MpmdArray>>,
+    ) -> Result<()> {
+        let params = params(p, pipeline, self.lora, self.is_tied)?;
+        self.publisher.publish(version, &params)
+    }
+
+    /// Returns the publisher.
+    pub fn publisher(&self) -> &Publisher {
+        &self.publisher
+    }
+}
+
+fn params<In: Tree<Leaf = MpmdArray>>(
+    p: &mut Program,
+    pipeline: &Pipeline<In, Loss<MpmdArray>>,
+    lora: Option<Lora>,
+    is_tied: bool,
+) -> Result<BTreeMap<String, MpmdArray>> {
+    let mut params = merged(p, pipeline, lora)?;
+    if is_tied {
+        // The copy of the embedding.
+        params.remove(OUTPUT);
+    }
+    Ok(params)
+}

@@ -1,0 +1,6 @@
+//! Texts, conversations and examples as tokens, and tokens as text.
+
+pub(crate) mod examples;
+pub(crate) mod stream;
+pub(crate) mod template;
+pub(crate) mod tokens;

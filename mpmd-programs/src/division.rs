@@ -1,0 +1,87 @@
+//! The arguments that divide a model over stages and devices.
+
+use std::ops::Range;
+
+use anyhow::{Context as _, anyhow, ensure};
+use mpmd_base::parse_bytes;
+use mpmd_job::at_least;
+use mpmd_models::{Division, DivisionError, Held, InvalidSetting, Stages};
+
+/// Arguments that divide a model over stages and devices.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DivisionArgs {
+    /// Number of stages over which the layers are divided, by their work; the output counts too
+    #[arg(long, default_value_t = 1, value_parser = at_least(1), conflicts_with = "cut")]
+    pub stages: usize,
+    /// The layers of each stage, as in 0..9,9..22
+    #[arg(long, value_name = "LAYERS,…", value_delimiter = ',', value_parser = range)]
+    pub cut: Vec<Range<usize>>,
+    /// Number of devices over which each stage's layers are divided: one for all stages, or one for
+    /// each, as in 2,1
+    #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = at_least(1))]
+    pub tensor_parallel: Vec<usize>,
+    /// Number of devices over which each stage's experts are divided: 1, 2, 4 and so on, one for
+    /// all stages, or one for each; results do not depend on it
+    #[arg(long, value_name = "E,…", value_delimiter = ',', value_parser = at_least(1))]
+    pub expert_parallel: Vec<usize>,
+    /// Print the division of each parameter over the devices of its stage, and end
+    #[arg(long)]
+    pub show_sharding: bool,
+    /// Memory of a device of each stage for weights, gradients, the optimiser's state and caches,
+    /// as in 8GiB,16GiB; activations come on top
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = parse_bytes)]
+    pub memory: Vec<u64>,
+}
+
+impl DivisionArgs {
+    /// Returns the number of stages.
+    pub(crate) fn stages(&self) -> usize {
+        if self.cut.is_empty() { self.stages } else { self.cut.len() }
+    }
+
+    /// Returns the division of a model with these arguments.
+    pub(crate) fn division(&self) -> Division {
+        Division {
+            layers: self.cut.clone(),
+            tensor_parallel: self.tensor_parallel.clone(),
+            expert_parallel: self.expert_parallel.clone(),
+            memory: self.memory.clone(),
+        }
+    }
+
+    /// Divides a model, which needs this memory.
+    ///
+    /// # Errors
+    ///
+    /// If the arguments do not fit the model or each other. The message names the option.
+    pub(crate) fn divide(&self, model: Stages, held: Held) -> anyhow::Result<Stages> {
+        model.divide(&self.division(), held).map_err(named)
+    }
+}
+
+/// Names the option at fault as users write it.
+pub(crate) fn named(error: DivisionError) -> anyhow::Error {
+    match error {
+        DivisionError::Setting(invalid) => named_option(&invalid),
+        DivisionError::Memory { .. } => anyhow!("--{error}"),
+        DivisionError::Model(error) => error.into(),
+    }
+}
+
+/// Returns the error for a setting that an option of the same name gives.
+pub(crate) fn named_option(invalid: &InvalidSetting) -> anyhow::Error {
+    let InvalidSetting { setting, expected, found } = invalid;
+    let option = match *setting {
+        // The library divides layers; the user cuts them.
+        "layers" => "cut".to_owned(),
+        setting => setting.replace('_', "-"),
+    };
+    anyhow!("--{option}: expected {expected}, found {found}")
+}
+
+fn range(text: &str) -> anyhow::Result<Range<usize>> {
+    let (start, end) = text.split_once("..").context("no layers: there is 0..9")?;
+    let range = start.trim().parse()?..end.trim().parse()?;
+    ensure!(!range.is_empty(), "a stage needs a layer");
+    Ok(range)
+}

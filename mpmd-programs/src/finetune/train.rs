@@ -1,0 +1,374 @@
+//! Training of a model on text.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::OnceLock;
+
+use anyhow::{Context as _, ensure};
+use mpmd::pipeline::{Builtin, Schedule};
+use mpmd::train::stop::exit_code;
+use mpmd::train::tensors::check_folder;
+use mpmd::train::{Checkpoints, Run, Trainer};
+use mpmd::weights::Publication;
+use mpmd::{Commits, Error, MpmdArray, ProcessId, Program};
+use mpmd_job::{Elastic, JobArgs, at_least, not_negative, positive, say};
+use mpmd_models::{
+    Folder, Lora, TrainerSettings, WeightPublisher, merged, save, save_adapter, trainer,
+};
+use serde::Serialize;
+
+use super::data::{Inputs, data};
+use super::divided::Divided;
+use crate::division::DivisionArgs;
+use crate::inputs::compared;
+use crate::weight_type::ComputeArg;
+use crate::weights::PublishArgs;
+
+/// Number of checkpoints that stay in their folder.
+const KEPT: usize = 2;
+
+/// Arguments of a training.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct TrainArgs {
+    /// Texts to train on: files and folders
+    #[arg(id = "TEXT")]
+    pub paths: Vec<PathBuf>,
+    /// Train on the completions and replies of this file, in place of texts: lines of JSON with
+    /// `prompt` and `completion`, or `messages` for the folder's chat template
+    #[arg(long, value_name = "FILE", conflicts_with = "TEXT")]
+    pub data: Option<PathBuf>,
+    /// Evaluate on this text, or this file of examples; default: every tenth part of the others
+    #[arg(long, value_name = "FILE")]
+    pub held_out: Option<PathBuf>,
+    /// Number of updates, those before a continued checkpoint included
+    #[arg(long, default_value_t = 100, value_parser = at_least(1))]
+    pub steps: usize,
+    /// Highest learning rate; it falls linearly to a tenth
+    #[arg(long, default_value_t = 2e-5, value_parser = not_negative)]
+    pub lr: f64,
+    /// Updates in which the learning rate rises linearly from zero
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub warmup: u64,
+    /// Tokens of a window, or of a row into which examples are packed
+    #[arg(long, default_value_t = 256, value_parser = at_least(1))]
+    pub time: usize,
+    /// Windows or rows of a microbatch
+    #[arg(long, default_value_t = 1, value_parser = at_least(1))]
+    pub rows: usize,
+    /// Microbatches of an update
+    #[arg(long, default_value_t = 8, value_parser = at_least(1))]
+    pub microbatches: usize,
+    /// Order of the passes: a built-in schedule, such as gpipe, 1f1b, interleaved or zb-h1
+    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    pub schedule: String,
+    /// Seed of the windows of each step, and of the first values of a new model or LoRA's matrices
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Largest norm of the mean gradient; larger gradients are scaled down to it
+    #[arg(long, value_name = "NORM", value_parser = positive)]
+    pub clip: Option<f64>,
+    /// Weight decay of the matrices
+    #[arg(long, value_name = "DECAY", default_value_t = 0.01, value_parser = not_negative)]
+    pub weight_decay: f64,
+    /// Numbers that the model computes with, where its weights are f32; these, their gradients, the
+    /// optimiser's state and losses stay f32
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
+    pub compute: ComputeArg,
+    /// Train only matrices of LoRA with this rank, beside the weights of all projections
+    #[arg(long, value_name = "RANK", value_parser = at_least(1))]
+    pub lora: Option<usize>,
+    /// Factor of LoRA's products, before division by the rank; default: twice the rank
+    #[arg(long, value_name = "ALPHA", requires = "lora", value_parser = positive)]
+    pub lora_alpha: Option<f64>,
+    /// Save LoRA's matrices in this folder, as the library `peft` has them
+    #[arg(long, value_name = "DIR", requires = "lora")]
+    pub save_adapter: Option<PathBuf>,
+    /// Save the trained model in this folder, in the form of the folder that it comes from
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+    /// Keep the two newest checkpoints in this folder, and continue from the newest one
+    #[arg(long, value_name = "DIR")]
+    pub checkpoints: Option<PathBuf>,
+    /// Updates between checkpoints; there is one at the end in any case
+    #[arg(long, value_name = "STEPS", requires = "checkpoints", value_parser = at_least(1))]
+    pub save_every: Option<usize>,
+    /// Write a line of JSON for each update to this file
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Go on when a process is lost: its place goes to a spare, or the processes that are left take
+    /// over its stages, or the layers are divided anew, within --memory. Processes that come later
+    /// are taken in.
+    /// SIGTERM and SIGUSR1 end one process in order
+    #[arg(long, conflicts_with = "publish")]
+    pub elastic: bool,
+    /// The publication of the weights.
+    #[command(flatten)]
+    pub publish: PublishArgs,
+}
+
+impl TrainArgs {
+    /// Returns the settings of LoRA. `None` if all parameters are trained.
+    pub(crate) fn lora(&self) -> Option<Lora> {
+        let rank = self.lora?;
+        Some(Lora { rank, alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64) })
+    }
+
+    /// Returns the settings of the trainer.
+    fn settings(&self) -> TrainerSettings {
+        TrainerSettings {
+            steps: self.steps as u64,
+            learning_rate: self.lr,
+            warmup: self.warmup,
+            weight_decay: self.weight_decay,
+            clip: self.clip,
+            compute: self.compute.into(),
+            seed: self.seed,
+        }
+    }
+
+    /// Returns the schedule for this number of stages.
+    pub(super) fn schedule(&self, stages: usize) -> anyhow::Result<Schedule> {
+        let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
+        let (name, ranks) = (&self.schedule, stages / chunks);
+        ensure!(
+            ranks * chunks == stages,
+            "{name} has {chunks} stages a rank: --stages {stages} is no multiple of it"
+        );
+        Ok(Schedule::named(name, ranks, self.microbatches, Some(chunks))?)
+    }
+}
+
+/// The line that a training prints.
+#[derive(Serialize)]
+struct Trained {
+    /// Number of updates, those before a continued checkpoint included.
+    steps: u64,
+    /// Mean loss of the last step, in nats per token.
+    loss: Option<f64>,
+    /// Mean loss of the held-out tokens, in nats per token.
+    held_out_loss: Option<f64>,
+}
+
+/// Trains a model on texts, and saves it. Process 0 prints the outcome as a line of JSON to stdout.
+/// Checks the folder and the texts before a process is started. Process 0 alone reads the texts, in
+/// the job.
+///
+/// # Errors
+///
+/// If the folder, the tokenizer or a text is invalid, if the arguments do not fit the model or each
+/// other, or if the job could not be started.
+pub(crate) fn run(
+    source: &Folder,
+    args: &TrainArgs,
+    cut: &DivisionArgs,
+    job: &JobArgs,
+) -> anyhow::Result<ExitCode> {
+    source.check_training()?;
+    ensure!(
+        !args.paths.is_empty() || args.data.is_some(),
+        "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
+    );
+    let Divided { model, devices, .. } = Divided::new(source, args, cut)?;
+    model.check_trained()?;
+    let inputs = Inputs::new(args);
+    inputs.check_readable(source)?;
+    if cut.show_sharding {
+        print!("{}", model.show_sharding()?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    create_saved_folders(source, args)?;
+
+    // Process 0 alone writes them.
+    let job = &compared(job, source, &inputs.all()).may_differ(["metrics"]);
+    let publication = args.publish.publication()?;
+    let training = Training { source, args, cut, inputs, publication, stopped: OnceLock::new() };
+    let code = match args.elastic {
+        false => mpmd_job::run(job, devices.len(), devices, |p| training.run(p, None)),
+        true => {
+            let elastic = Elastic { layout: Some(training.layout()), drop_slow: None };
+            let processes = devices.len();
+            let all_devices: usize = devices.iter().sum();
+            mpmd_job::run_recovering(job, processes, all_devices, elastic, |p, commits| {
+                training.run(p, Some(commits))
+            })
+        }
+    }?;
+    match training.stopped.get() {
+        Some(signal) if code == ExitCode::SUCCESS => Ok(ExitCode::from(*signal)),
+        _ => Ok(code),
+    }
+}
+
+/// Creates the folders for the trained model, which must be others than those of the start.
+///
+/// A folder that cannot be created is found here, before hours of training.
+fn create_saved_folders(source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
+    let mut folders = vec![source.path().canonicalize().ok()];
+    for (option, folder) in [("--save", &args.save), ("--save-adapter", &args.save_adapter)] {
+        let Some(folder) = folder else { continue };
+        let name = folder.display();
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("{option} {name}: expected a folder for the trained model"))?;
+
+        let folder = folder.canonicalize().ok();
+        ensure!(
+            !folders.contains(&folder),
+            "{option}: another save, --model or --new has the same folder"
+        );
+        folders.push(folder);
+    }
+    Ok(())
+}
+
+/// A training, as all processes of its job run it.
+struct Training<'a> {
+    source: &'a Folder,
+    args: &'a TrainArgs,
+    cut: &'a DivisionArgs,
+    inputs: Inputs,
+    publication: Option<Publication>,
+    /// The exit code for the signal that has stopped the training, if this process is one of the
+    /// job's. A launcher learns of the signal by it.
+    stopped: OnceLock<u8>,
+}
+
+impl Training<'_> {
+    /// Returns the number of devices of a job that has lost or got processes.
+    fn layout(&self) -> mpmd_job::Layout {
+        let source = self.source.clone();
+        let args = self.args.clone();
+        let cut = self.cut.clone();
+        Box::new(move |processes| {
+            let divided = Divided::over(&source, &args, &cut, processes);
+            divided.map(|all| all.devices.iter().sum()).map_err(|why| format!("{why:#}"))
+        })
+    }
+
+    /// Trains in an epoch of the job, and saves the model. Without `commits` there is one epoch.
+    fn run(&self, p: &mut Program, commits: Option<&Commits>) -> anyhow::Result<()> {
+        let Self { source, args, cut, .. } = *self;
+        if let Some(folder) = &args.save {
+            check_folder(p, folder, source.saved_bytes())?;
+        }
+        if let Some(folder) = &args.save_adapter {
+            // It is small beside the model.
+            check_folder(p, folder, 0)?;
+        }
+        let divided = match p.epoch() {
+            1 => Divided::new(source, args, cut)?,
+            _ => Divided::over(source, args, cut, p.processes())?,
+        };
+        let Divided { model, schedule, meshes, .. } = divided;
+        let data = data(p, source, args, &self.inputs)?;
+        let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings())?;
+        if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
+            say(&trainer.computed_by(p));
+        }
+
+        let resumed = match commits.map(|commits| trainer.resume(p, commits, None)) {
+            None => 0,
+            Some(Err(Error::CommitsLost { .. })) if args.checkpoints.is_some() => 0,
+            Some(step) => step?,
+        };
+        let mut run = Run::steps(args.steps as u64);
+        if let Some(file) = &args.metrics {
+            run = run.metrics(file);
+        }
+        if let Some(folder) = &args.checkpoints {
+            let checkpoints = self.checkpoints(folder)?;
+            if resumed == 0 {
+                restore(p, &mut trainer, &checkpoints, folder)?;
+            }
+            run = run.checkpoints(checkpoints);
+        }
+        if let Some(steps) = args.save_every {
+            run = run.save_every(steps as u64);
+        }
+        if let Some(publication) = self.publication.clone() {
+            trainer = self.published(p, trainer, publication)?;
+        }
+
+        let outcome = trainer.run(p, run, &*data)?;
+        self.save(p, &trainer)?;
+        if p.process() == ProcessId(0) && !p.is_dry_run() {
+            let trained = Trained {
+                steps: outcome.steps,
+                loss: outcome.last.map(|last| last.loss),
+                held_out_loss: outcome.evaluation,
+            };
+            println!("{}", serde_json::to_string(&trained)?);
+        }
+        if let Some(signal) = outcome.stopped {
+            // A second signal changes nothing.
+            _ = self.stopped.set(exit_code(signal));
+        }
+        Ok(())
+    }
+
+    /// Returns the checkpoints of the training, with the settings that a continued training must
+    /// have, too.
+    fn checkpoints(&self, folder: &Path) -> anyhow::Result<Checkpoints> {
+        let lora = self.args.lora();
+        let name = match lora {
+            Some(Lora { rank, alpha }) => format!("rank {rank} and alpha {alpha}"),
+            None => "none".to_owned(),
+        };
+        let mut checkpoints = Checkpoints::new(folder).keep(KEPT).setting("--lora", &name);
+        if lora.is_some() {
+            // The other parameters are those of --model, which the settings name.
+            checkpoints = checkpoints.trained_only();
+        }
+        for (name, value) in self.source.settings()? {
+            checkpoints = checkpoints.setting(format!("--model {name}"), value);
+        }
+        Ok(checkpoints)
+    }
+
+    /// Publishes the weights after each step that is to be published.
+    fn published(
+        &self,
+        p: &mut Program,
+        trainer: Trainer<MpmdArray>,
+        publication: Publication,
+    ) -> anyhow::Result<Trainer<MpmdArray>> {
+        let config = self.source.config();
+        let lora = self.args.lora();
+        let held = self.args.publish.publish_as.into();
+        let every = self.args.publish.publish_every as u64;
+        let mut weights =
+            WeightPublisher::new(p, publication, trainer.pipeline(), config, lora, held)?;
+        let publish =
+            move |p: &mut Program, step: u64, pipeline: &_| match step.is_multiple_of(every) {
+                true => weights.publish(p, step, pipeline),
+                false => Ok(()),
+            };
+        Ok(trainer.after_step(publish))
+    }
+
+    /// Saves the model, and LoRA's matrices, as the arguments say.
+    fn save(&self, p: &mut Program, trainer: &Trainer<MpmdArray>) -> anyhow::Result<()> {
+        let lora = self.args.lora();
+        if let Some(folder) = &self.args.save {
+            let params = merged(p, trainer.pipeline(), lora)?;
+            save(p, self.source, &params, folder)?;
+        }
+        if let (Some(folder), Some(lora)) = (&self.args.save_adapter, lora) {
+            save_adapter(p, self.source, trainer.pipeline(), lora, folder)?;
+        }
+        Ok(())
+    }
+}
+
+/// Continues from the newest checkpoint of a folder, if it has one.
+fn restore(
+    p: &mut Program,
+    trainer: &mut Trainer<MpmdArray>,
+    checkpoints: &Checkpoints,
+    folder: &Path,
+) -> anyhow::Result<()> {
+    let step = trainer.restore(p, checkpoints)?.unwrap_or(0);
+    if step > 0 && p.process() == ProcessId(0) {
+        say(&format!("continuing after step {step} of {}", folder.display()));
+    }
+    Ok(())
+}

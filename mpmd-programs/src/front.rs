@@ -1,0 +1,112 @@
+//! The arguments of a server's front.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use mpmd_base::parse_bytes;
+use mpmd_job::at_least;
+use mpmd_serve::{FrontError, FrontSettings, Limits};
+
+/// Arguments of the front.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct FrontArgs {
+    /// Address to listen on. Any other than one of this host alone needs --api-key-file or
+    /// --no-auth
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0: any that is free
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// File with an API key on each line, which only its user may read; every request needs one of
+    /// them
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Serve every client that can connect, without a key
+    #[arg(long, conflicts_with = "api_key_file")]
+    pub no_auth: bool,
+    /// File with a key on each line for the endpoints that control the server: /pause, /resume,
+    /// /update_weight_version and /load_weights; without it there are none. Only its user may read
+    /// it, and it has other keys than --api-key-file
+    #[arg(long, value_name = "FILE")]
+    pub control_key_file: Option<PathBuf>,
+    /// Folder from which /load_weights may load weights, also from folders in it; may be given
+    /// several times
+    #[arg(long, value_name = "DIR", requires = "control_key_file")]
+    pub allow_weights: Vec<PathBuf>,
+    /// Name of the model for clients; default: that of its folder
+    #[arg(long, value_name = "NAME")]
+    pub model_name: Option<String>,
+    /// Seconds for open requests to end after SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub drain: u32,
+    /// Largest number of waiting requests
+    #[arg(long, value_name = "N", default_value_t = Limits::default().requests,
+        value_parser = at_least(1))]
+    pub max_waiting: usize,
+    /// Largest number of tokens in waiting prompts
+    #[arg(long, value_name = "N", default_value_t = Limits::default().tokens,
+        value_parser = at_least(1))]
+    pub max_waiting_tokens: usize,
+    /// Largest number of new tokens of a request; default: as many as the model has positions
+    #[arg(long, value_name = "N", value_parser = at_least(1))]
+    pub max_tokens: Option<usize>,
+    /// Largest number of connections; more of them wait. The limit of open files (`ulimit -n`) must
+    /// have room for them
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least(1))]
+    pub max_connections: usize,
+    /// Largest body of a request
+    #[arg(long, value_name = "BYTES", default_value = "2MiB", value_parser = parse_bytes)]
+    pub max_body: u64,
+}
+
+impl FrontArgs {
+    /// Returns the settings of the front. The sentence about the model is for everyone.
+    pub(crate) fn settings(&self, description: Option<&str>) -> FrontSettings {
+        FrontSettings {
+            host: self.host.clone(),
+            port: self.port,
+            api_key_file: self.api_key_file.clone(),
+            allow_all: self.no_auth,
+            control_key_file: self.control_key_file.clone(),
+            weight_folders: self.allow_weights.clone(),
+            description: description.map(str::to_owned),
+            drain: Duration::from_secs(self.drain.into()),
+            waiting: Limits { requests: self.max_waiting, tokens: self.max_waiting_tokens },
+            max_tokens: self.max_tokens,
+            max_connections: self.max_connections,
+            max_body: self.max_body,
+        }
+    }
+}
+
+/// Names the option at fault as users write it, and the remedy.
+pub(crate) fn named(error: FrontError) -> anyhow::Error {
+    match error {
+        FrontError::Host { host, why } => anyhow!("--host {host}: {why}"),
+        FrontError::Unprotected { host } => anyhow!(
+            "--host {host}: other hosts can connect, so give --api-key-file FILE, or --no-auth to \
+             let everyone in"
+        ),
+        FrontError::UnreadableKeys { why, .. } => anyhow!("{}", with_options(&why.to_string())),
+        FrontError::InvalidKeys { .. } | FrontError::SharedKey => {
+            anyhow!("{}", with_options(&error.to_string()))
+        }
+        FrontError::WeightFolder { path, why } => {
+            anyhow!("--allow-weights {}: {why}", path.display())
+        }
+        FrontError::Descriptors { .. } => anyhow!("{}", with_options(&error.to_string())),
+        FrontError::Listen { .. } => {
+            anyhow!("{error}; give another --port, or --port 0 for any")
+        }
+        error @ FrontError::Start(_) => error.into(),
+    }
+}
+
+/// Replaces the names of settings by those of the options.
+fn with_options(message: &str) -> String {
+    let settings = ["api_key_file", "control_key_file", "max_connections"];
+    settings.iter().fold(message.to_owned(), |message, setting| {
+        message.replace(setting, &format!("--{}", setting.replace('_', "-")))
+    })
+}

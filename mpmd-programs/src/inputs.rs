@@ -1,0 +1,107 @@
+//! The inputs of a program, which its processes compare.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use mpmd::launch::JobEnv;
+use mpmd::train::data::hash_files;
+use mpmd::train::tensors::file_note;
+use mpmd::{Error, Fact, Result};
+use mpmd_job::JobArgs;
+use mpmd_models::{CHANGED, Folder, tokenizer};
+
+/// Returns the arguments of a job whose processes compare a folder and files.
+pub(crate) fn compared(job: &JobArgs, folder: &Folder, files: &[&Files]) -> JobArgs {
+    let of_folder = folder.clone();
+    let job = job.clone().input(move || of_folder.facts());
+    files.iter().fold(job, |job, files| {
+        let files = Files::clone(files);
+        job.input(move || files.fact().into_iter().collect())
+    })
+}
+
+/// Checks the tokenizer of a folder, and that texts, which are files or folders, and other files
+/// can be opened. Reads no text. Does nothing in a process that a launcher has started: only
+/// process 0 reads them, perhaps on another host, and all processes get its error.
+///
+/// # Errors
+///
+/// If the tokenizer is invalid, a text cannot be opened, or a variable of the job is invalid.
+pub(crate) fn check_inputs(
+    folder: &Folder,
+    texts: &[PathBuf],
+    files: &[PathBuf],
+) -> anyhow::Result<()> {
+    if JobEnv::from_env()?.is_some() {
+        return Ok(());
+    }
+    let check = |path: &Path, may_be_folder| match path.metadata()? {
+        kind if kind.is_file() || (kind.is_dir() && may_be_folder) => File::open(path).map(drop),
+        _ => Err(io::Error::other("it is no regular file")),
+    };
+    let texts = texts.iter().map(|path| (path, true));
+    let mut all = texts.chain(files.iter().map(|path| (path, false)));
+    all.try_for_each(|(path, may_be_folder)| {
+        let why = |why| Error::Environment(format!("cannot read {}: {why}", path.display()));
+        check(path, may_be_folder).map_err(why)
+    })?;
+    tokenizer(folder)?;
+    Ok(())
+}
+
+/// Files that a program reads on process 0, such as a text to train on.
+#[derive(Clone, Debug)]
+pub(crate) struct Files {
+    option: &'static str,
+    paths: Vec<PathBuf>,
+    /// The hash when the processes were compared.
+    known: Arc<OnceLock<Option<u64>>>,
+}
+
+impl Files {
+    /// Creates the files of an option.
+    pub(crate) fn new(option: &'static str, paths: &[PathBuf]) -> Self {
+        Self { option, paths: paths.to_vec(), known: Arc::default() }
+    }
+
+    pub(crate) fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Returns the fact about their present content. A process that cannot read them does not know
+    /// it. `None` if there are no files.
+    pub(crate) fn fact(&self) -> Option<Fact> {
+        let first = self.paths.first()?;
+        let hash = hash_files(&self.paths).ok();
+        _ = self.known.set(hash);
+        let others = match self.paths.len() {
+            1 => String::new(),
+            count => format!(", and {} more", count - 1),
+        };
+        Some(Fact {
+            name: self.option.to_owned(),
+            value: hash.map(|hash| format!("hash {hash:016x}")),
+            note: file_note(first) + &others,
+        })
+    }
+
+    /// Checks that the files are as they were when the processes were compared, if they were.
+    ///
+    /// # Errors
+    ///
+    /// If they are not.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Some(Some(known)) = self.known.get() else { return Ok(()) };
+        match hash_files(&self.paths)? {
+            found if found == *known => Ok(()),
+            _ => {
+                let paths: Vec<String> =
+                    self.paths.iter().map(|path| path.display().to_string()).collect();
+                let (option, paths) = (self.option, paths.join(" "));
+                Err(Error::Environment(format!("{option} {paths}: the file {CHANGED}")))
+            }
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Programs with models from the folders of model hubs: `finetune`, `generate`, `serve` and
+//! `train_and_serve`.
+//!
+//! They read arguments, print, and name options in their errors. The libraries below them,
+//! `mpmd-models` and `mpmd-serve`, do none of that. Each program is a binary of this crate, and a
+//! command of `mpmd`.
+
+#![forbid(unsafe_code)]
+
+mod division;
+pub mod finetune;
+mod front;
+pub mod generate;
+mod inputs;
+pub mod serve;
+pub mod train_and_serve;
+mod weight_type;
+mod weights;
+
+use std::process::ExitCode;
+
+use mpmd_job::say;
+
+/// Returns the exit code of a program, and prints its error to stderr.
+pub fn exit_code(result: anyhow::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        say(&format!("error: {error:#}"));
+        ExitCode::FAILURE
+    })
+}

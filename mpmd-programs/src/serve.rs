@@ -1,0 +1,354 @@
+//! The program `serve`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::ensure;
+use clap::{Args as _, Command};
+use mpmd::candle::nn::BLOCK;
+use mpmd::topology::Mesh;
+use mpmd::train::stop::wait_for_process_0;
+use mpmd::weights::Subscribing;
+use mpmd::{DeviceId, Error, ProcessId, Program};
+use mpmd_base::{bytes_text, parse_bytes};
+use mpmd_job::{Elastic, JobArgs, JobPart, at_least, say};
+use mpmd_models::{Folder, Held, Inference, MOST_TOKENS, Room, Stages};
+use mpmd_serve::{Engine, Front, FrontSettings, Model, Sizes, queue};
+
+use crate::division::{DivisionArgs, named_option};
+use crate::front::{self, FrontArgs};
+use crate::weight_type::WeightTypeArg;
+use crate::weights::SubscribeArgs;
+
+/// The folder of the demonstration model. It is not part of the program.
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
+const ABOUT: &str = "mpmd-demo is a tiny demonstration model, trained on the guide of mpmd. It \
+                     only shows that serving works; --model DIR serves another.";
+/// Most positions of a sequence, where nothing else is said.
+const POSITIONS: usize = 4096;
+/// Memory for keys and values, where nothing else is said.
+const CACHE: u64 = 1 << 30;
+
+/// Serve a model from a folder of a model hub, as a pipeline, with the HTTP interface of OpenAI
+#[derive(Debug, clap::Parser)]
+#[command(name = "serve", version)]
+pub struct Serve {
+    #[command(flatten)]
+    job: JobArgs,
+    /// Folder with config.json, tokenizer.json and the weights as safetensors; default: a tiny
+    /// demonstration model
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    cut: DivisionArgs,
+    #[command(flatten)]
+    serving: ServeArgs,
+    #[command(flatten)]
+    front: FrontArgs,
+}
+
+/// Serves a model until the server is drained. Returns the exit code of the job.
+///
+/// # Errors
+///
+/// If the folder or the arguments are invalid, or the job could not be started.
+pub fn serve(args: &Serve) -> anyhow::Result<ExitCode> {
+    let description = args.model.is_none().then_some(ABOUT);
+    let folder = match &args.model {
+        Some(model) => Folder::open(model)?,
+        None => Folder::open(demo()?)?,
+    };
+    let settings = args.front.settings(description);
+    run(&folder, args, &settings)
+}
+
+/// Returns the folder of the demonstration model.
+///
+/// # Errors
+///
+/// If the sources that this program was built from are gone.
+fn demo() -> anyhow::Result<&'static Path> {
+    let folder = Path::new(DEMO);
+    ensure!(
+        folder.is_dir(),
+        "the demonstration model is no longer in {DEMO}, where this program was built: give \
+         --model DIR"
+    );
+    Ok(folder)
+}
+
+/// Arguments of a server.
+#[derive(Clone, Debug, clap::Args)]
+struct ServeArgs {
+    /// Largest number of requests that are answered at a time
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least(1))]
+    sequences: usize,
+    /// Tokens that a prompt and its reply may have; default: as many as the model has positions, at
+    /// most 4096. With the rope types `longrope` and `dynamic` all replies depend on it: positions
+    /// are scaled for this length
+    #[arg(long, value_name = "N", value_parser = at_least(2))]
+    max_len: Option<usize>,
+    /// Memory of a device of each stage for keys and values; default: enough for all requests, at
+    /// most 1GiB unless one needs more
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    cache: Option<u64>,
+    /// Largest number of tokens of a pass; a prompt delays the tokens of others by one pass of this
+    /// size. Default: by measurement, the smallest with which a token costs hardly more than with
+    /// larger ones
+    #[arg(long, value_name = "N", value_parser = at_least(1))]
+    chunk: Option<usize>,
+    /// Type of the weights in memory; sums are in f32 in any case
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: WeightTypeArg,
+    /// Go on when a process other than the first is lost: its place goes to a spare, and open
+    /// requests are computed again from their tokens so far
+    #[arg(long)]
+    elastic: bool,
+    /// Have the first process only answer clients: there is one process more than stages. With
+    /// --elastic every process but this one may be lost
+    #[arg(long)]
+    front: bool,
+    /// Seconds for which requests go on with older weights after new ones have come; then they are
+    /// computed again with these, from their tokens so far
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    version_grace: u32,
+    /// The subscription to the weights of a training.
+    #[command(flatten)]
+    subscribe: SubscribeArgs,
+}
+
+impl ServeArgs {
+    /// True if the weights may change while the server runs.
+    fn changes_weights(&self, settings: &FrontSettings) -> bool {
+        self.subscribe.subscribe.is_some() || !settings.weight_folders.is_empty()
+    }
+
+    /// Returns the sizes for a model. A block takes `block` bytes on a device.
+    fn sizes(&self, folder: &Folder, stages: usize, block: u64) -> anyhow::Result<Sizes> {
+        let most = folder.config().positions();
+        let positions = self.max_len.unwrap_or(most.min(POSITIONS));
+        ensure!(
+            positions <= most,
+            "--max-len: expected at most {most}, the positions of the model, found {positions}"
+        );
+        let one = positions.div_ceil(BLOCK);
+        let (least, all) = (one as u64 * block, (one * self.sequences) as u64 * block);
+        let cache = self.cache.unwrap_or(CACHE.max(least)).min(all);
+        ensure!(
+            cache >= least,
+            "--cache: expected at least {}, for one sequence of --max-len {positions} tokens, \
+             found {}",
+            bytes_text(least),
+            bytes_text(cache)
+        );
+        let sequences = self.sequences.max(stages);
+        let blocks = (cache / block.max(1)) as usize;
+        let chunk = self.chunk.unwrap_or(MOST_TOKENS);
+        Ok(Sizes { lanes: stages, sequences, blocks, chunk, positions })
+    }
+}
+
+/// Checks the folder and the arguments, and serves. Processes start only behind the checks.
+fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Result<ExitCode> {
+    let Serve { serving: options, cut, job, .. } = args;
+    let server = Server::new(folder, options, cut, settings)?;
+    let devices = server.devices()?;
+    ensure!(
+        !options.front || job.processes.is_none_or(|processes| processes == devices.len()),
+        "--processes: with --front expected {}, one more than stages",
+        devices.len()
+    );
+    if cut.show_sharding {
+        print!("{}", server.model.show_sharding()?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    ensure!(
+        !options.elastic || !options.changes_weights(settings),
+        "--subscribe and --allow-weights: a spare has the weights of the start alone, so leave out \
+         --elastic"
+    );
+    settings.check().map_err(front::named)?;
+    if options.elastic {
+        // Before clients are told of a server.
+        job.check_recovering(devices.len(), devices.iter().sum())?;
+    }
+
+    let name = args.front.model_name.clone();
+    let own = Mutex::new(server.start(job.part(devices.len(), devices.clone())?, name)?);
+    let program = |p: &mut Program| server.run(p, &own);
+    let of_folder = folder.clone();
+    let job = &job.clone().input(move || of_folder.facts()).may_differ(of_front());
+    let code = match options.elastic {
+        false => mpmd_job::run(job, devices.len(), devices, program),
+        true => {
+            ensure!(
+                devices.iter().all(|count| *count == devices[0]),
+                "--elastic: all stages need the same number of devices"
+            );
+            let processes = devices.len();
+            let all_devices: usize = devices.iter().sum();
+            let elastic = Elastic::default();
+            mpmd_job::run_recovering(job, processes, all_devices, elastic, |p, _| program(p))
+        }
+    };
+    if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        engine.end();
+        front.drain();
+        front.join();
+    }
+    code
+}
+
+/// The front of a server and the engine behind it, on process 0.
+type Own = Option<(Front, Engine)>;
+
+/// A server, as all processes of its job run it.
+struct Server<'a> {
+    folder: &'a Folder,
+    options: &'a ServeArgs,
+    settings: &'a FrontSettings,
+    model: Stages,
+    meshes: Vec<Mesh>,
+    sizes: Sizes,
+    subscribing: Option<Subscribing>,
+}
+
+impl<'a> Server<'a> {
+    fn new(
+        folder: &'a Folder,
+        options: &'a ServeArgs,
+        cut: &DivisionArgs,
+        settings: &'a FrontSettings,
+    ) -> anyhow::Result<Self> {
+        let stages = cut.stages();
+        // The cut depends on the room for keys and values, and the size of a block on the cut.
+        let undivided = cut.divide(Stages::new(folder, stages, 1)?, Held::default())?;
+        let sizes = options.sizes(folder, stages, undivided.block_bytes())?;
+        let mut held = Held::inference(folder, room(&sizes), options.dtype.is_half());
+        if options.changes_weights(settings) {
+            // Two versions at a time.
+            held.element *= 2;
+        }
+        let model = cut.divide(Stages::new(folder, stages, sizes.positions)?, held)?;
+        let model = model.after(usize::from(options.front));
+        let meshes = model.meshes(|stage| stage)?;
+        let subscribing = options.subscribe.subscribing()?;
+        Ok(Self { folder, options, settings, model, meshes, sizes, subscribing })
+    }
+
+    /// Returns the number of devices of each process.
+    fn devices(&self) -> anyhow::Result<Vec<usize>> {
+        let mut devices =
+            self.model.devices(|stage| stage).map_err(|invalid| named_option(&invalid))?;
+        if self.options.front {
+            devices.insert(0, 1);
+        }
+        Ok(devices)
+    }
+
+    /// Starts the front on process 0: clients can ask for the state of the server before the
+    /// processes of the job meet. It stays from epoch to epoch of a job that recovers.
+    fn start(&self, part: JobPart, name: Option<String>) -> anyhow::Result<Own> {
+        match part {
+            JobPart::First => Ok(Some(self.listen(name)?)),
+            JobPart::Parent => {
+                self.settings.check_resources().map_err(front::named)?;
+                Ok(None)
+            }
+            JobPart::Other => {
+                if self.options.elastic {
+                    // A spare that waits stays, too: open requests may need it while process 0
+                    // drains.
+                    wait_for_process_0()?;
+                }
+                Ok(None)
+            }
+        }
+    }
+
+    /// Starts the front, and returns it with the engine behind it.
+    fn listen(&self, name: Option<String>) -> anyhow::Result<(Front, Engine)> {
+        let (queue, arrivals) = queue(self.settings.waiting);
+        let model = Model::of(self.folder, name, self.sizes.positions)?;
+        let front = Front::listen(self.settings, model, queue).map_err(front::named)?;
+        let address = front.address();
+        say(&match &self.settings.description {
+            Some(description) => format!("{description} Its chat page: http://{address}/"),
+            None => format!("listening on http://{address}"),
+        });
+        let grace = Duration::from_secs(self.options.version_grace.into());
+        let engine = Engine::new(self.sizes, arrivals).grace(grace);
+        Ok(match self.options.chunk {
+            Some(_) => (front, engine),
+            None => (front, engine.measure_chunk()),
+        })
+    }
+
+    /// Serves in an epoch of the job.
+    fn run(&self, p: &mut Program, own: &Mutex<Own>) -> anyhow::Result<()> {
+        // A launcher passes the signal on to all processes. The front of process 0 drains; the
+        // others stay until it has.
+        let is_first = p.process() == ProcessId(0);
+        if !is_first {
+            wait_for_process_0()?;
+        }
+        let has_front = own.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        ensure!(
+            !is_first || has_front || p.is_dry_run(),
+            "the process that answers clients is lost, and no other can: the server ends"
+        );
+        let mut inference = self.inference(p)?;
+        let subscribe = |subscribing| inference.subscribe(p, subscribing);
+        let _subscription = self.subscribing.clone().map(subscribe).transpose()?;
+        // Until now a signal ends the process.
+        p.broadcast_value(ProcessId(0), (), || catch_signals(own))?;
+
+        let lanes = self.sizes.lanes;
+        if !is_first || p.is_dry_run() {
+            return Ok(mpmd_serve::run(p, &mut inference, lanes, None)?);
+        }
+        let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = own.as_mut().map(|(_, engine)| engine);
+        let result = mpmd_serve::run(p, &mut inference, lanes, engine);
+        if let (Err(why), Some((_, engine))) = (&result, &mut *own) {
+            engine.fail_with(why);
+        }
+        Ok(result?)
+    }
+
+    /// Loads the weights, and says what computes.
+    fn inference(&self, p: &mut Program) -> anyhow::Result<Inference> {
+        let in_half = self.options.dtype.is_half();
+        let mut inference = self.model.inference(p, &self.meshes, room(&self.sizes), in_half)?;
+        let is_told = p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run();
+        if let Some(line) = inference.computed_by(p).filter(|_| is_told) {
+            say(&line);
+        }
+        if self.options.front {
+            inference.read_on(p, &Mesh::new(&[("front", 1)], vec![DeviceId(0)])?)?;
+        }
+        Ok(inference)
+    }
+}
+
+/// Returns the room for sequences of these sizes.
+fn room(sizes: &Sizes) -> Room {
+    Room { blocks: sizes.blocks, sequences: sizes.sequences }
+}
+
+/// Lets signals drain the server from now on.
+fn catch_signals(own: &Mutex<Own>) -> mpmd::Result<()> {
+    let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((front, _)) = own.as_mut() else { return Ok(()) };
+    front.catch_signals().map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
+}
+
+/// Returns the ids of the options that process 0 alone uses.
+fn of_front() -> Vec<String> {
+    let command = FrontArgs::augment_args(Command::new("front"));
+    let ids = command.get_arguments().map(|option| option.get_id().as_str());
+    // All processes have room for two versions of the weights if there are such folders.
+    ids.filter(|id| *id != "allow_weights").map(str::to_owned).collect()
+}
