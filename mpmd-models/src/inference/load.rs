@@ -294,6 +294,12 @@ impl Load {
         Ok(())
     }
 
+    /// True if this process holds a version.
+    pub(crate) fn has(&self, version: u64) -> bool {
+        let known = self.weights.0.lock();
+        known.packed.keys().any(|what| what.0 == version) || known.sources.contains_key(&version)
+    }
+
     /// Forgets a version.
     pub(crate) fn retire(&self, version: u64) {
         let mut known = self.weights.0.lock();

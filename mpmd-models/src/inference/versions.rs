@@ -114,11 +114,24 @@ pub(crate) struct Arrival {
     versions: Versions,
     /// The version that was taken last, until its end.
     taken: Option<u64>,
+    /// True on process 0, which decides on the passes.
+    decides: bool,
+    /// The versions that this process has taken and still holds.
+    held: Vec<u64>,
 }
 
 impl Intake for Arrival {
     fn has_room(&mut self) -> bool {
-        self.versions.has_room() && !self.versions.is_loading()
+        let has_room = match self.decides {
+            true => self.versions.has_room(),
+            // An older one goes with the pass that retires it, which this process may reach late.
+            false => {
+                let Self { held, loads, .. } = self;
+                held.retain(|version| loads.iter().any(|load| load.has(*version)));
+                held.len() < 2
+            }
+        };
+        has_room && !self.versions.is_loading()
     }
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
@@ -134,6 +147,7 @@ impl Intake for Arrival {
             read(&received, name, region, values).map_err(Error::Kernel)
         });
         self.taken = Some(version);
+        self.held.push(version);
         let mut loads = self.loads.iter();
         let taken = loads.try_for_each(|load| load.take(&self.devices, version, &source));
         taken.map_err(|why| why.to_string())
@@ -210,7 +224,9 @@ impl Arrival {
         let none = Err("the publisher has not been found yet".to_owned());
         *versions.0.publisher.lock() = Some(none);
         let devices = p.topology().devices_of(p.process()).to_vec();
-        Self { loads: loads.to_vec(), devices, versions: versions.clone(), taken: None }
+        let (loads, versions) = (loads.to_vec(), versions.clone());
+        let decides = p.process() == ProcessId(0);
+        Self { loads, devices, versions, taken: None, decides, held: Vec::new() }
     }
 }
 

@@ -96,6 +96,7 @@ fn any_cut_gives_the_same_score_and_memory_is_respected() {
     for (cut, expected) in [
         ("--cut 0..2,3..5", "--cut: expected stage 1 to begin at layer 2, found 3..5"),
         ("--cut 0..2,2..4", "--cut: expected 5 layers in all, found 4"),
+        ("--cut 0..2,2..9", "--cut: expected 5 layers in all, found 9"),
         ("--stages 2 --memory 1MiB", "--memory: expected 2 sizes, one for each stage, found 1"),
         ("--cut 0..4,4..5 --memory 9KiB,1MiB", "KiB for stage 0, found 9.0 KiB"),
         (

@@ -50,7 +50,12 @@ impl Rendezvous {
 
     /// Connects to a server that was there before, as [`connect`](Self::connect) does. Does not
     /// wait if nobody listens at its address.
-    pub(super) fn connect_again(config: JoinConfig) -> Result<Self, RendezvousError> {
+    ///
+    /// # Errors
+    ///
+    /// Those of [`connect`](Self::connect). [`Unreachable`](RendezvousError::Unreachable) at once
+    /// if the server is gone.
+    pub fn connect_again(config: JoinConfig) -> Result<Self, RendezvousError> {
         Self::open(config, true)
     }
 

@@ -6,9 +6,12 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now};
 
-use super::job::{Action, Job};
+use super::job::{Action, Job, Phase};
 use super::protocol::{Reply, Request};
+use super::{RendezvousError, Report};
+use crate::deadline::after;
 use crate::strangers::Link;
+use mpmd_proto::wire::ProcessId;
 
 /// A client's end of its connection to a hub.
 pub(super) struct Line {
@@ -75,11 +78,43 @@ impl Hub {
         drop(replies);
     }
 
+    /// Waits until the job is over or can never be complete, at most for `time`.
+    pub(super) fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
+        let until = after(now(), time);
+        let mut state = self.state.lock();
+        loop {
+            let epochs = state.job.epochs();
+            if let Phase::Failed(error) = epochs.phase() {
+                return Some(Err(error.clone()));
+            }
+            if epochs.has_begun() && epochs.present() == 0 {
+                return Some(Ok(()));
+            }
+            if state.is_stopped {
+                return Some(Err(RendezvousError::Stopped));
+            }
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                return None;
+            }
+        }
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.state.lock().job.epochs().has_begun()
+    }
+
+    pub(super) fn reports(&self) -> Vec<(ProcessId, Report)> {
+        self.state.lock().job.epochs().reports().to_vec()
+    }
+
     pub(super) fn open(&self, replies: mpsc::Sender<Reply>) -> Link {
         self.with(|state| {
             state.links += 1;
             let link = state.links;
-            state.replies.insert(link, replies);
+            // Without its sender the client hears that the service has stopped.
+            if !state.is_stopped {
+                state.replies.insert(link, replies);
+            }
             state.job.opened(link, now());
             link
         })

@@ -1,7 +1,7 @@
 //! The rendezvous service without sockets, for the processes of a simulation: they are threads of
 //! this process.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
@@ -10,7 +10,7 @@ use mpmd_base::block::{Mutex, mpsc, thread};
 
 use super::connection::{Connection, State, Wire};
 use super::hub::{Hub, Line};
-use super::{JoinConfig, Rendezvous, Token};
+use super::{JoinConfig, Observer, Rendezvous, RendezvousError, Report, Token};
 use crate::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
@@ -21,6 +21,9 @@ pub struct LocalServer {
     hub: Arc<Hub>,
     thread: Option<thread::JoinHandle<()>>,
 }
+
+/// The address of both ends of every connection.
+const HERE: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
 
 /// A client's connection to a [`LocalServer`], by which it can be [cut](LocalServer::cut).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -51,20 +54,54 @@ impl LocalServer {
     /// If the system gives no thread.
     pub fn connect(&self, process: ProcessId) -> io::Result<(Rendezvous, LocalLink)> {
         let Hub { processes, peer_timeout, .. } = *self.hub;
+        let (connection, link) = self.open()?;
+        let (server, token) = (connection.server.clone(), Token::new([0; 32]));
+        let config = JoinConfig { server, process, processes, token, peer_timeout };
+        Ok((Rendezvous { link: connection, config, local: HERE, clock_offset: 0 }, link))
+    }
+
+    /// Connects an observer to the service, as [`connect`](Self::connect) does a process.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn observe(&self) -> io::Result<Observer> {
+        let (link, _) = self.open()?;
+        Ok(Observer { link, local: HERE })
+    }
+
+    fn open(&self) -> io::Result<(Arc<Connection>, LocalLink)> {
         let (sender, replies) = mpsc::channel();
         let link = self.hub.open(sender);
-        let (server, token) = ("simulation".to_owned(), Token::new([0; 32]));
         let connection = Arc::new(Connection {
-            server: server.clone(),
+            server: "simulation".to_owned(),
             wire: Wire::Local(Line::new(self.hub.clone(), link)),
             state: Mutex::new(State::default()),
         });
         let listener = connection.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous".to_owned());
         builder.spawn(move || listener.listen_to(&replies))?;
-        let config = JoinConfig { server, process, processes, token, peer_timeout };
-        let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        Ok((Rendezvous { link: connection, config, local, clock_offset: 0 }, LocalLink(link)))
+        Ok((connection, LocalLink(link)))
+    }
+
+    /// Stops the service: all connections end, and nobody can join any more.
+    pub fn stop(&self) {
+        self.hub.stop();
+    }
+
+    /// Waits for the end of the job, as [`Server::wait_end`](super::Server::wait_end) does.
+    pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
+        self.hub.wait_end(time)
+    }
+
+    /// True once all processes have joined the job.
+    pub fn is_complete(&self) -> bool {
+        self.hub.is_complete()
+    }
+
+    /// Returns the failures that processes have reported, in order of arrival.
+    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
+        self.hub.reports()
     }
 
     /// Ends a client's connection, as the system does if its process dies. Does nothing if it has

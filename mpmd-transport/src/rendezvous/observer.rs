@@ -15,8 +15,8 @@ use mpmd_proto::wire::ProcessId;
 /// It asks all processes for their status. A process answers by the function of
 /// [`Rendezvous::on_look`](super::Rendezvous::on_look).
 pub struct Observer {
-    link: Arc<Connection>,
-    local: SocketAddr,
+    pub(super) link: Arc<Connection>,
+    pub(super) local: SocketAddr,
 }
 
 impl Observer {

@@ -217,8 +217,31 @@ impl Server {
         refused.find(|(process, _)| *process == number).map(|(_, why)| why.clone())
     }
 
+    /// Blocks until the job is over: it was complete, and no process is left in it. At most for
+    /// `time`, after which the result is `None`. A job of which no process has joined yet is not
+    /// over.
+    ///
+    /// # Errors
+    ///
+    /// The reason why the job can never be complete.
+    pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
+        let until = after(Instant::now(), time);
+        let mut state = self.stage.state.lock();
+        loop {
+            if let Some(error) = &state.failed {
+                return Some(Err(error.clone()));
+            }
+            if state.complete && state.present == 0 {
+                return Some(Ok(()));
+            }
+            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+                return None;
+            }
+        }
+    }
+
     /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
-    /// left.
+    /// left, also if none has joined yet.
     ///
     /// For the process that owns the server and wants to end while others still need the server.
     pub fn wait_empty(&self, peer_timeout: Duration) -> bool {

@@ -1,6 +1,7 @@
 //! Wrong programs, each with labels that say how it is found. See the README of this folder.
 
 mod server;
+mod weights;
 
 use mpmd::Program;
 
@@ -49,4 +50,7 @@ programs! {
     server::stops_by_itself,
     server::token_without_a_row,
     server::version_on_one_process,
+    weights::intake_panics,
+    weights::leaf_not_published,
+    weights::lower_version,
 }

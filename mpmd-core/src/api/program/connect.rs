@@ -2,11 +2,13 @@
 //! tells its host, devices and transport addresses.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
+use mpmd_transport::Transport;
 use mpmd_transport::rendezvous::{
     Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig, Token,
 };
@@ -245,29 +247,33 @@ fn join(
     candidate.join(builder, topology)
 }
 
-/// Joins a job beside that of the user's program, at the rendezvous `server`: process `process` of
-/// those with so many devices each. All devices are of kind `cpu`. Other executables of this
-/// version of mpmd may join it. Blocks until all processes are connected.
+/// The transport of a simulated process.
+pub(crate) type SimulatedTransport = Arc<dyn Transport>;
+
+/// Joins a job beside that of the user's program: process `process` of those with so many devices
+/// each. All devices are of kind `cpu`. Other executables of this version of mpmd may join it. In a
+/// simulation its messages go `over` a simulated transport. Blocks until all processes are
+/// connected.
 ///
 /// # Errors
 ///
 /// If there is no such transport, or the job cannot be formed within the peer timeout.
 pub(crate) fn join_beside(
-    server: &str,
-    token: Token,
+    rendezvous: Rendezvous,
+    token: &Token,
     process: ProcessId,
     (devices, transport): (&[usize], &str),
-    peer_timeout: Duration,
+    (peer_timeout, over): (Duration, Option<SimulatedTransport>),
 ) -> Result<Program> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let builder =
         Builder::default().devices_by_process(devices).peer_timeout(peer_timeout).spin(Spin::Never);
-    let (server, processes) = (server.to_owned(), devices.len());
+    let processes = devices.len();
     let topology = builder.topology(processes, None)?;
-    let secret = *token.bytes();
-    let config = JoinConfig { server, process, processes, token, peer_timeout };
-    let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
-    let opened = Opened::open(transport, processes, rendezvous.local_address());
+    let opened = match over {
+        None => Opened::open(transport, processes, rendezvous.local_address()),
+        Some(over) => Ok(Opened::Simulated(Box::new(move |_| Ok(over)))),
+    };
     let member = Member {
         host: std::env::var(mpmd_launch::variables::HOST).unwrap_or_else(|_| hostname()),
         pid: std::process::id(),
@@ -285,7 +291,7 @@ pub(crate) fn join_beside(
         identity: Identity::random().map_err(wrong)?,
         member,
         opened,
-        token: secret,
+        token: *token.bytes(),
     };
     match candidate.join(builder, topology)? {
         Start::Program(program) => Ok(*program),

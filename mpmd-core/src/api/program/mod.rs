@@ -42,7 +42,7 @@ pub use builder::Builder;
 pub(crate) use builder::Layout;
 pub(crate) use candidate::Start;
 pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
-pub(crate) use connect::{Job, join_beside};
+pub(crate) use connect::{Job, SimulatedTransport, join_beside};
 pub(crate) use epochs::{Change, EpochEnd};
 use issue::IssueHook;
 pub(crate) use issue::{Again, NewOp, Part, Replayed};

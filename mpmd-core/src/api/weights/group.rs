@@ -3,18 +3,21 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_proto::control;
 use mpmd_transport::rendezvous::{
-    JoinConfig, Member, Observer, Rendezvous, RendezvousError, Server, ServerConfig, Token,
+    JoinConfig, Member, Rendezvous, RendezvousError, ServerConfig, Token,
 };
 use serde::{Deserialize, Serialize};
 
+use super::link::Numbers;
+use super::net::{Net, Service};
 use crate::api::program::{Program, join_beside};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_text};
 use mpmd_base::ProcessId;
 use mpmd_base::block::thread;
 
@@ -28,6 +31,9 @@ pub(super) enum Call {
     Hello(String),
     /// Joins a link.
     Join(Invitation),
+    /// Settles the version that a process of a subscriber has taken, if its link broke before it
+    /// heard how that ended: it is whole if it is this one, the newest that the first process has.
+    Settle(Option<Numbers>),
 }
 
 /// A link to be joined.
@@ -35,9 +41,10 @@ pub(super) enum Call {
 pub(super) struct Invitation {
     /// The name of the publication.
     pub(super) name: String,
-    /// The rendezvous of the link, and its token as hexadecimal digits.
+    /// The rendezvous of the link.
     pub(super) server: String,
-    pub(super) token: String,
+    /// A random text, from which both ends derive the [token of the link](link_token).
+    pub(super) nonce: String,
     /// Number of processes of the publisher. They are the first ones of the link.
     pub(super) publishers: usize,
     /// Number of devices of each process of the link.
@@ -46,16 +53,65 @@ pub(super) struct Invitation {
 }
 
 impl Invitation {
-    /// Joins the link as this process of it. Blocks until all have.
-    pub(super) fn join(&self, process: usize, peer_timeout: Duration) -> Result<Program> {
-        let token = self.token.parse();
-        let token: Token = token.map_err(|_| {
-            Error::Environment("the subscriber's invitation has no valid token".to_owned())
-        })?;
+    /// Joins the link as the process `place` of an end, whose secret is `secret`. Blocks until all
+    /// have joined. Fails at once if the link is over.
+    pub(super) fn join(
+        &self,
+        end: End,
+        place: usize,
+        secret: &Token,
+        peer_timeout: Duration,
+        net: &Net,
+    ) -> Result<Program> {
+        let first = match end {
+            End::Publisher => 0,
+            End::Subscriber => self.publishers,
+        };
+        let all = match end {
+            End::Publisher => self.publishers,
+            End::Subscriber => self.devices.len(),
+        };
+        let process = first.saturating_add(place);
+        if process >= all || self.publishers == 0 || self.publishers >= self.devices.len() {
+            return Err(Error::Environment(format!(
+                "the invitation to a link has {} processes, {} of them a publisher's: this process \
+                 has no place among them",
+                self.devices.len(),
+                self.publishers
+            )));
+        }
         let process = ProcessId(process as u32);
+        let token = link_token(secret, &self.nonce);
         let how = (&self.devices[..], &*self.transport);
-        join_beside(&self.server, token, process, how, peer_timeout.min(LONGEST))
+        let (peer_timeout, processes) = (peer_timeout.min(LONGEST), self.devices.len());
+        let server = self.server.clone();
+        let config = JoinConfig { server, process, processes, token: token.clone(), peer_timeout };
+        let (rendezvous, over) = net.join_link(config).map_err(wrong)?;
+        join_beside(rendezvous, &token, process, how, (peer_timeout, over))
     }
+}
+
+/// An end of a link.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum End {
+    Publisher,
+    Subscriber,
+}
+
+/// Returns the token of a link. It never travels: both ends know the secret of the publication.
+pub(super) fn link_token(secret: &Token, nonce: &str) -> Token {
+    Token::of_secret(secret.bytes(), &format!("link {nonce}"))
+}
+
+/// Returns the token of a subscriber's own processes.
+pub(super) fn group_token(secret: &Token, nonce: &str) -> Token {
+    Token::of_secret(secret.bytes(), &format!("group {nonce}"))
+}
+
+/// Runs a part of a link. A panic is an error: it must not end the thread for the links to come.
+pub(super) fn guarded<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let result = catch_unwind(AssertUnwindSafe(f));
+    result.unwrap_or_else(|panic| Err(Error::kernel(panic_text(&*panic))))
 }
 
 /// The answer of a process to a call.
@@ -107,7 +163,7 @@ impl Members {
 /// This process's part of an end. Dropping it leaves the rendezvous.
 pub(super) struct Group {
     rendezvous: Rendezvous,
-    server: Option<Server>,
+    server: Option<Service>,
 }
 
 impl Group {
@@ -117,18 +173,19 @@ impl Group {
     pub(super) fn open(
         p: &mut Program,
         members: &Members,
-        listen: Option<SocketAddr>,
-        token: Token,
+        (listen, token, net): (Option<SocketAddr>, Token, &Net),
         answer: impl Fn(Call) -> Answer + Send + Sync + 'static,
     ) -> Result<(SocketAddr, Option<Self>)> {
-        let (processes, peer_timeout) = (members.processes.len(), p.runtime.config.peer_timeout);
+        let processes = members.processes.len();
+        // It keeps every process that the program's own job keeps.
+        let peer_timeout = p.runtime.config.peer_timeout.saturating_mul(2);
         let first = members.processes.first().copied().unwrap_or(ProcessId(0));
         let ip = p.local_ip();
         let mut server = None;
         let config = ServerConfig { processes, token: token.clone(), peer_timeout };
         let bind = || {
             let at = listen.unwrap_or(SocketAddr::new(ip, 0));
-            let bound = server.insert(Server::bind(at, config).map_err(wrong)?).address();
+            let bound = server.insert(net.bind(at, config).map_err(wrong)?).address();
             // The other processes cannot connect to the address of all interfaces.
             let ip = if bound.ip().is_unspecified() { ip } else { bound.ip() };
             Ok(SocketAddr::new(ip, bound.port()).to_string())
@@ -140,7 +197,7 @@ impl Group {
         let Some(place) = members.place_of(p.process()) else { return Ok((address, None)) };
         let process = ProcessId(place as u32);
         let config = JoinConfig { server: text, process, processes, token, peer_timeout };
-        let rendezvous = Rendezvous::connect(config).map_err(wrong)?;
+        let rendezvous = net.connect(config).map_err(wrong)?;
         rendezvous.on_look(move |words| {
             let answered = control::decode::<Call>(words).map(&answer);
             answered.ok().and_then(|answer| control::encode(&answer).ok()).unwrap_or_default()
@@ -157,7 +214,7 @@ impl Drop for Group {
         }
         if let Some(server) = &self.server {
             // Short: the others may stay longer than this process.
-            server.wait_empty(Duration::from_millis(200));
+            _ = server.wait_end(Duration::from_millis(200));
         }
     }
 }
@@ -169,7 +226,7 @@ impl Drop for Group {
 /// Why the end cannot be reached, or a process of it has not answered.
 pub(super) fn call(
     address: &str,
-    token: &Token,
+    (token, net): (&Token, &Net),
     call: &Call,
     timeout: Duration,
 ) -> std::result::Result<(Vec<Answer>, IpAddr), String> {
@@ -185,7 +242,7 @@ pub(super) fn call(
         }
         other => other.to_string(),
     };
-    let observer = Observer::connect(address, token.clone(), timeout).map_err(said)?;
+    let observer = net.observe(address, token, timeout).map_err(said)?;
     let words = control::encode(call).map_err(|error| error.to_string())?;
     let answers = observer.look(&words, timeout).map_err(said)?;
     let read = |(process, status): (ProcessId, std::result::Result<Vec<u8>, String>)| {
@@ -216,4 +273,35 @@ pub(super) fn spawn(
 
 pub(super) fn wrong(error: RendezvousError) -> Error {
     Error::Launch(LaunchError::Rendezvous(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn invitation_without_a_place_for_this_process_is_refused() {
+        let secret = Token::new([7; 32]);
+        for (publishers, processes, end, place) in [
+            (0, 2, End::Subscriber, 0),
+            (2, 2, End::Publisher, 0),
+            (7, 2, End::Subscriber, 0),
+            (1, 2, End::Publisher, 1),
+            (1, 2, End::Subscriber, 1),
+            (1, 2, End::Subscriber, usize::MAX),
+        ] {
+            let invitation = Invitation {
+                name: "policy".to_owned(),
+                server: "127.0.0.1:1".to_owned(),
+                nonce: String::new(),
+                publishers,
+                devices: vec![1; processes],
+                transport: "tcp".to_owned(),
+            };
+            let joined =
+                invitation.join(end, place, &secret, Duration::from_secs(1), &Net::default());
+            let why = joined.err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(why.contains("has no place among them"), "{why}");
+        }
+    }
 }

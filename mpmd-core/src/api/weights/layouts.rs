@@ -1,6 +1,8 @@
 //! The layouts of the two ends of a link: the leaves that a publisher offers, those that a
 //! subscriber wants, and the pieces of leaves that travel.
 
+use std::ops::Range;
+
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
@@ -109,12 +111,23 @@ pub(super) struct Piece {
     pub(super) targets: Vec<Vec<(DeviceId, Region)>>,
 }
 
-/// Returns the pieces that travel. They are the same on every process of a link.
+/// Returns the pieces that travel, between the devices of the two ends. They are the same on every
+/// process of a link.
 ///
 /// # Errors
 ///
-/// The message names a leaf that is not offered, or whose shape, dtype or parts do not fit.
-pub(super) fn pieces(offered: &[Offered], asked: &[Asked]) -> Result<Vec<Piece>, String> {
+/// The message names a leaf that is not offered, or whose shape, dtype, shards or parts do not fit.
+pub(super) fn pieces(
+    (offered, from): (&[Offered], Range<u32>),
+    (asked, to): (&[Asked], Range<u32>),
+) -> Result<Vec<Piece>, String> {
+    for Offered { name, shape, dtype, shards } in offered {
+        check_told(name, (shape, *dtype), shards, &from)?;
+    }
+    for Asked { name, shape, dtype, shards, .. } in asked {
+        check_told(name, (shape, *dtype), shards, &to)?;
+    }
+
     let mut pieces = Vec::new();
     for (to, leaf) in asked.iter().enumerate() {
         let mut filled = Vec::new();
@@ -139,6 +152,27 @@ pub(super) fn pieces(offered: &[Offered], asked: &[Asked]) -> Result<Vec<Piece>,
         }
     }
     Ok(pieces)
+}
+
+/// Checks the numbers of a leaf that another process has told: they are used as indices.
+fn check_told(
+    name: &str,
+    (shape, dtype): (&[usize], DType),
+    shards: &[(u32, Region)],
+    devices: &Range<u32>,
+) -> Result<(), String> {
+    ShapedArray::try_new(shape, dtype).map_err(|why| format!("{name}: {why}"))?;
+    let full = Region::full(shape);
+    let is_shard = |(device, region): &&(u32, Region)| {
+        devices.contains(device) && region.ndim() == full.ndim() && full.contains(region)
+    };
+    match shards.iter().find(|shard| !is_shard(shard)) {
+        Some((device, region)) => Err(format!(
+            "{name}: {region} on device {device} of the link is no shard of {dtype}{shape:?} on \
+             its devices {devices:?}"
+        )),
+        None => Ok(()),
+    }
 }
 
 fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Result<Piece, String> {
@@ -174,7 +208,11 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
         return Err(format!("{name}: {region} is no region of {}", part.from));
     }
     let placed = shifted(&Region::full(aval.shape()), &part.at, &[]);
-    if part.at.len() != shape.len() || placed.ndim() != shape.len() || !own.contains(&placed) {
+    let fits = part.at.len() == shape.len()
+        && placed.ndim() == shape.len()
+        && placed.shape() == aval.shape()
+        && own.contains(&placed);
+    if !fits {
         return Err(format!("{name}: {region} of {} does not fit at {:?}", part.from, part.at));
     }
     let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
@@ -226,13 +264,49 @@ impl Piece {
 /// Returns a region with its first indices `plus` higher and `less` lower.
 fn shifted(region: &Region, plus: &[usize], less: &[usize]) -> Region {
     let by = |offsets: &[usize], dim: usize| offsets.get(dim).copied().unwrap_or(0);
-    let shift = |(dim, range): (usize, std::ops::Range<usize>)| {
+    let shift = |(dim, range): (usize, Range<usize>)| {
         let (plus, less) = (by(plus, dim), by(less, dim));
-        range.start + plus - less..range.end + plus - less
+        let shifted = |index: usize| index.saturating_add(plus).saturating_sub(less);
+        shifted(range.start)..shifted(range.end)
     };
     Region::new(region.ranges().enumerate().map(shift).collect())
 }
 
 fn overlap(one: &Region, other: &Region) -> bool {
     one.intersect(other).is_some_and(|common| !common.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn told_shards_are_on_devices_of_their_end_and_in_their_leaf() {
+        let all = Region::full(&[4]);
+        let part = Part { from: "w".to_owned(), region: None, at: vec![0] };
+        let found = |shape: &[usize], (from, own): (u32, &Region), (to, other): (u32, &Region)| {
+            let (name, dtype) = ("w".to_owned(), DType::F32);
+            let shards = vec![(from, own.clone())];
+            let offered = Offered { name: name.clone(), shape: shape.to_vec(), dtype, shards };
+            let (shards, parts) = (vec![(to, other.clone())], vec![part.clone()]);
+            let asked = Asked { name, shape: shape.to_vec(), dtype, shards, parts };
+            pieces((&[offered], 0..2), (&[asked], 2..3)).map(|pieces| pieces.len())
+        };
+        assert_eq!(found(&[4], (1, &all), (2, &all)), Ok(1));
+        for (from, to) in [(2, 2), (1, 1), (0, u32::MAX)] {
+            let why = found(&[4], (from, &all), (to, &all)).unwrap_err();
+            assert!(why.contains("is no shard of f32[4]"), "{why}");
+        }
+        for region in [Region::full(&[5]), Region::full(&[]), Region::full(&[4, 1])] {
+            assert!(found(&[4], (0, &region), (2, &all)).is_err());
+            assert!(found(&[4], (0, &all), (2, &region)).is_err());
+        }
+        assert!(found(&[usize::MAX, 2], (0, &all), (2, &all)).is_err());
+        let far = Part { at: vec![usize::MAX], ..part.clone() };
+        let (name, dtype, shards) = ("w".to_owned(), DType::F32, vec![(0, all.clone())]);
+        let offered = Offered { name: name.clone(), shape: vec![4], dtype, shards };
+        let asked = Asked { name, shape: vec![4], dtype, shards: vec![(2, all)], parts: vec![far] };
+        let why = pieces((&[offered], 0..2), (&[asked], 2..3)).unwrap_err();
+        assert!(why.contains("does not fit at"), "{why}");
+    }
 }

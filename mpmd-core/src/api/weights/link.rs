@@ -6,13 +6,12 @@
 //! pieces go by [`Program::reshard`], or as changed elements in the *notes*: there is a note from
 //! each device of the publisher to each device of the subscriber, with the hashes of the regions
 //! that the one gets from the other. The subscriber's processes compare the hashes, take the
-//! version, and tell each other. The version is whole once all of them have it.
+//! version, and say so. The version is whole once the first of them has heard that from all: its
+//! word decides, also if the link breaks before the others hear it.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::panic::Location;
-use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
@@ -21,21 +20,36 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::deadline::after;
 use serde::{Deserialize, Serialize};
 
 use super::layouts::{Asked, Offered, Piece, pieces};
-use crate::api::program::{NewOp, Part, Program};
+use crate::api::program::Program;
 use crate::api::recover::tell;
 use crate::error::{Error, Result};
-use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
-use crate::exec::{AsyncBuffer, Doing, Rolling};
+use crate::exec::array::MpmdArray;
+use crate::exec::{AsyncBuffer, Doing};
 
 /// The longest wait of a publisher's process for a version, and of a subscriber for room: shorter
 /// than any peer timeout.
 const IDLE: Duration = Duration::from_millis(500);
+
+/// The state of a publisher's process before a turn.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+struct Offer {
+    /// The numbers of its versions.
+    versions: Vec<u64>,
+    /// True if readers of its memory keep more of that than it lends.
+    is_short: bool,
+}
+
+/// The version that a turn moves.
+struct Chosen {
+    number: u64,
+    /// True if the subscriber's processes copy the memory that they are lent.
+    copies: bool,
+}
 
 /// The subscriber's state before a turn, as its first process tells it.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
@@ -46,6 +60,7 @@ pub(super) struct Ask {
     pub(super) above: Option<u64>,
     /// The version whose bits it has, to be changed.
     pub(super) base: Option<u64>,
+    /// True if all its processes have room for a version.
     pub(super) has_room: bool,
     pub(super) has_ended: bool,
 }
@@ -68,6 +83,8 @@ pub(super) trait Source {
         above: Option<u64>,
         timeout: Duration,
     ) -> std::result::Result<Vec<u64>, String>;
+    /// True if readers of the versions' memory keep more of that than the publisher lends.
+    fn is_short(&self) -> bool;
     /// Has a version kept that is to come, in place of another one.
     fn pin(&mut self, number: Option<u64>);
     /// Takes one of these versions for what follows.
@@ -90,7 +107,11 @@ pub(super) trait Target {
     /// True if this process has given up its subscription, and not only just now: the first process
     /// usually does so at the same time, and ends the link in order.
     fn has_left(&self) -> bool;
-    fn ask(&mut self, timeout: Duration) -> Ask;
+    /// Waits for room on this process, at most for `timeout`. Returns true if there is some, or the
+    /// subscription has ended.
+    fn has_room(&mut self, timeout: Duration) -> bool;
+    /// Returns the state of the subscription, for which this process has room or not.
+    fn ask(&self, has_room: bool) -> Ask;
     /// Takes the bytes of a piece on a device, if they have this hash.
     fn piece(
         &mut self,
@@ -108,7 +129,7 @@ pub(super) trait Target {
 }
 
 /// A version on its way. A later version has larger numbers, in this order.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct Numbers {
     /// Number of publications that the subscriber has found before.
     pub(super) publication: u64,
@@ -141,7 +162,10 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Re
         Side::Publisher(_) => Vec::new(),
         Side::Subscriber(target) => target.asked(),
     })?;
-    let pieces = pieces(&offered, &asked).map_err(Error::Environment)?;
+    let all = p.topology().devices().len() as u32;
+    let counts = p.topology().counts();
+    let first = counts.iter().take(publishers).sum::<usize>() as u32;
+    let pieces = pieces((&offered, 0..first), (&asked, first..all)).map_err(Error::Environment)?;
     let link = Link { publishers, subscriber, pieces, pin: Cell::new(None) };
     while link.turn(p, side)? {
         p.step_end()?;
@@ -158,10 +182,21 @@ struct Link {
     pin: Cell<Option<u64>>,
 }
 
+/// How a version moves.
+struct Moved<'a> {
+    version: Numbers,
+    /// For each piece, if its changes travel, and not all of it.
+    changed: &'a [bool],
+    /// True if the subscriber's processes copy the memory that they are lent.
+    copies: bool,
+}
+
 /// The pieces and notes on their way to a subscriber's process.
 struct Arrivals<'a> {
     /// For each piece, if its changes come, and not all of it.
     changed: &'a [bool],
+    /// True if memory that is lent is to be copied.
+    copies: bool,
     notes: &'a Notes,
     notes_here: BTreeMap<(DeviceId, DeviceId), AsyncBuffer>,
     /// The pieces on devices of this process.
@@ -181,9 +216,22 @@ type Notes = BTreeMap<(DeviceId, DeviceId), Vec<(usize, Region)>>;
 impl Link {
     /// Moves a version if there is a newer one. Returns false at the end of the link.
     fn turn(&self, p: &mut Program, side: &mut Side<'_>) -> Result<bool> {
+        // Room is that of all. Only one process waits for its own.
+        let mut has_room = true;
+        for process in self.others(p) {
+            let timeout = if has_room { IDLE } else { Duration::ZERO };
+            has_room &= p.broadcast_value(process, false, || match side {
+                Side::Publisher(_) => Ok(false),
+                Side::Subscriber(target) => Ok(target.has_room(timeout)),
+            })?;
+        }
         let ask: Ask = p.broadcast_value(self.subscriber, Ask::default(), || match side {
             Side::Publisher(_) => Ok(Ask::default()),
-            Side::Subscriber(target) => Ok(target.ask(IDLE)),
+            Side::Subscriber(target) => {
+                let timeout = if has_room { IDLE } else { Duration::ZERO };
+                let own = target.has_room(timeout);
+                Ok(target.ask(has_room && own))
+            }
         })?;
         if ask.has_ended {
             return Ok(false);
@@ -196,7 +244,7 @@ impl Link {
         if !ask.has_room {
             return Ok(true);
         }
-        let number = match self.choose(p, side, ask.above)? {
+        let Chosen { number, copies } = match self.choose(p, side, ask.above)? {
             Err(why) => {
                 if let Side::Subscriber(target) = side {
                     target.ended(&why);
@@ -204,7 +252,7 @@ impl Link {
                 return Ok(false);
             }
             Ok(None) => return Ok(true),
-            Ok(Some(number)) => number,
+            Ok(Some(chosen)) => chosen,
         };
         if let Side::Publisher(source) = side {
             source.choose(number);
@@ -215,19 +263,28 @@ impl Link {
         };
         let notes = self.notes();
         let version = Numbers { publication: ask.publication, version: number };
-        let (bytes, own) = self.move_pieces(p, side, (version, &changed), &notes)?;
+        let how = Moved { version, changed: &changed, copies };
+        let (bytes, own) = self.move_pieces(p, side, how, &notes)?;
         // The first reason of a process to refuse the version.
         let mut refused = None;
-        for process in publishers_to(p.processes(), self.publishers) {
+        for process in self.others(p) {
             let own = own.clone();
             let why: Option<String> = p.broadcast_value(process, None, || Ok(own))?;
             refused = refused.or(why);
         }
+        // The first process has heard all others. Its word decides.
+        let refused: Option<String> =
+            p.broadcast_value(self.subscriber, None, || Ok(refused.or(own)))?;
         match side {
             Side::Publisher(source) => source.sent(number, refused.as_deref()),
             Side::Subscriber(target) => target.end(version, bytes, refused.as_deref()),
         }
         Ok(true)
+    }
+
+    /// Returns the subscriber's processes but the first.
+    fn others(&self, p: &Program) -> impl Iterator<Item = ProcessId> + use<> {
+        (self.subscriber.0 + 1..p.processes() as u32).map(ProcessId)
     }
 
     /// Returns the newest version that all processes of the publisher have above `above`, if there
@@ -237,38 +294,45 @@ impl Link {
         p: &mut Program,
         side: &mut Side<'_>,
         above: Option<u64>,
-    ) -> Result<std::result::Result<Option<u64>, String>> {
+    ) -> Result<std::result::Result<Option<Chosen>, String>> {
         let mut all = Vec::new();
+        let mut copies = false;
         for process in (0..self.publishers as u32).map(ProcessId) {
-            let none = Ok(Vec::new());
-            let have: std::result::Result<Vec<u64>, String> =
+            let none = Ok(Offer::default());
+            let offer: std::result::Result<Offer, String> =
                 p.broadcast_value(process, none.clone(), || match side {
-                    Side::Publisher(source) => Ok(source.wait(above, IDLE)),
+                    Side::Publisher(source) => {
+                        let versions = source.wait(above, IDLE);
+                        let is_short = source.is_short();
+                        Ok(versions.map(|versions| Offer { versions, is_short }))
+                    }
                     Side::Subscriber(_) => Ok(none),
                 })?;
-            all.push(have);
+            copies |= offer.as_ref().is_ok_and(|offer| offer.is_short);
+            all.push(offer.map(|offer| offer.versions));
         }
         let all = match all.into_iter().collect::<std::result::Result<Vec<_>, _>>() {
             Ok(all) => all,
             Err(why) => return Ok(Err(why)),
         };
-        let common = all[0].iter().filter(|number| all.iter().all(|have| have.contains(number)));
-        let chosen = common.max().copied();
-        let newest: Vec<u64> = all.iter().filter_map(|have| have.iter().max().copied()).collect();
-        if let (None, Side::Publisher(source), true) = (chosen, side, newest.len() == all.len()) {
-            // One process is ahead by more versions than are kept. All keep the next one; a process
-            // that has made it already, and no longer has it, tries again with a later one.
-            let [least, most] = [newest.iter().min(), newest.iter().max()];
-            if self.pin.get().is_none_or(|pin| least.is_some_and(|least| *least >= pin)) {
-                let next = most.map(|most| most.saturating_add(1));
-                self.pin.set(next);
-                source.pin(next);
+
+        let has = |number: &u64| all.iter().all(|have| have.contains(number));
+        let common = all.iter().flatten().copied().filter(has).max();
+        if let Some(number) = common {
+            self.pin.set(None);
+            return Ok(Ok(Some(Chosen { number, copies })));
+        }
+        if let (Side::Publisher(source), Some(next)) = (side, first_of_all(&all)) {
+            // One process is ahead by more versions than are kept. All keep the first one that each
+            // has or will make; one that has lost it meanwhile tries again with a later one.
+            let newest = all.iter().filter_map(|have| have.iter().max());
+            let least = newest.min().copied();
+            if self.pin.get().is_none_or(|pin| least >= Some(pin)) {
+                self.pin.set(Some(next));
+                source.pin(Some(next));
             }
         }
-        if chosen.is_some() {
-            self.pin.set(None);
-        }
-        Ok(Ok(chosen))
+        Ok(Ok(None))
     }
 
     /// Returns, for each piece, if its changes travel: they are known, and fewer bytes than all.
@@ -315,7 +379,7 @@ impl Link {
         &self,
         p: &mut Program,
         side: &mut Side<'_>,
-        (version, changed): (Numbers, &[bool]),
+        Moved { version, changed, copies }: Moved<'_>,
         notes: &Notes,
     ) -> Result<(u64, Option<String>)> {
         let at = Location::caller();
@@ -352,7 +416,7 @@ impl Link {
         match side {
             Side::Publisher(_) => Ok((0, None)),
             Side::Subscriber(target) => {
-                let arrivals = Arrivals { changed, notes, notes_here, here };
+                let arrivals = Arrivals { changed, copies, notes, notes_here, here };
                 self.take(p, *target, version, arrivals)
             }
         }
@@ -365,7 +429,7 @@ impl Link {
         p: &Program,
         target: &mut dyn Target,
         version: Numbers,
-        Arrivals { changed, notes, notes_here, mut here }: Arrivals<'_>,
+        Arrivals { changed, copies, notes, notes_here, mut here }: Arrivals<'_>,
     ) -> Result<(u64, Option<String>)> {
         let damaged = || Error::Environment("a note of a version is damaged".to_owned());
         let (mut bytes, mut about) = (0, BTreeMap::<(DeviceId, usize), About>::new());
@@ -373,7 +437,7 @@ impl Link {
             let note = arrived(p, slot)?;
             bytes += note.len() as u64;
             let mut rest = &note[..];
-            for (index, common) in &notes[key] {
+            for (index, common) in notes.get(key).into_iter().flatten() {
                 let hash = take_word(&mut rest).ok_or_else(damaged)?;
                 let about = about.entry((key.1, *index)).or_default();
                 about.hash = about.hash.wrapping_add(hash);
@@ -397,7 +461,10 @@ impl Link {
                     let slot = here.remove(&(index, device)).ok_or_else(damaged)?;
                     let whole = arrived(p, &slot)?;
                     bytes += whole.len() as u64;
-                    Arrived::Whole(whole)
+                    Arrived::Whole(match copies && whole.is_lent() {
+                        true => whole.to_vec().into(),
+                        false => whole,
+                    })
                 }
             };
             if refused.is_none() {
@@ -437,7 +504,14 @@ impl Link {
             for process in (0..self.publishers as u32).map(ProcessId) {
                 let told = || own.iter().map(|(key, note)| (*key, note.len() as u64)).collect();
                 let told: Vec<((DeviceId, DeviceId), u64)> = tell(p, process, told)?;
-                lengths.extend(told);
+                for (key, bytes) in told {
+                    // Its own notes alone.
+                    if p.topology().process_of(key.0) == Some(process)
+                        && let Some(length) = lengths.get_mut(&key)
+                    {
+                        *length = bytes;
+                    }
+                }
             }
         }
         let mut here = BTreeMap::new();
@@ -453,9 +527,16 @@ impl Link {
     }
 }
 
-/// Returns the processes behind the publisher's.
-fn publishers_to(processes: usize, publishers: usize) -> impl Iterator<Item = ProcessId> {
-    (publishers as u32..processes as u32).map(ProcessId)
+/// Returns the lowest version that each process has or is still to make, by the versions of each.
+/// `None` if a process has none yet.
+fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
+    let newest: Option<Vec<u64>> = all.iter().map(|have| have.iter().max().copied()).collect();
+    let newest = newest?;
+    let is_for_all = |number: &u64| {
+        all.iter().zip(&newest).all(|(have, newest)| have.contains(number) || number > newest)
+    };
+    let next = newest.iter().max()?.saturating_add(1);
+    all.iter().flatten().copied().filter(is_for_all).min().or(Some(next))
 }
 
 /// Waits for a buffer.
@@ -478,44 +559,23 @@ fn take_word(rest: &mut &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(*word))
 }
 
-impl Program {
-    /// Creates an array whose shards on this process are these buffers, without a copy. Each
-    /// process gives those of its own devices, all of them.
-    fn array_of_buffers(
-        &mut self,
-        aval: ShapedArray,
-        sharding: Sharding,
-        buffers: Vec<(DeviceId, SharedBuffer)>,
-        at: &'static Location<'static>,
-    ) -> Result<MpmdArray> {
-        let layout = sharding.layout(aval.shape())?;
-        let what = Arc::new(OfBuffers { aval: aval.clone(), sharding: sharding.clone() });
-        let descriptor = || {
-            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| Memory::Host)];
-            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
-        };
-        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
-        let (op, _) = self.issue_op(
-            [0x0fb5, sharding.fingerprint(), word],
-            NewOp {
-                part: if buffers.is_empty() { Part::Idle } else { Part::Work(0) },
-                ..NewOp::new(at, &|| what.clone(), &descriptor)
-            },
-        );
-        let shard = |(device, buffer)| LocalShard { device, slot: AsyncBuffer::filled(buffer) };
-        let shards: Vec<LocalShard> = buffers.into_iter().map(shard).collect();
-        let made = Made::new(aval, sharding, layout, what, self.runtime.clone());
-        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-struct OfBuffers {
-    aval: ShapedArray,
-    sharding: Sharding,
-}
-
-impl fmt::Display for OfBuffers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "published {} as {}", self.aval, self.sharding)
+    #[test]
+    fn first_version_of_all_is_had_or_still_to_come() {
+        for (all, expected) in [
+            // The second process has made neither of the first's, and will.
+            (vec![vec![99, 100], vec![9, 10]], Some(99)),
+            (vec![vec![99, 100], vec![98, 99], vec![1]], Some(99)),
+            (vec![vec![99, 101], vec![100, 102]], Some(102)),
+            (vec![vec![101, 102], vec![99, 103]], Some(103)),
+            (vec![vec![99, 103], vec![101, 103, 104]], Some(103)),
+            (vec![vec![99, 100], vec![]], None),
+            (vec![vec![u64::MAX], vec![1]], Some(u64::MAX)),
+        ] {
+            assert_eq!(first_of_all(&all), expected, "{all:?}");
+        }
     }
 }

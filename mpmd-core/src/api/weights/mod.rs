@@ -7,17 +7,26 @@
 //! 3. `link`: for each subscriber, the processes of both ends run a small program beside their own:
 //!    one job with devices of its own, so it moves arrays as any program does. `layouts` says which
 //!    pieces of leaves travel, and `bits` has their hashes and changes.
-//! 4. `subscriber`: compares the hashes, and gives the version to an [`Intake`] on each process.
+//! 4. `seeker`: looks for the publisher, on process 0 of a subscriber, and invites all to a link.
+//! 5. `taker`: joins links on each process, compares the hashes, and gives the version to an
+//!    [`Intake`] (`subscriber`).
 //!
 //! Nothing here is an operation of the user's program, which never waits for a link.
 
 mod bits;
+mod buffers;
 mod group;
+mod held;
 mod layouts;
 mod link;
+mod net;
 mod publisher;
+mod seeker;
+#[cfg(test)]
+mod simulated;
 mod store;
 mod subscriber;
+mod taker;
 #[cfg(test)]
 mod tests;
 

@@ -3,27 +3,27 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
 use mpmd_layout::aval::{DType, ShapedArray};
-use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::rendezvous::Token;
 
-use super::bits::{Places, can_cast, changes_bytes, hash, write_changes};
-use super::group::{Answer, Call, Group, Invitation, Members, spawn};
-use super::layouts::{Offered, Piece};
-use super::link::{self, Side, Source};
-use super::store::{OwnShard, Store, Version};
+use super::bits::can_cast;
+use super::group::{Answer, Call, End, Group, Invitation, Members, guarded, spawn};
+use super::held::Held;
+use super::layouts::Offered;
+use super::link::{self, Side};
+use super::net::Net;
+use super::store::{OwnShard, Store};
 use crate::api::program::Program;
-use crate::error::{Error, IssueProblem, Result};
+use crate::error::{Error, IssueProblem, Result, panic_text};
 use crate::exec::Doing;
 use crate::exec::array::{MpmdArray, Repr};
-use mpmd_device::copy::{contiguous_bytes, copy_region};
 
 /// Time for the last copy, and for subscribers to take it.
 const LAST: Duration = Duration::from_secs(5);
@@ -36,6 +36,7 @@ pub struct Publication {
     listen: Option<SocketAddr>,
     dtype: Option<Arc<DTypeOf>>,
     changes: bool,
+    pub(super) net: Net,
 }
 
 /// Returns the dtype in which a leaf is published.
@@ -50,7 +51,8 @@ impl fmt::Debug for Publication {
 impl Publication {
     /// Creates the settings of a publication. Subscribers need its name and its token.
     pub fn new(name: impl Into<String>, token: Token) -> Self {
-        Self { name: name.into(), token, listen: None, dtype: None, changes: true }
+        let (name, net) = (name.into(), Net::default());
+        Self { name, token, listen: None, dtype: None, changes: true, net }
     }
 
     /// Sets the address at which the first process with arrays of the tree listens for subscribers.
@@ -107,8 +109,11 @@ pub struct PublisherMetrics {
 /// Publishes versions of a tree of arrays for any number of subscribers, which come and go.
 ///
 /// A process keeps the bits of two versions of its own regions, and while it makes the next one
-/// also the arrays that it copies. Subscribers cost the program nothing: threads of their own serve
-/// them, and a subscriber that dies ends its own link alone. Dropping the publisher ends all links.
+/// also the arrays that it copies. Over shared memory subscribers read these bits where they are;
+/// while they keep those of more than six versions in all, they copy later ones.
+///
+/// Subscribers cost the program nothing: threads of their own serve them, and a subscriber that
+/// dies ends its own link alone. Dropping the publisher ends all links.
 pub struct Publisher {
     shared: Arc<Shared>,
     offered: Vec<Leaf>,
@@ -134,16 +139,16 @@ struct Leaf {
     sharding: Option<mpmd_layout::sharding::Sharding>,
 }
 
-struct Shared {
-    name: String,
+pub(super) struct Shared {
+    pub(super) name: String,
     /// A random text, by which subscribers tell this publication from others.
-    id: String,
-    leaves: Vec<Offered>,
-    store: Store,
+    pub(super) id: String,
+    pub(super) leaves: Vec<Offered>,
+    pub(super) store: Store,
     /// Number of copies that are being made.
     copying: Mutex<usize>,
     copied: Condvar,
-    metrics: Mutex<PublisherMetrics>,
+    pub(super) metrics: Mutex<PublisherMetrics>,
 }
 
 impl Program {
@@ -168,7 +173,7 @@ impl Program {
         let wrong = |path: &str, why: String| {
             IssueProblem::Signature(format!("{path}: {why}")).at(at, "publish")
         };
-        let Publication { name, token, listen, dtype, changes } = publication;
+        let Publication { name, token, listen, dtype, changes, net } = publication;
         let (mut leaves, mut offered, mut own, mut places) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let tree = tree.leaves_with_paths();
@@ -236,9 +241,11 @@ impl Program {
                 _ = invited.lock().send(invitation);
                 Answer::Here(devices)
             }
-            Call::Hello(_) => Answer::Here(devices),
+            // The second is a call to subscribers alone.
+            Call::Hello(_) | Call::Settle(_) => Answer::Here(devices),
         };
-        let (address, group) = Group::open(self, &members, listen, token, answer)?;
+        let secret = token.clone();
+        let (address, group) = Group::open(self, &members, (listen, token, &net), answer)?;
         publisher.address = Some(address);
         let Some(me) = members.place_of(self.process()) else { return Ok(publisher) };
         publisher.group = group;
@@ -249,7 +256,11 @@ impl Program {
         let listen = move || {
             for invitation in invitations.iter() {
                 let shared = shared.clone();
-                let serve = move || shared.serve(&invitation, me, peer_timeout);
+                let (secret, net) = (secret.clone(), net.clone());
+                let serve = move || {
+                    let join = || invitation.join(End::Publisher, me, &secret, peer_timeout, &net);
+                    shared.serve(invitation.publishers, join);
+                };
                 if let Err(error) = spawn("mpmd-link", serve) {
                     tracing::error!(%error, "a subscriber cannot be served");
                 }
@@ -384,7 +395,10 @@ impl Shared {
                 Err(_) => return Err("the program has ended".to_owned()),
             }
         };
-        if let Err(why) = self.store.add(copying.number, next) {
+        let add = || self.store.add(copying.number, next);
+        let added = catch_unwind(AssertUnwindSafe(add));
+        // Else the program would wait for this copy for ever.
+        if let Err(why) = added.unwrap_or_else(|panic| Err(panic_text(&*panic))) {
             let why = format!("version {} could not be published: {why}", copying.number);
             tracing::error!("{why}");
             self.store.end(why);
@@ -394,163 +408,19 @@ impl Shared {
     }
 
     /// Serves a subscriber until it leaves.
-    fn serve(&self, invitation: &Invitation, me: usize, peer_timeout: Duration) {
+    fn serve(&self, publishers: usize, join: impl FnOnce() -> Result<Program>) {
         self.metrics.lock().subscribers += 1;
-        let result = invitation.join(me, peer_timeout).and_then(|mut p| {
-            let mut held = Held { shared: self, versions: Vec::new(), pin: None, changes: None };
-            let result = link::run(&mut p, invitation.publishers, &mut Side::Publisher(&mut held));
+        let link = || {
+            let mut p = join()?;
+            let mut held = Held::new(self);
+            let result = link::run(&mut p, publishers, &mut Side::Publisher(&mut held));
             p.conclude(result)
-        });
+        };
+        let result = guarded(link);
         self.metrics.lock().subscribers -= 1;
         match result {
             Ok(()) => tracing::info!(name = self.name, "a subscriber has left"),
             Err(error) => tracing::warn!(name = self.name, %error, "a subscriber is lost"),
         }
     }
-}
-
-/// The versions that a link holds while it moves one of them.
-struct Held<'a> {
-    shared: &'a Shared,
-    versions: Vec<Arc<Version>>,
-    /// The version that is kept for this link once it comes.
-    pin: Option<u64>,
-    /// The changes since the subscriber's version, by own shard.
-    changes: Option<Vec<Places>>,
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.pin(None);
-    }
-}
-
-impl Held<'_> {
-    /// Returns the number and the bits of an own shard in the chosen version.
-    fn own(&self, piece: &Piece, common: &Region) -> Option<(usize, &OwnShard, &SharedBuffer)> {
-        let (shards, version) = (&self.shared.store.shards, self.versions.last()?);
-        let common = piece.in_source(common);
-        let own =
-            shards.iter().position(|own| own.leaf == piece.from && own.region.contains(&common))?;
-        Some((own, &shards[own], &version.bits[own]))
-    }
-}
-
-impl Source for Held<'_> {
-    fn offered(&self) -> (String, Vec<Offered>) {
-        (self.shared.id.clone(), self.shared.leaves.clone())
-    }
-
-    fn wait(
-        &mut self,
-        above: Option<u64>,
-        timeout: Duration,
-    ) -> std::result::Result<Vec<u64>, String> {
-        let store = &self.shared.store;
-        let numbers = store.wait(above, self.pin, timeout)?;
-        self.versions = numbers.iter().filter_map(|number| store.get(*number)).collect();
-        Ok(self.versions.iter().map(|version| version.number).collect())
-    }
-
-    fn pin(&mut self, number: Option<u64>) {
-        if let Some(number) = number {
-            self.shared.store.pin(number);
-        }
-        if let Some(before) = std::mem::replace(&mut self.pin, number) {
-            self.shared.store.unpin(before);
-        }
-    }
-
-    fn choose(&mut self, number: u64) {
-        self.pin(None);
-        self.versions.retain(|version| version.number == number);
-        self.changes = None;
-    }
-
-    fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>> {
-        self.changes = self.shared.store.changes(base, number);
-        let Some(changes) = &self.changes else { return vec![None; pieces.len()] };
-        let bytes = |piece: &Piece| {
-            let own = self.shared.store.shards.iter().zip(changes);
-            let own = own.filter(|(own, _)| own.leaf == piece.from);
-            own.map(|(own, places)| changes_bytes(places, own.dtypes[1].size()) as u64).sum()
-        };
-        pieces.iter().map(|piece| Some(bytes(piece))).collect()
-    }
-
-    fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer> {
-        let gone = || Error::kernel("a region of a published version is gone");
-        let (_, own, bits) = self.own(piece, region).ok_or_else(gone)?;
-        #[cfg(test)]
-        let bits = &super::tests::on_the_way(&self.shared.name, self.versions[0].number, bits);
-        let (region, item) = (piece.in_source(region), own.dtypes[1].size());
-        if let Some(range) = contiguous_bytes(&own.region, &region, item) {
-            return Ok(bits.slice(range));
-        }
-        let mut part = vec![0; region.elements() * item];
-        copy_region(bits, &own.region, &mut part, &region, &region, item);
-        Ok(part.into())
-    }
-
-    fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>) {
-        let Some((index, own, bits)) = self.own(piece, common) else { return };
-        let (common, item) = (piece.in_source(common), own.dtypes[1].size());
-        let known = self.versions.last().and_then(|one| one.hashes[index].get(&common).copied());
-        let hash = known.unwrap_or_else(|| {
-            // Next time it is computed while the bits are in the cache.
-            self.shared.store.hash(index, common.clone());
-            hash(bits, &own.region, &common, &piece.from_shape, item)
-        });
-        to.extend(hash.to_le_bytes());
-        if !changes {
-            return;
-        }
-        let at = to.len();
-        to.extend(0u64.to_le_bytes());
-        if let Some(places) = self.changes.as_ref().map(|changes| &changes[index]) {
-            match common == own.region {
-                true => write_changes(places, bits, item, to),
-                false => {
-                    let (places, values) = within(places, bits, own, &common);
-                    write_changes(&places, &values, item, to);
-                }
-            }
-        }
-        let len = (to.len() - at - 8) as u64;
-        to[at..at + 8].copy_from_slice(&len.to_le_bytes());
-    }
-
-    fn sent(&mut self, number: u64, refused: Option<&str>) {
-        let mut metrics = self.shared.metrics.lock();
-        match refused {
-            None => metrics.taken += 1,
-            Some(why) => {
-                metrics.refused += 1;
-                tracing::warn!(name = self.shared.name, number, "a subscriber refuses it: {why}");
-            }
-        }
-    }
-}
-
-/// Returns the places in `common` of changes of a shard, and the values of `common`.
-fn within(places: &Places, bits: &[u8], own: &OwnShard, common: &Region) -> (Places, Vec<u8>) {
-    let item = own.dtypes[1].size();
-    let mut values = vec![0; common.elements() * item];
-    copy_region(bits, &own.region, &mut values, common, common, item);
-    let (shape, mut found) = (own.region.shape(), Places::default());
-    for place in places.iter() {
-        let (mut left, mut at, mut step, mut is_in) = (place, 0, 1, true);
-        for dim in (0..shape.len()).rev() {
-            let (index, range) =
-                (own.region.range(dim).start + left % shape[dim], common.range(dim));
-            left /= shape[dim];
-            is_in &= range.contains(&index);
-            at += index.saturating_sub(range.start) * step;
-            step *= range.len();
-        }
-        if is_in {
-            found.push(at);
-        }
-    }
-    (found, values)
 }

@@ -1,7 +1,8 @@
 //! The versions that a process of a publisher has: their bits, and the elements that have changed
 //! from each version to the next.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::btree_map::{BTreeMap, Entry};
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +18,8 @@ use super::bits::{Places, cast, hash};
 
 /// Number of versions whose bits are kept: processes may be a version apart.
 const VERSIONS: usize = 2;
+/// Readers may have the memory of this many versions, with those that are kept. Beyond, they copy.
+const LENT: u64 = 6;
 /// The bytes of changes are kept up to this part of the bits.
 const CHANGES_PART: usize = 4;
 /// Bytes of values that are cast and compared at once: they stay in a core's cache.
@@ -66,8 +69,8 @@ struct State {
     /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
     pins: Vec<u64>,
     pinned: Vec<Arc<Version>>,
-    /// The regions of own shards whose hashes links need.
-    hashed: BTreeMap<usize, HashSet<Region>>,
+    /// The regions of own shards whose hashes links need, with the number of these links.
+    hashed: BTreeMap<(usize, Region), usize>,
     steps: VecDeque<Step>,
     /// Why there will be no further version.
     ended: Option<String>,
@@ -111,8 +114,8 @@ impl Store {
             let values = next(index)?;
             let old = last.as_ref().map(|last| &*last.bits[index]);
             let failed = |why: OutOfMemory| why.to_string();
-            let hashed = hashed.get(&index).into_iter().flatten();
-            let mut own = hashed.map(|region| (region.clone(), 0)).collect();
+            let hashed = hashed.keys().filter(|(shard, _)| *shard == index);
+            let mut own = hashed.map(|(_, region)| (region.clone(), 0)).collect();
             let (new, changed) = self.copy(shard, &values, old, &mut own).map_err(failed)?;
             hashes.push(own);
             bits.push(new);
@@ -177,9 +180,28 @@ impl Store {
         Ok((new.freeze(), places))
     }
 
-    /// Has the hash of a region of an own shard computed with each version to come.
+    /// Computes the hash of a region of an own shard with each version to come, until
+    /// [`unhash`](Self::unhash).
     pub(super) fn hash(&self, shard: usize, region: Region) {
-        self.state.lock().hashed.entry(shard).or_default().insert(region);
+        *self.state.lock().hashed.entry((shard, region)).or_default() += 1;
+    }
+
+    /// Takes back that a link needs the hash of a region.
+    pub(super) fn unhash(&self, shard: usize, region: Region) {
+        if let Entry::Occupied(mut links) = self.state.lock().hashed.entry((shard, region)) {
+            *links.get_mut() -= 1;
+            if *links.get() == 0 {
+                links.remove();
+            }
+        }
+    }
+
+    /// True if readers keep more memory of versions than is lent.
+    pub(super) fn is_short(&self) -> bool {
+        let state = self.state.lock();
+        let Some(newest) = state.versions.back() else { return false };
+        let bits = newest.bits.iter().map(|bits| Pool::rounded(bits.len()));
+        self.memory.stats().live > LENT * bits.sum::<u64>()
     }
 
     /// Waits for a version above `above`, and if `pin` is set until that one or a later one has
@@ -212,9 +234,17 @@ impl Store {
         }
     }
 
-    /// Has the first version from a number on kept, which is to come, until [`unpin`](Self::unpin).
-    pub(super) fn pin(&self, number: u64) {
-        self.state.lock().pins.push(number);
+    /// Keeps the first version from a number on until [`unpin`](Self::unpin): one that is to come,
+    /// or `held`.
+    pub(super) fn pin(&self, number: u64, held: Option<Arc<Version>>) {
+        let mut state = self.state.lock();
+        state.pins.push(number);
+        let mut known = state.pinned.iter().chain(&state.versions);
+        if let Some(held) = held
+            && known.all(|version| version.number != held.number)
+        {
+            state.pinned.push(held);
+        }
     }
 
     /// Takes a pin back.
@@ -315,7 +345,7 @@ mod tests {
     #[test]
     fn pinned_version_stays_until_its_last_pin_goes() {
         let store = store();
-        (0..2).for_each(|_| store.pin(15));
+        (0..2).for_each(|_| store.pin(15, None));
         assert_eq!(store.wait(None, Some(15), Duration::ZERO), Ok(vec![]));
         for number in (10..=50).step_by(10) {
             add(&store, number, [number as f32; 3]);
@@ -325,6 +355,44 @@ mod tests {
         assert_eq!(store.get(20).unwrap().number, 20);
         store.unpin(15);
         assert!(store.get(20).is_none());
+    }
+
+    #[test]
+    fn version_that_a_link_holds_stays_for_its_pin() {
+        let store = store();
+        (1..=2).for_each(|number| add(&store, number, [number as f32; 3]));
+        let held = store.get(1);
+        (3..=5).for_each(|number| add(&store, number, [number as f32; 3]));
+        store.pin(1, held);
+        assert_eq!(store.wait(None, Some(1), SECOND), Ok(vec![1, 4, 5]));
+        store.unpin(1);
+        assert_eq!(store.wait(None, None, SECOND), Ok(vec![4, 5]));
+    }
+
+    #[test]
+    fn memory_that_readers_keep_is_short() {
+        let store = store();
+        let mut kept = Vec::new();
+        for number in 0..20 {
+            add(&store, number, [number as f32; 3]);
+            assert_eq!(store.is_short(), number >= LENT, "{number}");
+            kept.push(store.get(number).unwrap().bits[0].clone());
+        }
+        kept.clear();
+        assert!(!store.is_short());
+    }
+
+    #[test]
+    fn hash_is_computed_until_the_last_link_ends() {
+        let store = store();
+        let part = Region::full(&[2]);
+        (0..2).for_each(|_| store.hash(0, part.clone()));
+        for (number, hashed) in [(1, 1), (2, 1), (3, 0)] {
+            add(&store, number, [1.0; 3]);
+            assert_eq!(store.get(number).unwrap().hashes[0].len(), hashed, "{number}");
+            store.unhash(0, part.clone());
+        }
+        assert!(store.state.lock().hashed.is_empty());
     }
 
     #[test]

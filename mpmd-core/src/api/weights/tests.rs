@@ -261,6 +261,58 @@ fn flipped_bit_is_refused_by_name_and_asked_for_again() {
     p.finish().unwrap();
 }
 
+/// Panics at the first call of `has_room` and of `take`, and records the ends of versions.
+struct Panicking {
+    asked: bool,
+    taken: bool,
+    ends: mpsc::Sender<Option<String>>,
+}
+
+impl Intake for Panicking {
+    fn has_room(&mut self) -> bool {
+        assert!(std::mem::replace(&mut self.asked, true), "no one looks for room");
+        true
+    }
+
+    fn take(&mut self, received: &Received) -> Result<(), String> {
+        let version = received.version;
+        assert!(std::mem::replace(&mut self.taken, true), "no shelf for version {version}");
+        Ok(())
+    }
+
+    fn end(&mut self, _: u64, refused: Option<&str>) {
+        self.ends.send(refused.map(str::to_owned)).unwrap();
+    }
+}
+
+#[test]
+fn panic_of_an_intake_is_trouble_and_a_refusal() {
+    let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);
+    let mut p = Program::builder().devices(2).alone().unwrap();
+    let subscribing = Subscribing::new("policy", address.to_string(), token());
+    let wanted = vec![wanted_here(&p)];
+    let (sender, ends) = mpsc::channel();
+    let intake = Box::new(Panicking { asked: false, taken: false, ends: sender });
+    let subscription = p.subscribe_with(subscribing, wanted, intake).unwrap();
+    let start = std::time::Instant::now();
+    let said = || subscription.state().trouble.unwrap_or_default();
+    while said() != "the intake panicked: no one looks for room" {
+        assert!(start.elapsed() < LONG, "{}", said());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    versions.send(1).unwrap();
+    let refused = ends.recv_timeout(LONG).unwrap();
+    assert_eq!(refused.unwrap(), "the intake panicked: no shelf for version 1");
+    // It is asked for once more.
+    assert_eq!(ends.recv_timeout(LONG).unwrap(), None);
+    assert_eq!(subscription.wait(1, Duration::MAX), Some(1));
+    let state = subscription.state();
+    assert_eq!((state.refused, state.trouble), (1, None));
+    drop((versions, subscription));
+    thread.join().unwrap();
+    p.finish().unwrap();
+}
+
 #[test]
 fn refused_version_is_told_to_both_ends() {
     let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);

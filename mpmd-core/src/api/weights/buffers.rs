@@ -1,0 +1,58 @@
+//! Arrays of buffers that a process has: the published bits.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::DeviceId;
+use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_transport::SharedBuffer;
+
+use crate::api::program::{NewOp, Part, Program};
+use crate::error::Result;
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
+use crate::exec::{AsyncBuffer, Rolling};
+
+impl Program {
+    /// Creates an array whose shards on this process are these buffers, without a copy. Each
+    /// process gives those of its own devices, all of them.
+    pub(super) fn array_of_buffers(
+        &mut self,
+        aval: ShapedArray,
+        sharding: Sharding,
+        buffers: Vec<(DeviceId, SharedBuffer)>,
+        at: &'static Location<'static>,
+    ) -> Result<MpmdArray> {
+        let layout = sharding.layout(aval.shape())?;
+        let what = Arc::new(OfBuffers { aval: aval.clone(), sharding: sharding.clone() });
+        let descriptor = || {
+            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| Memory::Host)];
+            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+        };
+        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let (op, _) = self.issue_op(
+            [0x0fb5, sharding.fingerprint(), word],
+            NewOp {
+                part: if buffers.is_empty() { Part::Idle } else { Part::Work(0) },
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
+        );
+        let shard = |(device, buffer)| LocalShard { device, slot: AsyncBuffer::filled(buffer) };
+        let shards: Vec<LocalShard> = buffers.into_iter().map(shard).collect();
+        let made = Made::new(aval, sharding, layout, what, self.runtime.clone());
+        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
+    }
+}
+
+struct OfBuffers {
+    aval: ShapedArray,
+    sharding: Sharding,
+}
+
+impl fmt::Display for OfBuffers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "published {} as {}", self.aval, self.sharding)
+    }
+}

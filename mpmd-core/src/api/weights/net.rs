@@ -1,0 +1,115 @@
+//! The network in which the processes of two ends meet: sockets, or in tests a simulated one.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use mpmd_base::ProcessId;
+use mpmd_transport::rendezvous::{
+    JoinConfig, Observer, Rendezvous, RendezvousError, Report, Server, ServerConfig, Token,
+};
+
+#[cfg(test)]
+use super::simulated::{Host, LocalService};
+use crate::api::program::SimulatedTransport;
+
+type Result<T> = std::result::Result<T, RendezvousError>;
+
+/// A network.
+#[derive(Clone, Debug, Default)]
+pub(super) enum Net {
+    #[default]
+    Sockets,
+    #[cfg(test)]
+    Simulated(Host),
+}
+
+/// A rendezvous service that this process runs.
+pub(super) enum Service {
+    Sockets(Server),
+    #[cfg(test)]
+    Simulated(LocalService),
+}
+
+impl Net {
+    /// Starts a service at an address.
+    pub(super) fn bind(&self, address: SocketAddr, config: ServerConfig) -> Result<Service> {
+        match self {
+            Self::Sockets => Server::bind(address, config).map(Service::Sockets),
+            #[cfg(test)]
+            Self::Simulated(host) => host.bind(address, &config).map(Service::Simulated),
+        }
+    }
+
+    /// Connects to a service, which may start later.
+    pub(super) fn connect(&self, config: JoinConfig) -> Result<Rendezvous> {
+        match self {
+            Self::Sockets => Rendezvous::connect(config),
+            #[cfg(test)]
+            Self::Simulated(host) => host.join(&config).map(|(rendezvous, _)| rendezvous),
+        }
+    }
+
+    /// Connects to the service of a link, which is over if nobody listens. Returns the transport of
+    /// a simulated one.
+    pub(super) fn join_link(
+        &self,
+        config: JoinConfig,
+    ) -> Result<(Rendezvous, Option<SimulatedTransport>)> {
+        match self {
+            Self::Sockets => Ok((Rendezvous::connect_again(config)?, None)),
+            #[cfg(test)]
+            Self::Simulated(host) => {
+                host.join(&config).map(|(rendezvous, over)| (rendezvous, Some(over)))
+            }
+        }
+    }
+
+    /// Connects an observer to a service.
+    pub(super) fn observe(
+        &self,
+        address: &str,
+        token: &Token,
+        timeout: Duration,
+    ) -> Result<Observer> {
+        match self {
+            Self::Sockets => Observer::connect(address, token.clone(), timeout),
+            #[cfg(test)]
+            Self::Simulated(host) => host.observe(address),
+        }
+    }
+}
+
+impl Service {
+    pub(super) fn address(&self) -> SocketAddr {
+        match self {
+            Self::Sockets(server) => server.address(),
+            #[cfg(test)]
+            Self::Simulated(service) => service.address,
+        }
+    }
+
+    /// Waits for the end of its job. See [`Server::wait_end`].
+    pub(super) fn wait_end(&self, time: Duration) -> Option<Result<()>> {
+        match self {
+            Self::Sockets(server) => server.wait_end(time),
+            #[cfg(test)]
+            Self::Simulated(service) => service.server.wait_end(time),
+        }
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        match self {
+            Self::Sockets(server) => server.is_complete(),
+            #[cfg(test)]
+            Self::Simulated(service) => service.server.is_complete(),
+        }
+    }
+
+    pub(super) fn reports(&self) -> Vec<(ProcessId, Report)> {
+        match self {
+            Self::Sockets(server) => server.reports(),
+            #[cfg(test)]
+            Self::Simulated(service) => service.server.reports(),
+        }
+    }
+}

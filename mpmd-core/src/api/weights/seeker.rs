@@ -1,0 +1,142 @@
+//! The thread that looks for the publisher, on process 0 of a subscriber, and invites the processes
+//! of both ends to links.
+//!
+//! A link is known by its rendezvous, which runs here: the link is over once that can never be
+//! complete, or once all processes have joined it and left. An invitation to a link that is over
+//! fails at once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::mpsc;
+use mpmd_proto::router::FailureKind;
+use mpmd_transport::rendezvous::{ServerConfig, Token};
+
+use super::group::{Answer, Call, Invitation, LONGEST, call, link_token, wrong};
+use super::net::Service;
+use super::subscriber::{Shared, Subscribing};
+use super::taker::News;
+
+/// Time between two attempts to reach a publisher, and after many links without a version.
+const RETRY: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
+/// Time limit of a call of the processes of an end.
+const CALL: Duration = Duration::from_secs(5);
+/// Time between two looks whether the subscription ends, while a link lasts.
+const WATCH: Duration = Duration::from_millis(100);
+
+/// Looks for the publisher on process 0, and invites all processes to links with it.
+pub(super) struct Seeker {
+    pub(super) subscribing: Subscribing,
+    /// The address and the token of this job's group.
+    pub(super) own: String,
+    pub(super) token: Token,
+    pub(super) devices: Vec<usize>,
+    pub(super) peer_timeout: Duration,
+    pub(super) shared: Arc<Shared>,
+    pub(super) told: mpsc::Sender<News>,
+}
+
+/// The end of a link that had begun.
+enum LinkEnd {
+    /// A process was lost.
+    Lost,
+    /// All have left it, also if the two ends do not fit each other.
+    Over,
+}
+
+impl Seeker {
+    pub(super) fn run(&self) {
+        let mut retry = RETRY[0];
+        // The reasons of the last attempt and of the last line in the log.
+        let mut last = None;
+        let mut said = None;
+        while !self.shared.has_ended() {
+            let before = self.shared.state().versions;
+            let found = self.link();
+            let has_more = self.shared.state().versions > before;
+            retry = match found {
+                // One that does not fit is not called all the time.
+                Ok(LinkEnd::Over) if !has_more => (retry * 2).min(RETRY[1]),
+                _ => RETRY[0],
+            };
+            if let Err(why) = &found {
+                self.shared.note(|state| state.trouble = Some(why.clone()));
+            }
+            let why = found.err();
+            match &why {
+                None => said = None,
+                Some(reason) if why != last => {
+                    // The receiver is gone once the subscription has ended.
+                    _ = self.told.send(News::NotFound(reason.clone()));
+                }
+                // A publisher that starts is not ready at the first attempt.
+                Some(reason) if why != said => {
+                    tracing::warn!(name = self.subscribing.name, "no versions come: {reason}");
+                    said = why.clone();
+                }
+                Some(_) => {}
+            }
+            last = why;
+            self.shared.sleep(retry);
+        }
+    }
+
+    /// Begins a link, and returns after its end.
+    fn link(&self) -> Result<LinkEnd, String> {
+        // This process has decided on all versions of the link before. The others hear of it before
+        // they are invited to the next one, and all are there.
+        let Subscribing { name, address, token, transport, net, .. } = &self.subscribing;
+        let settle = Call::Settle(self.shared.whole());
+        let own = |asked: &Call| match call(&self.own, (&self.token, net), asked, CALL) {
+            Ok(_) => Ok(()),
+            Err(why) => Err(format!("a process of this job does not answer: {why}")),
+        };
+        own(&settle)?;
+
+        let publisher = |asked: &Call| call(address, (token, net), asked, CALL);
+        let (answers, ip) = publisher(&Call::Hello(name.clone()))?;
+        let devices = answers.iter().map(|answer| match answer {
+            Answer::Here(devices) => Ok(*devices),
+            Answer::Other(other) => Err(format!("{address} publishes {other}, not {name}")),
+        });
+        let mut devices = devices.collect::<Result<Vec<usize>, String>>()?;
+        let publishers = devices.len();
+        devices.extend(&self.devices);
+
+        let nonce = Token::random().map_err(|why| why.to_string())?.to_hex();
+        let config = ServerConfig {
+            processes: devices.len(),
+            token: link_token(token, &nonce),
+            peer_timeout: self.peer_timeout.min(LONGEST),
+        };
+        let server = net.bind((ip, 0).into(), config).map_err(|why| wrong(why).to_string())?;
+        let (name, transport) = (name.clone(), transport.clone());
+        let server_address = server.address().to_string();
+        let invitation =
+            Invitation { name, server: server_address, nonce, publishers, devices, transport };
+        let join = Call::Join(invitation);
+        publisher(&join)?;
+        own(&join)?;
+
+        let ended = self.wait_end(&server);
+        // Those that have not joined yet fail at once.
+        drop(server);
+        self.shared.wait_unlinked();
+        ended
+    }
+
+    /// Waits until a link is over, or, before it has begun, until the subscription ends.
+    fn wait_end(&self, server: &Service) -> Result<LinkEnd, String> {
+        loop {
+            match server.wait_end(WATCH) {
+                Some(Ok(())) => break,
+                Some(Err(why)) => return Err(wrong(why).to_string()),
+                None if self.shared.has_ended() && !server.is_complete() => break,
+                None => {}
+            }
+        }
+        let mut reports = server.reports().into_iter();
+        let is_lost = reports.any(|(_, told)| told.failure.kind == FailureKind::PeerLost);
+        Ok(if is_lost { LinkEnd::Lost } else { LinkEnd::Over })
+    }
+}

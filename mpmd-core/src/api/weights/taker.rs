@@ -1,0 +1,455 @@
+//! The thread that joins links with the publisher on a process of a subscriber, and takes the
+//! versions that come.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::{mpsc, now, since};
+use mpmd_device::copy::copy_region;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::topology::DeviceId;
+use mpmd_transport::rendezvous::Token;
+use mpmd_transport::{Pool, SharedBuffer};
+
+use super::bits::{hash, read_changes};
+use super::group::{End, Invitation, Members, guarded};
+use super::layouts::{Asked, Piece, Wanted};
+use super::link::{self, Arrived, Ask, Numbers, Side, Target};
+use super::net::Net;
+use super::subscriber::{Intake, Received, Shared, Subscribing};
+use crate::error::{Error, panic_text};
+
+/// Time between two questions for room.
+const LOOK: Duration = Duration::from_millis(20);
+/// Time for which a process that has ended waits for the first process to end the link.
+const ALONE: Duration = Duration::from_secs(2);
+/// The reason why a version is forgotten that not all processes have taken.
+const BROKEN: &str = "the link to the publisher broke before every process had taken it";
+
+/// News for the thread that takes versions.
+pub(super) enum News {
+    /// There is a link to join.
+    Invited(Invitation),
+    /// The link before is over. The newest version that process 0 knows to be whole.
+    Settled(Option<Numbers>),
+    /// A process of either end cannot be reached, with the reason.
+    NotFound(String),
+}
+
+/// Takes the versions on this process.
+pub(super) struct Taking {
+    shared: Arc<Shared>,
+    wanted: Arc<Vec<Wanted>>,
+    avals: Arc<Vec<(String, ShapedArray)>>,
+    members: Members,
+    /// This process's place among them.
+    me: usize,
+    /// The secret of the publication.
+    secret: Token,
+    net: Net,
+    peer_timeout: Duration,
+    changes: bool,
+    intake: Guarded,
+    publications: Publications,
+    /// It outlives links: their bits may still be read.
+    memory: Pool,
+    /// The version that was taken, and whose end was lost with its link.
+    doubt: Option<Numbers>,
+}
+
+/// The publications that the subscription has found.
+#[derive(Debug, Default)]
+struct Publications {
+    /// The id of the last one.
+    last: Option<String>,
+    /// Number of those before it.
+    before: u64,
+    /// The newest version of the last one that is whole on every process.
+    version: Option<u64>,
+}
+
+impl Publications {
+    /// Notes the publication of a link.
+    fn find(&mut self, id: String) {
+        if self.last.as_ref() == Some(&id) {
+            return;
+        }
+        self.before += u64::from(self.last.is_some());
+        self.last = Some(id);
+        self.version = None;
+    }
+}
+
+impl Taking {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        wanted: Arc<Vec<Wanted>>,
+        (members, me): (Members, usize),
+        intake: Box<dyn Intake>,
+        (subscribing, peer_timeout): (&Subscribing, Duration),
+    ) -> Self {
+        let avals = wanted.iter().map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
+        let avals = Arc::new(avals.collect::<Vec<_>>());
+        let intake = Guarded { intake, shared: shared.clone() };
+        let (secret, changes) = (subscribing.token.clone(), subscribing.changes);
+        let net = subscribing.net.clone();
+        let (publications, doubt) = Default::default();
+        let memory = Pool::new("bits of a subscription", None);
+        Self {
+            shared,
+            wanted,
+            avals,
+            members,
+            me,
+            secret,
+            net,
+            peer_timeout,
+            changes,
+            intake,
+            publications,
+            memory,
+            doubt,
+        }
+    }
+
+    /// Takes versions until the subscription ends. Of several invitations only the newest is to a
+    /// link that may still come about.
+    pub(super) fn run(mut self, news: &mpsc::Receiver<News>) {
+        while let Ok(first) = news.recv() {
+            let mut newest = None;
+            for news in std::iter::once(first).chain(std::iter::from_fn(|| news.try_recv().ok())) {
+                match news {
+                    News::Invited(invitation) => newest = Some(invitation),
+                    News::Settled(whole) => self.settle(whole),
+                    News::NotFound(why) => self.intake.linked(Some(&why)),
+                }
+            }
+            if let Some(invitation) = newest.filter(|_| !self.shared.has_ended()) {
+                self.link(&invitation);
+            }
+        }
+    }
+
+    /// Joins a link, and returns after its end.
+    fn link(&mut self, invitation: &Invitation) {
+        let (me, peer_timeout, secret) = (self.me, self.peer_timeout, self.secret.clone());
+        let net = self.net.clone();
+        let mut taker = Taker::new(self, invitation);
+        let joined = guarded(|| invitation.join(End::Subscriber, me, &secret, peer_timeout, &net));
+        let result = joined.and_then(|mut p| {
+            taker.taking.shared.note(|state| (state.is_linked, state.trouble) = (true, None));
+            taker.taking.intake.linked(None);
+            let side = &mut Side::Subscriber(&mut taker);
+            let result = guarded(|| link::run(&mut p, invitation.publishers, side));
+            // Before another link can begin.
+            taker.break_off();
+            p.conclude(result)
+        });
+
+        // Without the operation of the link that waited.
+        let first = |error: Error| error.to_string().split("; operation").next().map(str::to_owned);
+        let why = result.err().and_then(first);
+        if let Some(why) = &why
+            && !self.shared.has_ended()
+        {
+            tracing::warn!(name = invitation.name, "the publisher is lost: {why}");
+        }
+        self.shared.note(|state| {
+            if let Some(why) = why {
+                state.trouble = Some(why);
+            }
+        });
+        let trouble = self.shared.state().trouble;
+        self.intake.linked(Some(&trouble.unwrap_or_default()));
+        self.shared.note(|state| state.is_linked = false);
+    }
+
+    /// Ends a version whose end this process has not heard. It is whole if it is the newest one
+    /// that process 0 has.
+    fn settle(&mut self, whole: Option<Numbers>) {
+        let Some(version) = self.doubt.take() else { return };
+        let number = version.version;
+        if whole != Some(version) {
+            return self.intake.end(number, Some(BROKEN));
+        }
+        self.intake.end(number, None);
+        self.shared.note(|state| {
+            state.version = Some(number);
+            state.versions += 1;
+        });
+    }
+}
+
+/// An intake whose panics are the subscription's trouble.
+struct Guarded {
+    intake: Box<dyn Intake>,
+    shared: Arc<Shared>,
+}
+
+impl Guarded {
+    /// Returns true if there is room; an error if the intake cannot tell.
+    fn has_room(&mut self) -> std::result::Result<bool, String> {
+        self.call(|intake| intake.has_room())
+    }
+
+    fn take(&mut self, received: &Received) -> std::result::Result<(), String> {
+        self.call(|intake| intake.take(received))?
+    }
+
+    fn end(&mut self, version: u64, refused: Option<&str>) {
+        _ = self.call(|intake| intake.end(version, refused));
+    }
+
+    fn linked(&mut self, ended: Option<&str>) {
+        _ = self.call(|intake| intake.linked(ended));
+    }
+
+    fn call<T>(&mut self, f: impl FnOnce(&mut dyn Intake) -> T) -> std::result::Result<T, String> {
+        let intake = &mut *self.intake;
+        catch_unwind(AssertUnwindSafe(|| f(intake))).map_err(|panic| {
+            let why = format!("the intake {}", panic_text(&*panic));
+            tracing::error!("{why}");
+            self.shared.note(|state| state.trouble = Some(why.clone()));
+            why
+        })
+    }
+}
+
+/// The bits of pieces on devices of this process.
+type Bits = HashMap<(usize, DeviceId), SharedBuffer>;
+
+struct Taker<'a> {
+    taking: &'a mut Taking,
+    /// The number in the link of this job's first device.
+    first: u32,
+    /// The bits of the last whole version, if they are kept, and of the one that comes.
+    bits: Bits,
+    fresh: Bits,
+    /// The version whose bits all processes keep.
+    base: Option<u64>,
+    /// The version that was refused last, and how often.
+    refused: (u64, u32),
+    /// The version that was taken and has not ended.
+    taken: Option<Taken>,
+}
+
+struct Taken {
+    version: Numbers,
+    is_refused: bool,
+}
+
+impl<'a> Taker<'a> {
+    fn new(taking: &'a mut Taking, invitation: &Invitation) -> Self {
+        let first: usize = invitation.devices.iter().take(invitation.publishers).sum();
+        Self {
+            taking,
+            first: first as u32,
+            bits: HashMap::new(),
+            base: None,
+            fresh: HashMap::new(),
+            refused: (0, 0),
+            taken: None,
+        }
+    }
+
+    /// Ends the version that the link was moving when it broke. On other processes than the first
+    /// it may be whole all the same: it is in doubt until the first one tells.
+    fn break_off(&mut self) {
+        let Some(Taken { version, is_refused }) = self.taken.take() else { return };
+        match self.taking.me == 0 || is_refused {
+            true => self.taking.intake.end(version.version, Some(BROKEN)),
+            false => self.taking.doubt = Some(version),
+        }
+    }
+
+    /// Returns the bytes of a piece, after its changes.
+    fn changed(
+        &self,
+        (index, piece): (usize, &Piece),
+        device: DeviceId,
+        changes: &[(Region, SharedBuffer)],
+    ) -> Option<SharedBuffer> {
+        let (old, item) = (self.bits.get(&(index, device))?, piece.aval.dtype().size());
+        let target = piece.target_of(device)?;
+        let mut new = self.taking.memory.allocate(old.len()).ok()?;
+        new.copy_from_slice(old);
+        for (common, bytes) in changes {
+            let row = common.shape();
+            let change = |place: usize, value: &[u8]| {
+                let (mut left, mut at, mut step) = (place, 0, 1);
+                for dim in (0..row.len()).rev() {
+                    let range = target.range(dim);
+                    at += (common.range(dim).start + left % row[dim] - range.start) * step;
+                    left /= row[dim];
+                    step *= range.len();
+                }
+                let is_in = left == 0 && place < common.elements();
+                new.get_mut(at * item..)?.get_mut(..item)?.copy_from_slice(value);
+                is_in.then_some(())
+            };
+            read_changes(&mut &bytes[..], item, change)?;
+        }
+        Some(new.freeze())
+    }
+}
+
+impl Target for Taker<'_> {
+    fn found(&mut self, id: String) {
+        self.taking.publications.find(id);
+    }
+
+    fn asked(&self) -> Vec<Asked> {
+        // They were checked at the start.
+        let number = |device| self.first + self.taking.members.number_of(device);
+        self.taking.wanted.iter().filter_map(|leaf| leaf.told(number).ok()).collect()
+    }
+
+    fn has_left(&self) -> bool {
+        self.taking.shared.ended().is_some_and(|at| since(at) > ALONE)
+    }
+
+    fn has_room(&mut self, timeout: Duration) -> bool {
+        let until = now() + timeout;
+        while !self.taking.shared.has_ended() {
+            let left = until.saturating_duration_since(now());
+            match self.taking.intake.has_room() {
+                Ok(true) => return true,
+                Ok(false) if left.is_zero() => return false,
+                Ok(false) => self.taking.shared.sleep(LOOK.min(left)),
+                // It is not asked again at once.
+                Err(_) => {
+                    self.taking.shared.sleep(left);
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    fn ask(&self, has_room: bool) -> Ask {
+        // A version may be damaged on its way once; it is not asked for a third time.
+        let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
+        let Publications { before: publication, version, .. } = self.taking.publications;
+        let above = version.max(given_up);
+        let has_ended = self.taking.shared.has_ended();
+        Ask { publication, above, base: self.base, has_room, has_ended }
+    }
+
+    fn piece(
+        &mut self,
+        (index, piece): (usize, &Piece),
+        device: DeviceId,
+        arrived: Arrived,
+        sum: u64,
+    ) -> std::result::Result<(), String> {
+        let wanted = self.taking.wanted.get(piece.to);
+        let name = &wanted.ok_or("process 0 wants other leaves than this one")?.name;
+        let bytes = match arrived {
+            Arrived::Whole(bytes) => bytes,
+            Arrived::Changes(changes) => self
+                .changed((index, piece), device, &changes)
+                .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
+        };
+        let Some(target) = piece.target_of(device) else { return Ok(()) };
+        let (region, item) = (piece.in_source(target), piece.aval.dtype().size());
+        if hash(&bytes, &region, &region, &piece.from_shape, item) != sum {
+            let region = piece.in_target(target);
+            return Err(format!("{name} {region} arrived with other bits than were published"));
+        }
+        let bytes = match self.taking.changes && bytes.is_lent() {
+            true => {
+                let own = self.taking.memory.allocate(bytes.len());
+                let mut own = own.map_err(|why| why.to_string())?;
+                own.copy_from_slice(&bytes);
+                own.freeze()
+            }
+            false => bytes,
+        };
+        self.fresh.insert((index, device), bytes);
+        Ok(())
+    }
+
+    fn take(&mut self, version: Numbers, pieces: &[Piece]) -> std::result::Result<(), String> {
+        let mut shards = Vec::new();
+        for (leaf, asked) in self.asked().iter().enumerate() {
+            let item = asked.dtype.size();
+            let own = asked.shards.iter().filter(|(device, region)| {
+                self.fresh.keys().any(|(_, own)| own.0 == *device) || region.is_empty()
+            });
+            for (device, region) in own {
+                let device = DeviceId(*device);
+                let parts = pieces.iter().enumerate().filter(|(_, piece)| piece.to == leaf);
+                let parts: Vec<(Region, SharedBuffer)> = parts
+                    .filter_map(|(index, piece)| {
+                        let bytes = self.fresh.get(&(index, device))?.clone();
+                        Some((piece.in_target(piece.target_of(device)?), bytes))
+                    })
+                    .collect();
+                let values = match &parts[..] {
+                    [(only, bytes)] if only == region => bytes.clone(),
+                    parts => {
+                        let bytes = region.elements() * item;
+                        let all = self.taking.memory.allocate(bytes);
+                        let mut all = all.map_err(|why| why.to_string())?;
+                        for (part, bytes) in parts {
+                            copy_region(bytes, part, &mut all, region, part, item);
+                        }
+                        all.freeze()
+                    }
+                };
+                shards.push((leaf, region.clone(), values));
+            }
+        }
+        let avals = self.taking.avals.clone();
+        let Numbers { publication, version: number } = version;
+        let received = Received { version: number, publication, shards, avals };
+        let taken = self.taking.intake.take(&received);
+        self.taken = Some(Taken { version, is_refused: taken.is_err() });
+        taken
+    }
+
+    fn ended(&mut self, why: &str) {
+        self.taking.shared.note(|state| state.trouble = Some(why.to_owned()));
+    }
+
+    fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>) {
+        let number = version.version;
+        let fresh = std::mem::take(&mut self.fresh);
+        self.refused = match (refused, self.refused) {
+            (Some(_), (last, count)) if last == number => (number, count + 1),
+            (Some(_), _) => (number, 1),
+            (None, _) => (0, 0),
+        };
+        // After a refusal all bits are asked for.
+        let keeps = self.taking.changes && refused.is_none();
+        (self.bits, self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
+        if refused.is_none() {
+            self.taking.publications.version = Some(number);
+            self.taking.shared.set_whole(version);
+        }
+        self.taken = None;
+        self.taking.shared.note(|state| {
+            state.bytes = bytes;
+            if refused.is_none() {
+                state.trouble = None;
+            }
+        });
+        self.taking.intake.end(number, refused);
+        self.taking.shared.note(|state| match refused {
+            None => {
+                (state.version, state.versions) = (Some(number), state.versions + 1);
+            }
+            Some(why) => {
+                state.refused += 1;
+                state.trouble = Some(format!("version {number} was refused: {why}"));
+            }
+        });
+        match refused {
+            None => tracing::info!(version = number, bytes, "a version was taken"),
+            Some(why) => tracing::warn!("version {number} was refused: {why}"),
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Programs that publish and take versions of weights.
+
+pub(crate) mod intake_panics;
+pub(crate) mod leaf_not_published;
+pub(crate) mod lower_version;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use mpmd::launch::Token;
+use mpmd::prelude::*;
+use mpmd::weights::{Publication, Publisher, Subscribing, Subscription, Wanted};
+
+/// Time for the trouble of a subscription.
+const SOON: Duration = Duration::from_secs(30);
+
+fn token() -> Token {
+    Token::derived("a wrong program")
+}
+
+/// Creates an array over all devices.
+fn leaf(p: &mut Program) -> Result<MpmdArray> {
+    let on = p.mesh(&[("x", -1)])?.sharding(spec!["x"]);
+    p.array_from_fn(f32s([4]), on, |_, mut view| Ok(view.fill(1.0f32)?))
+}
+
+/// Publishes a tree of one leaf, `w`.
+fn publisher(p: &mut Program, tree: &BTreeMap<String, MpmdArray>) -> Result<Publisher> {
+    p.publish(Publication::new("policy", token()), tree)
+}
+
+/// Returns the settings of a subscription to a publisher.
+fn subscribing(publisher: &Publisher) -> Subscribing {
+    let address = publisher.address().map(|address| address.to_string());
+    Subscribing::new("policy", address.unwrap_or_default(), token())
+}
+
+/// Wants a leaf whole on every device.
+fn wanted(p: &Program, name: &str) -> Result<Vec<Wanted>> {
+    Ok(vec![Wanted::new(name, f32s([4]), p.mesh(&[("x", -1)])?.replicated())])
+}
+
+/// Returns the trouble of a subscription as an error, once there is some. A dry run has none.
+fn trouble(p: &Program, subscription: &Subscription) -> Result<()> {
+    let start = Instant::now();
+    while !p.is_dry_run() && start.elapsed() < SOON {
+        if let Some(why) = subscription.state().trouble {
+            return Err(Error::Environment(why));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
