@@ -99,11 +99,12 @@ pub enum Error {
     Environment(String),
     /// The epoch of the job ends after a commit, since its processes change: see
     /// [`Program::commit`](crate::Program::commit). The program should return this error. It is
-    /// called again in the next epoch. Every process gets it.
+    /// called again in the next epoch. Every process gets it. If it returns another error, the job
+    /// ends with that one.
     #[error("this epoch of the job is over after the last commit: {why}")]
     EpochOver {
         /// The change.
-        why: String,
+        why: Arc<str>,
     },
     /// [`Commits::restore`](crate::Commits::restore) finds no commit that is whole: both processes
     /// that had copies of a region are lost. The environment is at fault. Every process gets it.

@@ -63,6 +63,8 @@ struct State {
     history: u64,
     switches: u64,
     log: String,
+    /// True once the function that is simulated has returned.
+    is_over: bool,
 }
 
 struct Thread {
@@ -137,6 +139,7 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
         history: 0xcbf2_9ce4_8422_2325,
         switches: 0,
         log: String::new(),
+        is_over: false,
     };
     let world = Arc::new(World { state: Mutex::new(state), epoch: Instant::now(), settings });
     let me = Me { world: world.clone(), thread: world.add("first", None) };
@@ -144,6 +147,7 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
     WORLDS.fetch_add(1, Ordering::Relaxed);
     ME.set(Some(me.clone()));
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
+    world.state.lock().is_over = true;
     while me.world.state.lock().threads[1..].iter().any(|thread| thread.status != Status::Ended) {
         me.wait(world.ends(), None);
     }
@@ -460,6 +464,11 @@ impl fmt::Display for State {
             };
             write!(f, "\n  {}: {state}", thread.name)?;
         }
+        if self.is_over {
+            let cause = "its programs have ended; something outside keeps parts of them, such as a \
+                         handle to an array or object: drop it before the simulation ends";
+            write!(f, "\n  {cause}")?;
+        }
         Ok(())
     }
 }
@@ -468,6 +477,23 @@ impl fmt::Display for State {
 mod tests {
     use super::super::{mpsc, now, thread};
     use super::*;
+
+    #[test]
+    fn hang_after_the_end_names_the_cause() {
+        let mut state = State {
+            random: fastrand::Rng::with_seed(1),
+            now: Duration::from_secs(3),
+            threads: Vec::new(),
+            stops: Vec::new(),
+            history: 0,
+            switches: 0,
+            log: String::new(),
+            is_over: false,
+        };
+        assert!(!state.to_string().contains("keeps parts of them"));
+        state.is_over = true;
+        assert!(state.to_string().contains("keeps parts of them"));
+    }
 
     #[test]
     fn endless_waits_overflow_nothing() {

@@ -76,11 +76,18 @@ pub(crate) struct Kept {
     run: Option<u128>,
     /// The number of commits in the running epoch.
     number: u64,
+    /// The step that the program has committed last in the running epoch, and the identity of its
+    /// state. `None` before its first commit.
+    last: Option<(u64, u128)>,
+    /// True once the program has restored a commit in the running epoch, or found none.
+    pub(crate) is_restored: bool,
     /// The words of all processes with the last two commits, in which they ask for a change of the
     /// job: see `recover/change`.
     pub(crate) words: VecDeque<MpmdArray>,
     /// True if this process asks to leave the job.
     pub(crate) asks_to_leave: bool,
+    /// True if this process was found to be slow or wrong.
+    pub(crate) is_dropped: bool,
     /// True if all processes of the job ask to leave it.
     pub(crate) all_ask_to_leave: bool,
     /// The number of processes of the epoch.
@@ -200,8 +207,11 @@ impl Kept {
             memory: Pool::new("copies of commits", None),
             run: None,
             number: 0,
+            last: None,
+            is_restored: false,
             words: VecDeque::new(),
             asks_to_leave: false,
+            is_dropped: false,
             all_ask_to_leave: false,
             processes: 0,
             may_change: false,
@@ -216,12 +226,27 @@ impl Kept {
             *self = Self { asks_to_leave, ..Self::new(self.every) };
         }
         (self.run, self.number) = (Some(run), 0);
+        (self.last, self.is_restored) = (None, false);
     }
 
     /// Notes that the program has come to a step. Returns true if that is to be committed.
     pub(crate) fn reach(&mut self, step: u64) -> bool {
         self.time.reach(step);
         step.is_multiple_of(self.every)
+    }
+
+    /// True if the program has neither restored nor committed a state in the running epoch.
+    pub(crate) fn may_restore(&self) -> bool {
+        !self.is_restored && self.last.is_none()
+    }
+
+    /// Notes that the program commits a state with this identity. Returns false if it has committed
+    /// the step with another state.
+    pub(crate) fn is_new_or_same(&mut self, step: u64, identity: u128) -> bool {
+        let is_other = |(last, of): (u64, u128)| last == step && of != identity;
+        let fits = !self.last.is_some_and(is_other);
+        self.last = Some((step, identity));
+        fits
     }
 
     /// Returns the identity of the next commit.

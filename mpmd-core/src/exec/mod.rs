@@ -54,7 +54,7 @@ pub(crate) use mpmd_proto::router::{Span, Values};
 pub(crate) use waits::async_buffer::{
     AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
 };
-pub(crate) use waits::in_flight::{Counts, InFlight, OnLoan, OpGuard};
+pub(crate) use waits::in_flight::{Counts, InFlight, LeftBehind, OnLoan, OpGuard};
 pub(crate) use waits::parker::Parker;
 pub(crate) use waits::status::{Doing, Status};
 use waits::under_way::UnderWay;

@@ -2,8 +2,8 @@
 //! run, or they cannot run at all.
 //!
 //! The stages of a pipeline have unequal work, so a process is compared with its own past, and the
-//! change with that of the others: on a machine with other load all become slower. Pure: all
-//! processes come to the same result from the same times.
+//! change with that of the others: on a machine with other load all become slower. Others that become
+//! faster make no process slow. Pure: all processes come to the same result from the same times.
 
 use std::collections::VecDeque;
 
@@ -12,9 +12,6 @@ const WINDOW: usize = 12;
 
 /// The number of commits at the start of an epoch that are not counted.
 const WARM_UP: usize = 3;
-
-/// The least factor by which the other processes' times are taken to have changed.
-const LEAST_CHANGE: f64 = 0.1;
 
 /// The number of commits in a row at which a process must be too slow.
 const STREAK: usize = 3;
@@ -77,8 +74,8 @@ impl Paces {
         for (process, (_, last)) in self.windows.iter_mut().enumerate() {
             let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
             let mut others: Vec<f64> = others.map(|(_, change)| *change).collect();
-            let load = if others.is_empty() { 1.0 } else { median(&mut others) };
-            last.push_back(changes[process] / load.max(LEAST_CHANGE));
+            let load = if others.is_empty() { 1.0 } else { upper_median(&mut others) };
+            last.push_back(changes[process] / load.max(1.0));
             if last.len() > WINDOW {
                 last.pop_front();
             }
@@ -108,19 +105,34 @@ impl Paces {
     }
 }
 
+/// Returns the median, of an even number of values the lower one.
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[(values.len() - 1) / 2]
+}
+
+/// Returns the median, of an even number of values the upper one.
+fn upper_median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Returns the commit at which a process is found slow, and the process. `time` has
+    /// Returns the commit at which one of four processes is found slow, and the process. `time` has
     /// milliseconds by (commit, process).
     fn found(commits: usize, time: impl Fn(usize, usize) -> f64) -> Option<(usize, usize)> {
-        let (mut paces, mut totals) = (Paces::new(2.0), vec![0; 4]);
+        found_of(4, commits, time)
+    }
+
+    fn found_of(
+        processes: usize,
+        commits: usize,
+        time: impl Fn(usize, usize) -> f64,
+    ) -> Option<(usize, usize)> {
+        let (mut paces, mut totals) = (Paces::new(2.0), vec![0; processes]);
         (0..commits).find_map(|commit| {
             for (process, total) in totals.iter_mut().enumerate() {
                 *total += (1000.0 * time(commit, process)) as u64;
@@ -137,6 +149,22 @@ mod tests {
         };
         let (commit, process) = found(200, time).expect("it is slow");
         assert!((process, commit) == (2, commit) && (100..120).contains(&commit), "{commit}");
+    }
+
+    #[test]
+    fn others_that_become_faster_make_no_process_slow() {
+        for processes in 2..=5 {
+            for faster in 1..processes {
+                let time = |commit, process| match process < faster && commit >= 30 {
+                    true => 1.0,
+                    false => 9.0 + process as f64,
+                };
+                assert_eq!(found_of(processes, 200, time), None, "{faster} of {processes}");
+            }
+            let slower = |commit, process| if commit >= 30 && process == 1 { 30.0 } else { 9.0 };
+            let found = found_of(processes, 200, slower);
+            assert_eq!(found.map(|(_, process)| process), Some(1), "of {processes}");
+        }
     }
 
     #[test]

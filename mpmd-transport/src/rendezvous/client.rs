@@ -110,7 +110,7 @@ impl Rendezvous {
     /// A process that finds no place waits as a spare, for as long as the job runs: one with a
     /// number beyond the job's, one that was started later, or one that was given up meanwhile.
     /// Then it gets the place of a process that is gone. Returns `None` if the job ends without
-    /// it.
+    /// it, and on a process that [leaves](Member::leaves) once it is not needed any more.
     ///
     /// A later epoch may have another number of processes, if [`Member::sizes`] allows it. Fewer
     /// if no process is left for a free place; then the processes have new numbers, in the same
@@ -157,11 +157,11 @@ impl Rendezvous {
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
         let answer = self.link.ask(answer_within, join)?.1;
         let joined = match &answer {
-            &Answer::Members { process, epoch, run, ref members, .. }
+            &Answer::Members { process, epoch, run, ref members, standing, .. }
                 if (epoch > 1 || members.len() as u64 == processes)
                     && process.index() < members.len() =>
             {
-                Some(Joined { process, epoch, run, members: members.to_vec() })
+                Some(Joined { process, epoch, run, members: members.to_vec(), standing })
             }
             _ => None,
         };
@@ -172,6 +172,22 @@ impl Rendezvous {
     /// one if others wait for a place that [`Member::sizes`] allows. Only process 0 hears of them.
     pub fn could_have(&self) -> usize {
         self.link.state.lock().sizes.1
+    }
+
+    /// Tells the server that a commit of this epoch is whole on all its processes. So those that
+    /// [leave](Member::leaves) the job are not needed any more. Waits for no answer.
+    ///
+    /// # Errors
+    ///
+    /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
+    pub fn commit_is_whole(&self) -> Result<(), RendezvousError> {
+        self.link.state.lock().is_whole = true;
+        self.link.send(Request::Whole)
+    }
+
+    /// True if a commit of this epoch is [whole](Self::commit_is_whole) as far as this process knows.
+    pub fn has_whole_commit(&self) -> bool {
+        self.link.state.lock().is_whole
     }
 
     /// Sets a value that all processes can [`get`](Self::get), replacing the earlier one of `key`.

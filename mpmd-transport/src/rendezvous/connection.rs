@@ -88,6 +88,8 @@ pub(super) struct State {
     /// True once the loss of the server has been reported, which is done once.
     pub(super) loss_told: bool,
     pub(super) leaving: bool,
+    /// True once this process knows that a commit of its epoch is whole on all processes.
+    pub(super) is_whole: bool,
     /// Who can go on with the service, as far as a process that waits for a place has heard.
     pub(super) succession: Option<Succession>,
     /// Number of processes of the epoch that this process has joined, and of the next one if others
@@ -170,7 +172,7 @@ impl Connection {
         self.send(message).map_err(|e| e.to_string())
     }
 
-    fn send(&self, message: Request) -> Result<(), RendezvousError> {
+    pub(super) fn send(&self, message: Request) -> Result<(), RendezvousError> {
         match &self.wire {
             Wire::Local(line) => {
                 line.say(message);

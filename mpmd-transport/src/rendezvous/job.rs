@@ -123,6 +123,7 @@ impl Job {
         let (ask, answer) = match request {
             // The connection answers clock requests itself, without the delay of this queue.
             Request::Pong | Request::Clock { .. } => return,
+            Request::Whole => return self.epochs.is_whole(link, &mut self.actions),
             Request::Join {
                 ask,
                 process,
@@ -136,7 +137,14 @@ impl Job {
                 let wait = Wait::new(ask, now, peer_timeout);
                 // A service that goes on knows nothing but marks.
                 let identity = Identity { key: identity.mark(), ..identity };
-                let wish = Wish { process, processes: processes as usize, epoch, identity, waits };
+                let wish = Wish {
+                    process,
+                    processes: processes as usize,
+                    epoch,
+                    identity,
+                    waits,
+                    leaves: waits && member.leaves,
+                };
                 (ask, self.join(link, &wish, *member, wait, now).map(|()| None))
             }
             Request::Set { ask, key, value } => {
@@ -316,7 +324,7 @@ impl Job {
         }
         let error = |name| RendezvousError::BarrierBroken { name, process, why: why.to_owned() };
         self.barriers.fail(error, &mut self.actions);
-        self.epochs.dismiss_spares(&mut self.actions);
+        self.epochs.dismiss_spares(self.ticked, &mut self.actions);
     }
 
     /// Fails the requests of this epoch's processes for values that nobody may set any more.

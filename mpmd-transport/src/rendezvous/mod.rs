@@ -91,6 +91,9 @@ pub struct Member {
     pub sizes: Vec<u32>,
     /// True if the process was added to the job: it may make it larger than it was at first.
     pub is_added: bool,
+    /// True if the process leaves the job, but has copies of its state. It waits without a place
+    /// until a commit of the others is whole, and has one again if a process is lost before.
+    pub leaves: bool,
     /// The place where the process can go on with the service. `None` on the one that runs it, and
     /// in a job whose service does not move.
     pub heir: Option<Heir>,
@@ -108,6 +111,18 @@ pub struct Joined {
     pub run: u128,
     /// The descriptions of all processes, by process number.
     pub members: Vec<Member>,
+    /// The commits of the job, and those that leave it.
+    pub standing: CommitStanding,
+}
+
+/// The commits of a job at the begin of an epoch.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct CommitStanding {
+    /// The newest epoch of which a commit was whole on all processes. `None` before the first one.
+    pub whole: Option<u64>,
+    /// Number of processes that leave the job, and have copies until a commit of this epoch is
+    /// whole.
+    pub leavers: u32,
 }
 
 /// The part of a process in its job, as the server's owner sees it.

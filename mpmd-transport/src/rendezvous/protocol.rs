@@ -7,14 +7,14 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Identity, Member, RendezvousError, Report};
+use super::{CommitStanding, Identity, Member, RendezvousError, Report};
 use crate::handshake::Protocol;
 use mpmd_proto::control;
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
 /// same.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -80,6 +80,8 @@ pub(super) enum Request {
         how: Leaving,
     },
     Pong,
+    /// A commit of the client's epoch is whole on all its processes. Has no answer.
+    Whole,
     Report {
         ask: u64,
         report: Report,
@@ -173,6 +175,7 @@ pub(super) enum Answer {
         epoch: u64,
         run: u128,
         members: Arc<[Member]>,
+        standing: CommitStanding,
         more: bool,
     },
     Value(Vec<u8>),
@@ -185,7 +188,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     let Reply::Answer { ask, result: Ok(answer) } = reply else {
         return Box::new(iter::once(reply));
     };
-    let Answer::Members { process, epoch, run, members, more: false } = answer else {
+    let Answer::Members { process, epoch, run, members, standing, more: false } = answer else {
         return Box::new(iter::once(Reply::Answer { ask, result: Ok(answer) }));
     };
     let mut next = Some(0);
@@ -201,7 +204,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let more = end < members.len();
         next = more.then_some(end);
         let members = members[first..end].into();
-        let result = Ok(Answer::Members { process, epoch, run, members, more });
+        let result = Ok(Answer::Members { process, epoch, run, members, standing, more });
         Some(Reply::Answer { ask, result })
     }))
 }
@@ -294,7 +297,9 @@ mod tests {
             let members: Arc<[Member]> = (0..processes).map(member).collect();
             let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
             let all = members.clone();
-            let answer = Answer::Members { process, epoch, run, members: all, more: false };
+            let standing = CommitStanding { whole: Some(1), leavers: 2 };
+            let answer =
+                Answer::Members { process, epoch, run, members: all, standing, more: false };
             let mut heard = Vec::new();
             let mut last = false;
             for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
@@ -308,6 +313,7 @@ mod tests {
                             epoch: 2,
                             run: told,
                             members,
+                            standing: CommitStanding { whole: Some(1), leavers: 2 },
                             more,
                         }),
                 } = part
@@ -354,6 +360,7 @@ mod tests {
             trouble: Some("none".into()),
             sizes: vec![1, 2],
             is_added: true,
+            leaves: true,
             heir: Some(Heir { address: "10.0.0.1:78".into(), mark: 1 << 80, since: 2 }),
         };
         let (epoch, waits, processes) = (1, true, 2);
@@ -376,6 +383,7 @@ mod tests {
             Request::Clock { ask: 70_000 },
             Request::Leave { ask: 6, how: Leaving::Returns },
             Request::Pong,
+            Request::Whole,
             Request::Look { ask: 7, words: vec![5; 9] },
             Request::Status { look: 8, status: Ok(vec![3; 25]) },
             Request::Status { look: 9, status: Err("it starts".into()) },
@@ -391,6 +399,7 @@ mod tests {
                 epoch: 3,
                 run: 5,
                 members: vec![member; 2].into(),
+                standing: CommitStanding { whole: Some(2), leavers: 1 },
                 more: true,
             })),
             answer(Ok(Answer::Value(vec![1; 30]))),

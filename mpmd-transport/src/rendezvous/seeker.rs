@@ -14,6 +14,8 @@ pub struct Seeker {
     service: String,
     /// True if the process at `service` runs it no more, or runs that of another job.
     is_left: bool,
+    /// True if the process that ran the service leaves the job, and comes to the next place.
+    host_lives: bool,
     /// `None` on a process that runs the service, and on one that cannot go on with it.
     deputy: Option<Deputy>,
     succession: Option<Succession>,
@@ -22,7 +24,7 @@ pub struct Seeker {
 impl Seeker {
     /// Creates the knowledge of a process that starts: the address of the service.
     pub fn new(service: String) -> Self {
-        Self { service, is_left: false, deputy: None, succession: None }
+        Self { service, is_left: false, host_lives: false, deputy: None, succession: None }
     }
 
     /// Notes who can go on with the service. Those that this process has heard of while it waited
@@ -45,6 +47,12 @@ impl Seeker {
         let elsewhere = |succession: &Succession| !succession.contains(&self.service);
         self.is_left = self.succession.as_ref().is_some_and(elsewhere);
         self.is_left
+    }
+
+    /// Notes that the process which runs the service leaves the job, and looks for the next place of
+    /// the service like all others.
+    pub fn hands_over(&mut self) {
+        self.host_lives = self.leaves();
     }
 
     /// Listens at an address of the interface `at`, unless it does so already, so that this process
@@ -73,7 +81,8 @@ impl Seeker {
 
     /// Connects to the service. If its process is gone, connects to the one that goes on with it.
     /// That may be this process: then it puts the service into `server`. `config` is that of the
-    /// job's start; its server counts for nothing.
+    /// job's start; its server counts for nothing. A process that [hands over](Self::hands_over) the
+    /// service stops it once it has found the next place, and keeps it if there is none.
     ///
     /// Waits for a process that is to go on with the service, but has not come to it, at most for
     /// the peer timeout. One that waits for a place waits for as long as that process lives.
@@ -87,28 +96,35 @@ impl Seeker {
         config: &JoinConfig,
         server: &mut Option<Server>,
     ) -> Result<Rendezvous, RendezvousError> {
+        let own = server.is_some().then(|| self.service.clone());
         loop {
             if std::mem::take(&mut self.is_left) {
-                self.find(config, server)?;
+                self.find(config, server, own.as_ref())?;
             }
             let config = JoinConfig { server: self.service.clone(), ..config.clone() };
-            let Some(succession) = self.succession.as_ref().filter(|_| server.is_none()) else {
+            let is_here = server.is_some() && own.as_ref().is_none_or(|own| *own == self.service);
+            let Some(succession) = self.succession.as_ref().filter(|_| !is_here) else {
                 return Rendezvous::connect(config);
             };
             match Rendezvous::connect_again(config) {
                 Err(_) if is_gone(&self.service) => self.is_left = true,
                 Err(RendezvousError::Unreachable { .. })
                     if succession.is_of_spare() && is_heard(&self.service) => {}
-                connected => return connected,
+                connected => {
+                    *server = None;
+                    return connected;
+                }
             }
         }
     }
 
-    /// Finds the place where the service goes on.
+    /// Finds the place where the service goes on: at the earlier one, if that is `here`, should no
+    /// other be left.
     fn find(
         &mut self,
         config: &JoinConfig,
         server: &mut Option<Server>,
+        here: Option<&String>,
     ) -> Result<(), RendezvousError> {
         let own = self.deputy.as_ref().map(Deputy::address);
         let place = self.succession.as_ref().map(|succession| succession.find(own.as_deref()));
@@ -118,11 +134,13 @@ impl Seeker {
                 let JoinConfig { processes, ref token, peer_timeout, .. } = *config;
                 let config = ServerConfig { processes, token: token.clone(), peer_timeout };
                 let deputy = self.deputy.take();
-                let resume = |deputy| Server::resume(deputy, succession, config);
+                let host_lives = std::mem::take(&mut self.host_lives);
+                let resume = |deputy| Server::resume(deputy, (succession, host_lives), config);
                 let resumed = deputy.map(resume).transpose()?;
                 self.service = own.unwrap_or_default();
                 *server = resumed;
             }
+            _ if let Some(here) = here => self.service.clone_from(here),
             _ => {
                 return Err(RendezvousError::ServerGone {
                     server: self.service.clone(),

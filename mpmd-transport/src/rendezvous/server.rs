@@ -74,17 +74,18 @@ impl Server {
 
     /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
     /// processes of the epoch of `succession` join the next one here, except for those that are
-    /// gone. `config` is that of the job's start. Probes for two seconds at most which are gone.
+    /// gone. The one that ran the service comes too if `host_lives`. `config` is that of the job's
+    /// start. Probes for two seconds at most which are gone.
     pub(super) fn resume(
         deputy: Deputy,
-        succession: &Succession,
+        (succession, host_lives): (&Succession, bool),
         config: ServerConfig,
     ) -> Result<Self, RendezvousError> {
         let past = succession.past.as_ref().ok_or_else(|| RendezvousError::OutOfTurn {
             what: "going on with the rendezvous service".into(),
             when: "for a process that had a place".into(),
         })?;
-        let lives = deputy.lives(past);
+        let lives = deputy.lives(past, host_lives);
         let Deputy { listener, address } = deputy;
         tracing::info!(%address, past.epoch, ?lives, "goes on with the rendezvous service");
         let (processes, peer_timeout, now) =

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::connect::{Probe, probe};
-use super::{Joined, Member, RendezvousError};
+use super::{CommitStanding, Joined, Member, RendezvousError};
 use crate::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
@@ -80,6 +80,13 @@ impl Succession {
     /// Creates that of a process that waits for a place.
     pub(super) fn told(run: u128, addresses: Vec<String>) -> Self {
         Self { run, addresses, past: None }
+    }
+
+    /// Notes that a commit of the epoch is whole on all its processes.
+    pub fn commit_is_whole(&mut self) {
+        if let Some(past) = &mut self.past {
+            past.standing = CommitStanding { whole: Some(past.epoch), leavers: 0 };
+        }
     }
 
     /// The identity of the job's run.
@@ -158,11 +165,11 @@ impl Deputy {
     }
 
     /// Returns if each process of an epoch lives, which is certain only of those that do not. The
-    /// one that ran the service does not.
-    pub(super) fn lives(&self, past: &Joined) -> Vec<bool> {
+    /// one that ran the service does if `host_lives`.
+    pub(super) fn lives(&self, past: &Joined, host_lives: bool) -> Vec<bool> {
         let (own, until) = (self.address(), after(Instant::now(), ASK_WITHIN));
         let lives =
             |heir: &Heir| heir.address == own || probe(&heir.address, until) != Probe::Refused;
-        past.members.iter().map(|member| member.heir.as_ref().is_some_and(lives)).collect()
+        past.members.iter().map(|member| member.heir.as_ref().map_or(host_lives, lives)).collect()
     }
 }

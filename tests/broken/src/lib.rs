@@ -1,9 +1,10 @@
 //! Wrong programs, each with labels that say how it is found. See the README of this folder.
 
+mod recovery;
 mod server;
 mod weights;
 
-use mpmd::Program;
+use mpmd::{Commits, Program};
 
 /// A wrong program. It runs with two processes of one device each.
 pub struct Broken {
@@ -12,7 +13,16 @@ pub struct Broken {
     /// The text of the file, with its labels.
     pub source: &'static str,
     /// The program.
-    pub run: fn(&mut Program) -> mpmd::Result<()>,
+    pub run: Run,
+}
+
+/// The function of a wrong program.
+#[derive(Clone, Copy)]
+pub enum Run {
+    /// It ends with the first loss of a process.
+    Once(fn(&mut Program) -> mpmd::Result<()>),
+    /// It recovers.
+    Recovering(fn(&mut Program, &Commits) -> mpmd::Result<()>),
 }
 
 impl Broken {
@@ -30,27 +40,29 @@ impl Broken {
     }
 }
 
-/// Lists programs by folder and file.
+/// Lists programs by folder and file, each after the variant of its [`Run`].
 macro_rules! programs {
-    ($($folder:ident :: $file:ident),* $(,)?) => {
+    ($($run:ident $folder:ident :: $file:ident),* $(,)?) => {
         /// All wrong programs.
         pub const PROGRAMS: &[Broken] = &[$(Broken {
             name: concat!(stringify!($folder), "/", stringify!($file)),
             source: include_str!(concat!(stringify!($folder), "/", stringify!($file), ".rs")),
-            run: $folder::$file::run,
+            run: Run::$run($folder::$file::run),
         }),*];
     };
 }
 
 programs! {
-    server::alone_after_a_value,
-    server::block_filled_twice,
-    server::other_pass_on_each_process,
-    server::skipped_position,
-    server::stops_by_itself,
-    server::token_without_a_row,
-    server::version_on_one_process,
-    weights::intake_panics,
-    weights::leaf_not_published,
-    weights::lower_version,
+    Recovering recovery::parts_restored_apart,
+    Recovering recovery::two_states_at_a_step,
+    Once server::alone_after_a_value,
+    Once server::block_filled_twice,
+    Once server::other_pass_on_each_process,
+    Once server::skipped_position,
+    Once server::stops_by_itself,
+    Once server::token_without_a_row,
+    Once server::version_on_one_process,
+    Once weights::intake_panics,
+    Once weights::leaf_not_published,
+    Once weights::lower_version,
 }

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use mpmd::Program;
-use mpmd_broken::PROGRAMS;
+use mpmd_broken::{PROGRAMS, Run};
 
 fn main() -> ExitCode {
     let name = std::env::args().nth(1).unwrap_or_default();
@@ -11,7 +11,12 @@ fn main() -> ExitCode {
         eprintln!("broken NAME, with a name such as {}", PROGRAMS[0].name);
         return ExitCode::from(2);
     };
-    match Program::builder().devices(2).run(broken.run) {
+    let builder = Program::builder().devices(2);
+    let ended = match broken.run {
+        Run::Once(run) => builder.run(run),
+        Run::Recovering(run) => builder.spares(0).run(run).map(drop),
+    };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");

@@ -62,8 +62,7 @@ enum At {
     /// Before the work of the step. So the first commit of an epoch repeats that of `restore`.
     Start,
     End,
-    /// After each half of the step's work. The first half has the step number of the commit before
-    /// it.
+    /// After each half of the step's work. Each half counts as a step of its own.
     Halves,
 }
 
@@ -163,7 +162,10 @@ impl Training {
             let shape = [ROWS, self.columns];
             state.arrays.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
         }
-        let first = self.restore(p, commits, &mut state, issued)?;
+        let first = match (self.restore(p, commits, &mut state, issued)?, self.commits) {
+            (halves, At::Halves) => halves / 2,
+            (first, _) => first,
+        };
         for step in first..self.steps {
             let leaver = self.elastic.as_ref().and_then(|elastic| elastic.leaver);
             if leaver == Some((p.process(), p.epoch(), step)) {
@@ -175,13 +177,15 @@ impl Training {
             if matches!(self.commits, At::Halves) && !state.is_half {
                 self.work(p, &mut state, step)?;
                 state.is_half = true;
-                self.commit(p, step, &state, issued)?;
+                self.commit(p, 2 * step + 1, &state, issued)?;
             }
             self.work(p, &mut state, step)?;
             state.is_half = false;
             p.step_end()?;
-            if matches!(self.commits, At::End | At::Halves) {
-                self.commit(p, step + 1, &state, issued)?;
+            match self.commits {
+                At::End => self.commit(p, step + 1, &state, issued)?,
+                At::Halves => self.commit(p, 2 * (step + 1), &state, issued)?,
+                At::Never | At::Start => {}
             }
             // Deaths come in all parts of a step.
             thread::sleep(Duration::from_micros(500));

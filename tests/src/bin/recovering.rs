@@ -1,6 +1,7 @@
-//! `recovering STEPS [shrink|leave]`: a job that goes on after the loss of a process. With `shrink`
-//! it goes on with fewer ones, and with `leave` its first process leaves it. Each process prints
-//! the sum of the final values. Some steps after the start of an epoch it prints the bytes of
+//! `recovering STEPS [shrink|leave|hold]`: a job that goes on after the loss of a process. With
+//! `shrink` it goes on with fewer ones, and with `leave` its first process leaves it. With `hold` its
+//! second process leaves it, and the first one is killed before it has left the epoch. Each process
+//! prints the sum of the final values. Some steps after the start of an epoch it prints the bytes of
 //! shared memory that it has mapped, its own and that of others.
 
 use std::time::Duration;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use mpmd_core::OnLoss;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceId;
+use rustix::process::{Signal, getpid, kill_process};
 
 /// Elements of each process: enough for messages that need a grant.
 const EACH: usize = 64 << 10;
@@ -21,7 +23,12 @@ const PAUSE: Duration = Duration::from_millis(2);
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let steps: u64 = std::env::args().nth(1).ok_or("the number of steps is missing")?.parse()?;
     let mode = std::env::args().nth(2).unwrap_or_default();
-    let (shrinks, leaves) = (!mode.is_empty(), mode == "leave");
+    let shrinks = !mode.is_empty();
+    let leaver = match &*mode {
+        "leave" => Some(0),
+        "hold" => Some(1),
+        _ => None,
+    };
     let on_loss = if shrinks { OnLoss::Shrink } else { OnLoss::Wait };
     let builder = Program::builder().spares(1).on_loss(on_loss);
     let sum = builder.run(|p, commits| -> Result<Option<f64>> {
@@ -43,10 +50,16 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
             let moved = p.device_put(&state, &there)?;
             state = p.device_put(&moved, &here)?;
             p.step_end()?;
-            if leaves && step == 100 && (p.epoch(), p.process().0) == (1, 0) {
+            let is_leaver = leaver == Some(p.process().0);
+            if is_leaver && (p.epoch(), step) == (1, 100) {
                 commits.ask_to_leave();
             }
-            p.commit(step + 1, &state)?;
+            let committed = p.commit(step + 1, &state);
+            if mode == "hold" && (p.epoch(), p.process().0) == (1, 0) && committed.is_err() {
+                std::thread::sleep(PAUSE * 50);
+                let _ = kill_process(getpid(), Signal::KILL);
+            }
+            committed?;
             if step == first + WARM {
                 println!("epoch {}: {} bytes are mapped", p.epoch(), mapped()?);
             }

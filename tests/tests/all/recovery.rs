@@ -8,6 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 over_each_carrier! {
     killed_processes_are_replaced
+    process_that_leaves_is_called_back_by_a_death
     stopped_process_is_replaced_and_changes_nothing_when_it_wakes
 }
 
@@ -56,6 +57,18 @@ fn killed_processes_are_replaced(carrier: Carrier) {
     kill_in_turn(&mut launcher, &site, "recovering", 3);
     let (sums, errors) = wait(&mut launcher, &site);
     assert_eq!(sums, expected(STEPS), "{errors}");
+}
+
+/// The process that leaves has the only copies of the regions of the one that is killed.
+fn process_that_leaves_is_called_back_by_a_death(carrier: Carrier) {
+    let site = Sandbox::new().unwrap();
+    let mut command = site.command(package_program("mpmd-cli", "mpmd"));
+    command.args(["run", "-n", &PROCESSES.to_string(), "--no-prefix"]);
+    command.args(["--", env!("CARGO_BIN_EXE_recovering"), &STEPS.to_string(), "hold"]);
+    carrier.set(&mut command);
+    let (sums, errors) = wait(&mut site.start(command, "launcher").unwrap(), &site);
+    assert_eq!(sums, expected(STEPS)[..1], "{errors}");
+    assert!(errors.contains("epoch 3 goes on after step "), "{errors}");
 }
 
 /// A second kill could hit the process with the only copies.

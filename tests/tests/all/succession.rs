@@ -119,6 +119,15 @@ fn job_shrinks_without_the_process_that_runs_the_service(carrier: Carrier) {
     assert_eq!(sums, expected(STEPS)[..1], "{said}");
 }
 
+/// The process that runs the service is killed while another one leaves, which then runs it.
+#[test]
+fn process_that_leaves_goes_on_with_the_service() {
+    let job = Ranks::start(Carrier::TCP, 0, STEPS, &["hold"]);
+    let (sums, said) = job.sums();
+    assert!(said.contains("it was not needed"), "{said}");
+    assert_eq!(sums, expected(STEPS)[..1], "{said}");
+}
+
 /// Another process runs the service as soon as the first has left, and is lost later.
 #[test]
 fn process_that_runs_the_service_leaves() {

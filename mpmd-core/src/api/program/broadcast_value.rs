@@ -91,7 +91,8 @@ impl Program {
                     Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
                 }
             });
-            let guard = runtime.in_flight.begin(op, self.hash_at_last(), 0);
+            let size = bytes.as_ref().map_or(0, |bytes| bytes.len() as u64);
+            let guard = runtime.in_flight.begin(op, self.hash_at_last(), size);
             for to in (0..self.processes() as u32).map(ProcessId).filter(|to| *to != from) {
                 let key = (op, u64::from(to.0));
                 match (&bytes, &failure) {

@@ -154,7 +154,8 @@ impl Builder {
     }
 
     /// Sets how far the program may run ahead: a number of operations with work on this process
-    /// that have not ended, and the bytes of their results. At either bound, issuing an operation
+    /// that have not ended, and the bytes of their results. Pieces and small values that another
+    /// process keeps until it issues their operation count too. At either bound, issuing an operation
     /// blocks. The defaults are 1024 operations and 4 GiB. More than 4096 operations count as 4096,
     /// and 0 as 1.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {

@@ -59,6 +59,7 @@ impl Candidate {
         self.rendezvous.on_busy(move |epoch, busy, waited| {
             warn_user(&waits_for(process, epoch, busy, waited));
         });
+        let leaves = member.leaves;
         let joined = match self.waits {
             true => self.rendezvous.join_epoch(member, epoch, identity),
             false => self.rendezvous.join(member).map(Some),
@@ -77,6 +78,7 @@ impl Candidate {
                     server: self.server,
                     succession: self.rendezvous.succession(),
                     service_leaves: false,
+                    leaves,
                 };
                 let returning = Box::new(returning);
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });
@@ -87,7 +89,7 @@ impl Candidate {
             }
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
-        let Joined { process, epoch, run, ref members } = joined;
+        let Joined { process, epoch, run, ref members, standing } = joined;
         let has_waited = epoch > builder.epoch;
         if has_waited && let Some(facts) = &builder.facts {
             self.keep_place(facts)?;
@@ -105,6 +107,7 @@ impl Candidate {
             rendezvous,
             server,
             succession,
+            standing,
             identity,
             neighbours,
             places,

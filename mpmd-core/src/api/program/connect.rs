@@ -65,29 +65,40 @@ impl Job {
         if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
             return Ok(Start::Program(Box::new(start(self.builder.clone(), &self.env)?)));
         }
-        let Some(returning) = returning else { return self.join_as(None) };
+        let Some(mut returning) = returning else { return self.join_as(None) };
         self.env.process = returning.process;
         self.builder.epoch = returning.epoch + 1;
-        self.seeker.hear(returning.succession);
+        self.seeker.hear(returning.succession.take());
         if returning.service_leaves {
-            self.seeker.leaves();
+            self.seeker.hands_over();
+            returning.wait_for_others();
         }
         let run = returning.identity.run.or(self.seeker.run());
         let identity = Identity { run, ..returning.identity };
-        match self.join_as(Some((identity, returning.server))) {
+        let Returning { server, leaves, .. } = returning;
+        match self.join_as(Some(Former { identity, server, leaves })) {
             // Process 0 was started again, and with it another service. That of this job is not it.
             Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::OtherRun { .. })))
                 if self.seeker.leaves() =>
             {
-                self.join_as(Some((identity, None)))
+                self.join_as(Some(Former { identity, server: None, leaves }))
             }
             started => started,
         }
     }
 
-    fn join_as(&mut self, returning: Option<(Identity, Option<Server>)>) -> Result<Start> {
+    fn join_as(&mut self, returning: Option<Former>) -> Result<Start> {
         join(self.builder.clone(), &self.env, returning, Some(&mut self.seeker))
     }
+}
+
+/// A process that was in an earlier epoch of its job.
+struct Former {
+    identity: Identity,
+    /// The service, if the process hosts it.
+    server: Option<Server>,
+    /// True if it leaves the job.
+    leaves: bool,
 }
 
 /// Returns the builder with the settings of the environment that the program has not set itself.
@@ -163,13 +174,12 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
     builder.start_dry_run(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job. A process that is `returning` has an identity, and the
-/// service if it hosts that already. One with a `seeker` waits for a place, see [`Candidate`], and
+/// Joins the builder's epoch of a job, in which this process may be `returning`. One with a `seeker` waits for a place, see [`Candidate`], and
 /// may go on with the service of another process.
 fn join(
     builder: Builder,
     env: &JobEnv,
-    returning: Option<(Identity, Option<Server>)>,
+    returning: Option<Former>,
     seeker: Option<&mut Seeker>,
 ) -> Result<Start> {
     let waits = seeker.is_some();
@@ -194,12 +204,12 @@ fn join(
             mpmd_launch::variables::JOB_TOKEN
         ));
     }
-    let (identity, mut server) = match returning {
-        Some((identity, server)) => (identity, server),
+    let Former { identity, mut server, leaves } = match returning {
+        Some(former) => former,
         None => {
             let hosts = !env.hosted && env.process.index() == 0;
             let server = hosts.then(|| host(env, peer_timeout)).transpose()?;
-            (Identity::random().map_err(wrong)?, server)
+            Former { identity: Identity::random().map_err(wrong)?, server, leaves: false }
         }
     };
     let config = JoinConfig {
@@ -232,6 +242,7 @@ fn join(
         trouble: opened.as_ref().err().map(lack),
         sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
         is_added: env.is_added,
+        leaves,
         heir,
     };
     let candidate = Candidate {

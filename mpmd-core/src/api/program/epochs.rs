@@ -9,7 +9,7 @@ use mpmd_base::block::Mutex;
 use mpmd_proto::router::{Failure, FailureKind};
 
 use super::Program;
-use super::membership::{Membership, Returning};
+use super::membership::Returning;
 use crate::error::Error;
 use crate::exec::kept::Kept;
 
@@ -19,8 +19,6 @@ pub(crate) enum EpochEnd<T, E> {
     Over(Result<T, E>),
     /// A process was lost, or the job changes. This one may return in the next epoch.
     Lost { failure: Arc<Failure>, returning: Box<Returning> },
-    /// This process has left the job, as it had asked to.
-    Left,
 }
 
 /// A change that the processes of an epoch have agreed on.
@@ -28,8 +26,9 @@ pub(crate) enum EpochEnd<T, E> {
 pub(crate) struct Change {
     /// The processes that leave the job.
     pub(crate) leave: Vec<ProcessId>,
-    /// The reasons, one for each of them, or that others are taken in.
-    pub(crate) why: Vec<String>,
+    /// The reasons, one for each of them, or that others are taken in. The error
+    /// [`Error::EpochOver`] has the same object.
+    pub(crate) why: Arc<str>,
 }
 
 impl Change {
@@ -38,8 +37,10 @@ impl Change {
         self.leave.contains(&process)
     }
 
-    pub(crate) fn why(&self) -> String {
-        self.why.join("; ")
+    /// True if a program that returns `error` passes on the error of this change: within its own, or
+    /// as text. No other part of the program has that error.
+    fn is_passed_on_by(&self, error: &impl fmt::Display) -> bool {
+        Arc::strong_count(&self.why) > 1 || format!("{error:#}").contains(&*self.why)
     }
 }
 
@@ -65,6 +66,23 @@ impl Program {
         kept.lock().may_change = self.may_change;
     }
 
+    /// True if a commit of an earlier epoch was whole on all its processes.
+    pub(crate) fn had_whole_commit(&self) -> bool {
+        self.membership.as_ref().is_some_and(|membership| membership.standing.whole.is_some())
+    }
+
+    /// Returns the function that tells the service that a commit of this epoch is whole on all its
+    /// processes. `None` without a service.
+    pub(crate) fn whole_teller(&self) -> Option<impl FnOnce() + Send + 'static> {
+        let rendezvous = Arc::downgrade(&self.membership.as_ref()?.rendezvous);
+        Some(move || {
+            let told = rendezvous.upgrade().map(|rendezvous| rendezvous.commit_is_whole());
+            if let Some(Err(error)) = told {
+                tracing::debug!(%error, "telling the service of a whole commit");
+            }
+        })
+    }
+
     /// Returns the number of processes that the next epoch could have, as far as this process
     /// knows.
     pub(crate) fn could_have(&self) -> usize {
@@ -80,8 +98,11 @@ impl Program {
         E: From<Error> + fmt::Display,
     {
         let at = Location::caller();
-        // A program that has returned a value is over, also if the others go on.
-        if let Some(change) = self.change.take().filter(|_| result.is_err()) {
+        // A program that has returned a value is over, also if the others go on. An error of its
+        // own ends the job.
+        let is_passed_on =
+            |change: &Change| result.as_ref().is_err_and(|error| change.is_passed_on_by(error));
+        if let Some(change) = self.change.take().filter(is_passed_on) {
             let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
             return match is_over {
                 // A failure of a kernel ends the job also here.
@@ -111,29 +132,23 @@ impl Program {
     }
 
     /// Ends an epoch whose processes have agreed on a change after a commit. `failure` is that of a
-    /// loss meanwhile, if there was one.
+    /// loss meanwhile, if there was one. A process that leaves has copies that the others may need:
+    /// so it returns too, and the service says when it is not needed any more.
     fn end_by_change<T, E: From<Error>>(
-        mut self,
+        self,
         change: &Change,
         failure: Option<Arc<Failure>>,
     ) -> EpochEnd<T, E> {
         let me = self.process();
         self.runtime.leave(failure.as_deref());
-        if !change.is_end_of(me) {
-            let host = self.membership.as_ref().and_then(Membership::host);
-            let leaves = Failure::new(FailureKind::PeerLost, me, 0, change.why());
-            let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(leaves)));
-            if let EpochEnd::Lost { returning, .. } = &mut end {
-                returning.service_leaves = host.is_some_and(|host| change.is_end_of(host));
-            }
-            return end;
+        let host = self.membership.as_ref().and_then(|membership| membership.service_of(me));
+        let why = Failure::new(FailureKind::PeerLost, me, 0, change.why.to_string());
+        let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(why)));
+        if let EpochEnd::Lost { returning, .. } = &mut end {
+            returning.leaves = change.is_end_of(me);
+            returning.service_leaves = host.is_some_and(|host| change.is_end_of(host));
         }
-        self.ended = true;
-        self.runtime.trace.close();
-        if let Some(membership) = self.membership.take() {
-            membership.leave(None);
-        }
-        EpochEnd::Left
+        end
     }
 
     /// Leaves an epoch that is over, to return in the next one.

@@ -210,8 +210,8 @@ impl Program {
         self.hash = hash;
     }
 
-    /// Blocks while operations in flight on this process reach the run-ahead limits of the
-    /// configuration. Reports a hang after the peer timeout, then at growing intervals.
+    /// Blocks while operations in flight on this process, and payloads that its peers have not taken,
+    /// reach the run-ahead limits of the configuration. Reports a hang after the peer timeout, then at growing intervals.
     ///
     /// It waits only for operations issued before. These do not depend on later operations, so
     /// there is no deadlock.
@@ -222,13 +222,15 @@ impl Program {
         if most_ops < ops && most_bytes < bytes {
             return;
         }
-        let counts = runtime.in_flight.counts();
-        if counts.ops < ops && counts.bytes < bytes {
+        let is_room = |counts: &Counts| {
+            let ahead = counts.ahead();
+            ahead.ops == 0 || (ahead.ops < ops && ahead.bytes < bytes)
+        };
+        if is_room(&runtime.in_flight.counts()) {
             return;
         }
-        self.wait_for_operations("running ahead", at, |counts| {
-            counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
-        });
+        runtime.ask_for_left();
+        self.wait_for_operations("running ahead", at, is_room);
     }
 
     /// With [`Builder::sync`](super::Builder::sync), blocks until this process's operations have
@@ -300,7 +302,7 @@ impl Program {
             runtime.report_hang(&format!(
                 "process {}: {at} waits for {} operations issued before it; {}",
                 runtime.me,
-                runtime.in_flight.counts().ops,
+                runtime.in_flight.counts().ahead().ops,
                 runtime.doing_and_why()
             ));
         }

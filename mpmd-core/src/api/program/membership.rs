@@ -8,7 +8,7 @@ use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
-    Down, Identity, Rendezvous, RendezvousError, Report, Server, Succession,
+    CommitStanding, Down, Identity, Rendezvous, RendezvousError, Report, Server, Succession,
 };
 
 use super::neighbours::Neighbours;
@@ -26,6 +26,8 @@ pub(crate) struct Membership {
     pub(super) server: Option<Server>,
     /// The processes that can go on with the service. `None` if there are none.
     pub(super) succession: Option<Succession>,
+    /// The commits of the job at the begin of the epoch.
+    pub(super) standing: CommitStanding,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
     /// The host and the system's id of each process, for messages.
@@ -44,6 +46,18 @@ pub(crate) struct Returning {
     pub(super) succession: Option<Succession>,
     /// True if the process that ran the service leaves the job.
     pub(super) service_leaves: bool,
+    /// True if the process leaves the job, once it is not needed any more.
+    pub(super) leaves: bool,
+}
+
+impl Returning {
+    /// Lets the others leave their epoch at a service that this process hands over, for up to 5
+    /// seconds.
+    pub(super) fn wait_for_others(&self) {
+        if let Some(server) = &self.server {
+            server.wait_empty(LEAVE_WITHIN);
+        }
+    }
 }
 
 impl Membership {
@@ -139,13 +153,26 @@ impl Membership {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
         }
-        let Self { identity, server, succession, .. } = self;
-        Returning { process, epoch, identity, server, succession, service_leaves: false }
+        let is_whole = self.rendezvous.has_whole_commit();
+        let Self { identity, server, mut succession, .. } = self;
+        if let Some(succession) = succession.as_mut().filter(|_| is_whole) {
+            succession.commit_is_whole();
+        }
+        let (service_leaves, leaves) = (false, false);
+        Returning { process, epoch, identity, server, succession, service_leaves, leaves }
     }
 
     /// Returns the other process that runs the service. `None` if that is none of the job, or this.
     pub(super) fn host(&self) -> Option<ProcessId> {
         self.succession.as_ref().filter(|_| self.server.is_none())?.host()
+    }
+
+    /// Returns the process that runs the service, of which `me` is this one. `None` if that is none
+    /// of the job, or if nobody could go on with it.
+    pub(super) fn service_of(&self, me: ProcessId) -> Option<ProcessId> {
+        let succession = self.succession.as_ref();
+        succession
+            .and_then(|succession| self.server.as_ref().map_or(succession.host(), |_| Some(me)))
     }
 
     /// True if the service is gone, and others can go on with it.

@@ -51,10 +51,8 @@ pub(crate) use membership::Returning;
 pub use metrics::{MemoryUse, Metrics};
 pub use put_plan_cache::PlanCacheMetrics;
 pub(crate) use put_plan_cache::{PlanCache, PutKey};
-#[cfg(test)]
-pub(crate) use recomputed::Convicted;
 use recomputed::Recomputed;
-pub(crate) use recomputed::{Comparison, RecomputedCall, checkers};
+pub(crate) use recomputed::{Comparison, Convicted, RecomputedCall, checkers};
 pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 use values::LargeValueCalls;

@@ -58,6 +58,8 @@ pub(crate) struct RecomputedCall {
 pub(crate) struct Convicted {
     pub(crate) process: ProcessId,
     pub(crate) why: String,
+    /// The step of its first difference.
+    pub(crate) first: u64,
 }
 
 /// The results of all comparisons so far, the same on every process.
@@ -76,6 +78,8 @@ struct Record {
     /// Number of differences by the other process. Without those with processes that are convicted,
     /// which need no other explanation.
     others: BTreeMap<ProcessId, u64>,
+    /// The step of the first difference. `None` before one.
+    first: Option<u64>,
     is_convicted: bool,
 }
 
@@ -178,7 +182,7 @@ impl Program {
                 self.place_of(*a),
                 self.place_of(*b)
             )),
-            Finding::Convicted(Convicted { process, why }) => {
+            Finding::Convicted(Convicted { process, why, .. }) => {
                 warn_user(&format!("process {process} ({}) {why}", self.place_of(process)));
             }
         }
@@ -236,6 +240,9 @@ impl Ledger {
             let record = self.records.entry(process).or_default();
             record.compared += 1;
             record.differed += u64::from(differ);
+            if differ {
+                record.first.get_or_insert(call.step + 1);
+            }
             is_explained |= record.is_convicted;
         }
         if !differ || is_explained {
@@ -265,6 +272,7 @@ impl Ledger {
     fn convict(&mut self, process: ProcessId, call: &RecomputedCall) -> Convicted {
         let record = self.records.entry(process).or_default();
         record.is_convicted = true;
+        let first = record.first.unwrap_or(call.step + 1);
         let others: Vec<String> = record.others.keys().map(ToString::to_string).collect();
         let why = format!(
             "computes wrong bits: {} of {} recomputed calls in which it took part differed, with \
@@ -278,7 +286,7 @@ impl Ledger {
         self.records.values_mut().for_each(|record| {
             record.others.remove(&process);
         });
-        let convicted = Convicted { process, why };
+        let convicted = Convicted { process, why, first };
         self.convicted.push_back(convicted.clone());
         convicted
     }

@@ -12,14 +12,17 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
 use super::Commits;
-use crate::api::program::{Change, Program};
+use super::commit::can_leave;
+use crate::api::program::{Change, Convicted, Program};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
-/// Bits of a word: more processes could take part; this process asks to leave. The bits above are
-/// the microseconds in which its kernels have run so far, or it could not run.
+/// Bits of a word: more processes could take part; this process asks to leave; it was found to be
+/// slow or wrong in an earlier epoch, or in this one, but had copies that were needed. The bits above
+/// are the microseconds in which its kernels have run so far, or it could not run.
 const COULD_GROW: u64 = 1;
 const ASKS_TO_LEAVE: u64 = 2;
+const IS_DROPPED: u64 = 4;
 const TIME_BITS: u32 = 8;
 
 /// The number of commits after which the words of one are read. At most as many are on their way.
@@ -31,6 +34,10 @@ impl Commits {
     /// [`Error::EpochOver`] on every process, and
     /// [`RecoveringBuilder::run`](crate::RecoveringBuilder::run) returns `None` here. The others go
     /// on with a spare in its place or, in a job that [shrinks](crate::OnLoss::Shrink), without it.
+    ///
+    /// This process has copies of the state, so it waits until the first commit of the others is
+    /// whole. If one of them is lost before, the program is called here once more, and leaves the
+    /// job later. If both processes with copies of a region ask, one of them leaves first.
     ///
     /// If all processes ask, nothing happens but that [`Commits::all_ask_to_leave`] becomes true.
     /// Can be called at any time, also from another thread. It cannot be taken back.
@@ -63,10 +70,12 @@ impl Program {
     /// Returns the word of this process for its next commit.
     pub(super) fn word(&self, kept: &Mutex<Kept>) -> u64 {
         let could_grow = self.could_have() > self.processes();
-        let asks = kept.lock().asks_to_leave;
         let micros = self.runtime.kernel_nanos.load(Ordering::Relaxed) / 1000;
-        let asks = COULD_GROW * u64::from(could_grow) + ASKS_TO_LEAVE * u64::from(asks);
-        asks | (micros << TIME_BITS)
+        let kept = kept.lock();
+        let bits = COULD_GROW * u64::from(could_grow)
+            + ASKS_TO_LEAVE * u64::from(kept.asks_to_leave)
+            + IS_DROPPED * u64::from(kept.is_dropped);
+        bits | (micros << TIME_BITS)
     }
 
     /// Returns the change on which the processes have agreed by the commit before the last, if any.
@@ -93,25 +102,37 @@ impl Program {
             kept.all_ask_to_leave = true;
             return Ok(None);
         }
-        let mut change = Change::default();
-        for (process, _) in (0..).zip(&all).filter(|(_, word)| *word & ASKS_TO_LEAVE != 0) {
-            change.leave.push(ProcessId(process));
-            change.why.push(format!("process {process} has asked to leave"));
-        }
         let times: Vec<u64> = all.iter().map(|word| word >> TIME_BITS).collect();
+        let wrong = self.convicted().map(|Convicted { process, why, first }| {
+            let since = format!("it first differed in step {first}");
+            let stays = "what it has computed since then stays in the state";
+            (process, format!("process {process} {why}; {since}, and {stays}"))
+        });
         let slow = kept.paces.as_mut().and_then(|paces| paces.at_commit(&times));
         let slow = slow.map(|slow| (ProcessId(slow.process as u32), slow.why));
-        let wrong = self.convicted().map(|wrong| (wrong.process, wrong.why));
-        // A job of one cannot do without it.
-        let dropped = slow.into_iter().chain(wrong).filter(|_| self.may_change && all.len() > 1);
-        for (process, why) in dropped {
-            change.leave.push(process);
-            change.why.push(why);
+        let found = wrong.into_iter().chain(slow).filter(|_| self.may_change);
+        let mut leavers: Vec<(ProcessId, String)> = found.collect();
+        kept.is_dropped |= leavers.iter().any(|(process, _)| *process == self.process());
+        for (process, word) in (0..).map(ProcessId).zip(&all) {
+            if word & IS_DROPPED != 0 {
+                let why = "was slow or wrong, and has stayed only for its copies of the state";
+                leavers.push((process, format!("process {process} {why}")));
+            } else if word & ASKS_TO_LEAVE != 0 {
+                leavers.push((process, format!("process {process} has asked to leave")));
+            }
         }
-        if change.leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
-            change.why.push("others are taken in".to_owned());
+
+        let (mut leave, mut whys) = (Vec::new(), Vec::new());
+        for (process, why) in leavers {
+            if !leave.contains(&process) && can_leave(self.topology(), &leave, process) {
+                leave.push(process);
+                whys.push(why);
+            }
         }
-        Ok((!change.why.is_empty()).then_some(change))
+        if leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
+            whys.push("others are taken in".to_owned());
+        }
+        Ok((!whys.is_empty()).then(|| Change { leave, why: whys.join("; ").into() }))
     }
 
     /// Waits until the commit that was just issued is whole on every process, and ends the epoch.
@@ -123,7 +144,7 @@ impl Program {
     ) -> Result<()> {
         let whole = kept.lock().words.back().cloned();
         whole.map(|whole| whole.shards_here(at)).transpose()?;
-        let why = change.why();
+        let why = change.why.clone();
         self.change = Some(change);
         Err(Error::EpochOver { why })
     }

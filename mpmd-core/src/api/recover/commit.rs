@@ -12,9 +12,10 @@ use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 use mpmd_layout::tree::Tree;
 
 use crate::api::program::Program;
-use crate::error::{Error, Result};
-use crate::exec::array::MpmdArray;
-use crate::exec::kept::{Contents, Issued, Kept};
+use crate::error::{Error, IssueProblem, Result};
+use crate::exec::Rolling;
+use crate::exec::array::{MpmdArray, Repr};
+use crate::exec::kept::{Contents, Issued, Kept, hash};
 
 /// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
 pub trait Committed {
@@ -75,8 +76,8 @@ impl Program {
     /// memory of each of the two processes.
     ///
     /// Does not wait for the copies. But no more than two commits may be on their way: until one of
-    /// them is known to be whole on every process, a third call blocks. A step may be committed
-    /// more than once; the later call is the newer commit.
+    /// them is known to be whole on every process, a third call blocks. A commit has all of the
+    /// state: a step may be committed once more, but not with other contents.
     ///
     /// An object is committed by arrays that a method makes of it.
     ///
@@ -89,7 +90,8 @@ impl Program {
     /// [`Error::EpochOver`] after a commit at which the processes of the job change: it is whole,
     /// and the program is called again. Every process gets it at the same step.
     ///
-    /// If a process has no device. If an array has partial sums, was donated, or belongs to an
+    /// If this step was the last one to be committed, with other arrays or values. If a process has no
+    /// device. If an array has partial sums, was donated, or belongs to an
     /// earlier epoch. If an earlier commit has failed for which this call waits, such as by the
     /// loss of a process. Processes may see this last error at different steps.
     #[track_caller]
@@ -107,6 +109,14 @@ impl Program {
         }
         if !kept.lock().reach(step) {
             return Ok(());
+        }
+        let state = Snapshot::of(state);
+        if !kept.lock().is_new_or_same(step, state.identity()) {
+            let problem = format!(
+                "the state of step {step} is committed already, with other contents: commit all \
+                 parts of a state in one call, or give each commit a step of its own"
+            );
+            return Err(IssueProblem::Signature(problem).at(at, "commit"));
         }
         // A dry run makes no copies, so none is ever confirmed.
         while !self.is_dry_run() {
@@ -126,11 +136,11 @@ impl Program {
     pub(super) fn issue_commit(
         &mut self,
         step: u64,
-        state: &impl Committed,
+        state: Snapshot,
         kept: &Arc<Mutex<Kept>>,
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let arrays = state.arrays();
+        let Snapshot { arrays, contents } = state;
         let first = self.topology().device_ids()[0];
         let distance = distance(self.topology());
         let (mut homes, mut buddies) = (Vec::new(), Vec::new());
@@ -146,7 +156,6 @@ impl Program {
             homes.push(owned.layout(array.shape())?);
         }
         let buddies = self.device_put(&arrays, buddies)?;
-        let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
         let id = kept.lock().next_id(self.epoch(), step, &contents);
         let sources: Vec<_> = arrays.iter().zip(&buddies).zip(homes).collect();
         let word = self.word(kept);
@@ -156,11 +165,56 @@ impl Program {
         let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?.replicated();
         let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;
         if !self.is_dry_run() {
+            if id.number == 1 {
+                self.tell_when_whole(&whole);
+            }
             let mut kept = kept.lock();
             kept.words.push_back(whole.clone());
             kept.issued.push_back(Issued { id, contents, made, whole });
         }
         Ok(())
+    }
+}
+
+impl Program {
+    /// Tells the service when the first commit of the epoch is whole on every process: then processes
+    /// that leave are not needed any more. Does not block.
+    fn tell_when_whole(&self, whole: &MpmdArray) {
+        if let (Some(tell), Some(shard)) = (self.whole_teller(), whole.shards().first()) {
+            shard.slot.on_end(move |outcome| {
+                if outcome.is_ok() {
+                    tell();
+                }
+            });
+        }
+    }
+}
+
+/// The arrays of a state, and the rest of it.
+pub(super) struct Snapshot {
+    arrays: Vec<MpmdArray>,
+    contents: Arc<Contents>,
+}
+
+impl Snapshot {
+    pub(super) fn of(state: &impl Committed) -> Self {
+        let arrays = state.arrays();
+        let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
+        Self { arrays, contents }
+    }
+
+    /// Returns a hash of the names, small values and arrays. Arrays on devices are equal if they are
+    /// the same object. The same on every process.
+    fn identity(&self) -> u128 {
+        let contents = self.contents.hash();
+        let [low, high] = [contents as u64, (contents >> 64) as u64];
+        let mix = |rolling: Rolling, array: &MpmdArray| match &array.repr {
+            Repr::Host(host) => rolling.mix_bytes(&hash(host.bytes()).to_le_bytes()),
+            Repr::Placed(placed) => {
+                rolling.mix(placed.origin.op).mix(u64::from(placed.origin.leaf))
+            }
+        };
+        self.arrays.iter().fold(Rolling::default().mix(low).mix(high), mix).value()
     }
 }
 
@@ -225,6 +279,18 @@ fn distance(topology: &Topology) -> Option<usize> {
         }
     }
     best.map(|(_, distance)| distance)
+}
+
+/// True if each region still has a copy on a process that stays if `process` leaves besides those in
+/// `leave`.
+pub(super) fn can_leave(topology: &Topology, leave: &[ProcessId], process: ProcessId) -> bool {
+    let stays = |owner: ProcessId| owner != process && !leave.contains(&owner);
+    let owners: Vec<ProcessId> = topology.devices().iter().map(|device| device.process).collect();
+    match distance(topology) {
+        None => owners.iter().any(|owner| stays(*owner)),
+        Some(distance) => (0..owners.len())
+            .all(|place| stays(owners[place]) || stays(owners[(place + distance) % owners.len()])),
+    }
 }
 
 #[cfg(test)]

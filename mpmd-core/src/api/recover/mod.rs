@@ -22,6 +22,8 @@ mod report;
 mod restore;
 mod run;
 mod simulate;
+#[cfg(test)]
+mod tests;
 
 pub use commit::Committed;
 pub(crate) use inventory::tell;

@@ -5,6 +5,7 @@ use std::panic::Location;
 use mpmd_base::ProcessId;
 
 use super::bring::bring;
+use super::commit::Snapshot;
 use super::inventory::{Inventory, choose, tell};
 use super::{Commits, Committed};
 use crate::api::program::Program;
@@ -18,7 +19,7 @@ const MOST_RESTARTS: u32 = 5;
 impl Commits {
     /// Replaces `state` by the state of the newest whole commit, and returns the commit's step.
     /// Returns 0 and changes nothing if there is no commit. Every process must call it, in every
-    /// epoch, before its first commit. Blocks until the state is there.
+    /// epoch, once and before its first commit. Blocks until the state is there.
     ///
     /// Each region comes from its owner at the time of the commit, or from the owner's buddy if the
     /// owner is lost. It moves to the present sharding of its array in `state`, which may be one
@@ -30,8 +31,8 @@ impl Commits {
     /// [`Error::CommitsLost`] names the arrays of regions that are lost with both of their
     /// processes: a checkpoint file can help. If the arrays differ from those of the commit in
     /// number, name, shape or dtype; their order may be another one if their names are unique. If
-    /// several epochs began at this commit and none came to a
-    /// newer one. Every process gets the same error.
+    /// the state of this epoch was restored or committed already. If several epochs began at this
+    /// commit and none came to a newer one. Every process gets the same error.
     #[track_caller]
     pub fn restore(&self, p: &mut Program, state: &mut impl Committed) -> Result<u64> {
         let at = p.caller(Location::caller());
@@ -47,9 +48,26 @@ impl Commits {
         state: &mut impl Committed,
         at: &'static Location<'static>,
     ) -> Result<u64> {
-        if p.is_dry_run() || p.epoch() == 1 {
-            return Ok(0);
+        if !self.kept.lock().may_restore() {
+            let problem = "the state of this epoch is restored or committed already, and one commit \
+                           has all of it: restore all parts of the state in one call, before the \
+                           first commit";
+            return Err(IssueProblem::Signature(problem.to_owned()).at(at, "restore"));
         }
+        let restored = match p.is_dry_run() || p.epoch() == 1 {
+            true => Ok(0),
+            false => self.restore_newest(p, state, at),
+        };
+        self.kept.lock().is_restored = restored.is_ok();
+        restored
+    }
+
+    fn restore_newest(
+        &self,
+        p: &mut Program,
+        state: &mut impl Committed,
+        at: &'static Location<'static>,
+    ) -> Result<u64> {
         let inventories = self.tell_inventories(p, at)?;
         let arrays = state.arrays();
         let asked = Contents::of(&arrays, state.names(), Vec::new());
@@ -66,7 +84,9 @@ impl Commits {
         })?;
         let Some((id, sources)) = chosen else {
             self.report(p, &inventories, 0, at);
-            return Ok(0);
+            // No process is left of an epoch with a commit.
+            let lost = vec!["all steps: all arrays".to_owned()];
+            return if p.had_whole_commit() { Err(Error::CommitsLost { lost }) } else { Ok(0) };
         };
         self.count_restart(&inventories, id)?;
         let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
@@ -89,7 +109,7 @@ impl Commits {
         self.kept.lock().earlier.retain(|kept, _| *kept <= id);
         self.report(p, &inventories, id.step, at);
         // Until the next commit, a further loss would find regions with one copy.
-        p.issue_commit(id.step, state, &self.kept, at)?;
+        p.issue_commit(id.step, Snapshot::of(state), &self.kept, at)?;
         Ok(id.step)
     }
 

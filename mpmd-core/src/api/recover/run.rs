@@ -227,7 +227,6 @@ where
                 let (result, processes) = (program(&mut p, &commits), p.processes());
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),
-                    EpochEnd::Left => return Ok(None),
                     EpochEnd::Lost { failure, returning } => {
                         commits.kept.lock().processes = processes;
                         (failure, returning)
@@ -461,11 +460,26 @@ mod tests {
         let ends = until_a_change(
             |_| Ok(()),
             |error| match error {
-                Error::EpochOver { why } if why == "process 1 has asked to leave" => Ok(7),
+                Error::EpochOver { why } if &*why == "process 1 has asked to leave" => Ok(7),
                 error => Err(error),
             },
         );
         assert!(ends.iter().all(|end| matches!(end, Ok(Some(7)))), "{ends:?}");
+    }
+
+    #[test]
+    fn other_error_of_a_program_at_a_change_ends_the_job() {
+        for end in until_a_change(|_| Ok(()), |_| Err(Error::kernel("its file is full"))) {
+            let said = end.expect_err("no process goes on").to_string();
+            assert!(said.contains("its file is full"), "{said}");
+        }
+        let ends = until_a_change(|_| Ok(()), |error| Err(Error::kernel(format!("at 3: {error}"))));
+        // The next epoch has two processes, for which the program has no mesh.
+        let is_next = |end: &Result<Option<u64>>| match end {
+            Ok(end) => end.is_none(),
+            Err(error) => error.to_string().contains("a mesh {x:3} takes 3 devices"),
+        };
+        assert!(ends.iter().all(is_next), "{ends:?}");
     }
 
     #[test]

@@ -23,9 +23,10 @@ pub(crate) struct InFlight {
     trace: Trace,
 }
 
-/// The counts when the last operation began. Since then operations can only have ended, so the
-/// present counts are not higher. The program reads this before each operation; the alignment keeps
-/// it off cache lines that other threads write.
+/// The counts when the last operation began, with payloads that are [left](LeftBehind) at peers.
+/// Since then operations can only have ended, so the present counts are hardly higher: by payloads
+/// of one operation for several peers. The program reads this before each operation; the alignment
+/// keeps it off cache lines that other threads write.
 #[derive(Default)]
 #[repr(align(128))]
 struct AtLastBegin {
@@ -94,14 +95,38 @@ pub(crate) struct Counts {
     pub(crate) bytes: u64,
     /// Bytes of this process's memory that are lent to peers.
     pub(crate) lent: u64,
+    /// Number of payloads that peers keep in their memory until they issue the operation, and their
+    /// bytes. Their operations may have ended here.
+    pub(crate) left: usize,
+    pub(crate) left_bytes: u64,
     /// Number of reads of arrays that are in progress, even if their operations have ended.
     pub(crate) reads: usize,
     /// Number of operations that have ended and loans that were returned, so far.
     pub(crate) ended: u64,
 }
 
+/// The amount by which the program is ahead of its devices and of its peers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AheadOf {
+    pub(crate) ops: usize,
+    pub(crate) bytes: u64,
+}
+
+impl Counts {
+    /// Returns the operations that have not ended, and what others have left at peers.
+    pub(crate) fn ahead(&self) -> AheadOf {
+        AheadOf { ops: self.ops + self.left, bytes: self.bytes + self.left_bytes }
+    }
+}
+
 /// Counts bytes of this process's memory as lent to a peer, until it is dropped.
 pub(crate) struct OnLoan {
+    bytes: u64,
+    in_flight: Arc<InFlight>,
+}
+
+/// Counts a payload that has left this process, until the peer has taken it.
+pub(crate) struct LeftBehind {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
@@ -145,8 +170,9 @@ impl InFlight {
             }
             _ => state.open.push_back(new),
         }
-        self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
-        self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
+        let AheadOf { ops, bytes } = state.counts.ahead();
+        self.at_last_begin.ops.store(ops, Ordering::Relaxed);
+        self.at_last_begin.bytes.store(bytes, Ordering::Relaxed);
         OpGuard { op, result: 0, hash, in_flight: self.clone() }
     }
 
@@ -181,7 +207,7 @@ impl InFlight {
         self.state.lock().counts
     }
 
-    /// Returns upper bounds: (number of open operations, their bytes). Takes no lock. Only for the
+    /// Returns upper bounds of [`Counts::ahead`]: (operations, bytes). Takes no lock. Only for the
     /// thread that begins operations.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
@@ -208,6 +234,25 @@ impl InFlight {
             }
         }
         true
+    }
+}
+
+impl OnLoan {
+    /// Counts the lent bytes as left at a peer: in its own memory if they were copied.
+    pub(crate) fn left_behind(&self) -> LeftBehind {
+        let mut state = self.in_flight.state.lock();
+        state.counts.left += 1;
+        state.counts.left_bytes += self.bytes;
+        LeftBehind { bytes: self.bytes, in_flight: self.in_flight.clone() }
+    }
+}
+
+impl Drop for LeftBehind {
+    fn drop(&mut self) {
+        let mut state = self.in_flight.state.lock();
+        state.counts.left -= 1;
+        state.counts.left_bytes -= self.bytes;
+        self.in_flight.changed.notify_all();
     }
 }
 

@@ -7,7 +7,7 @@ use mpmd_base::ProcessId;
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{OwnedBuffer, Ticket, TransportError};
 
-use crate::exec::{OnLoan, OpGuard, Runtime};
+use crate::exec::{LeftBehind, OnLoan, OpGuard, Runtime};
 
 /// Payloads that a transport is moving.
 ///
@@ -25,6 +25,9 @@ pub(crate) struct UnderWay {
     /// operation, ticket number). Only those stay in flight, because a peer may keep a payload
     /// forever once taken.
     untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
+    /// Zero-copy payloads with which the transport is done, but that the peer has not taken, by the
+    /// same keys: small ones are copied into its memory at once.
+    left: BTreeMap<(ProcessId, u64, u64), LeftBehind>,
     /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
     /// Peers that take no more zero-copy payloads.
@@ -104,9 +107,14 @@ impl UnderWay {
     pub(crate) fn taken(&mut self, by: ProcessId, op: u64) -> Vec<OpGuard> {
         let taken = self.taken.entry(by).or_default();
         *taken = op.max(*taken);
-        let keys: Vec<_> =
-            self.untaken.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key).collect();
-        keys.iter().filter_map(|key| self.untaken.remove(key)).collect()
+        take_range(&mut self.left, by, op);
+        take_range(&mut self.untaken, by, op)
+    }
+
+    /// Returns, for each peer that has not taken a payload which has left, the first operation of
+    /// one.
+    fn first_left(&self) -> BTreeMap<ProcessId, u64> {
+        self.left.keys().rev().map(|(peer, op, _)| (*peer, *op)).collect()
     }
 
     /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
@@ -124,7 +132,11 @@ impl UnderWay {
     ) -> (Option<OnLoan>, Option<(ProcessId, OpGuard)>) {
         match self.lent.remove(&ticket.0) {
             Some((to, op, loan)) => {
-                let operation = self.untaken.remove(&(to, op, ticket.0));
+                let key = (to, op, ticket.0);
+                let operation = self.untaken.remove(&key);
+                if operation.is_some() {
+                    self.left.insert(key, loan.left_behind());
+                }
                 (Some(loan), operation.map(|operation| (to, operation)))
             }
             None => (None, self.sending.remove(&ticket.0)),
@@ -198,6 +210,17 @@ impl Runtime {
         }
     }
 
+    /// Asks each peer to tell when it has taken the oldest of the payloads that are left at it. Does
+    /// not block.
+    pub(crate) fn ask_for_left(self: &Arc<Self>) {
+        let first = self.under_way.lock().first_left();
+        if !first.is_empty() {
+            self.with_router(|router| {
+                first.into_iter().for_each(|(peer, op)| router.ask_taken(peer, op));
+            });
+        }
+    }
+
     /// Fails the sends of an operation and drops its guard: process `to` will not take a piece.
     pub(crate) fn never_taken(&self, to: ProcessId, operation: OpGuard) {
         let router = self.router.lock();
@@ -237,6 +260,13 @@ impl Runtime {
     }
 }
 
+/// Takes the values of a peer's operations up to `op` out of a map.
+fn take_range<V>(map: &mut BTreeMap<(ProcessId, u64, u64), V>, by: ProcessId, op: u64) -> Vec<V> {
+    let keys = map.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key);
+    let keys: Vec<_> = keys.collect();
+    keys.iter().filter_map(|key| map.remove(key)).collect()
+}
+
 /// Takes the values for which `is_taken` out of a map, in the order of their keys.
 fn take_if<V>(map: &mut BTreeMap<u64, V>, is_taken: impl Fn(&V) -> bool) -> Vec<V> {
     let (taken, left) = std::mem::take(map).into_iter().partition(|(_, value)| is_taken(value));
@@ -271,6 +301,11 @@ mod tests {
         drop(under_way.sent(tickets[2]));
         drop(under_way.sent(tickets[0]));
         assert_eq!(found(&in_flight), (1, 20));
+        let ahead = in_flight.counts().ahead();
+        assert_eq!((ahead.ops, ahead.bytes), (2, 10), "it is in the peer's memory");
+        assert_eq!(under_way.first_left(), BTreeMap::from([(near, 3)]));
+        drop(under_way.taken(near, 3));
+        assert_eq!(in_flight.counts().ahead().ops, 1);
         // Of an operation that the peer has already taken.
         let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
         let Ok((late, HandedOver::Taken(ended))) = under_way.hand_over(near, 2, loan, operation)

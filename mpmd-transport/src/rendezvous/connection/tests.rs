@@ -1,5 +1,6 @@
 //! Tests of faulty servers.
 
+use super::super::CommitStanding;
 use super::*;
 
 /// Returns a client's connection in a job of two, and the server's end, which the test plays.
@@ -19,7 +20,14 @@ fn too_many_statuses_or_downs_are_refused() {
         let process = ProcessId(0);
         Reply::Answer {
             ask: 1,
-            result: Ok(Answer::Members { process, epoch: 1, run: 1, members, more: false }),
+            result: Ok(Answer::Members {
+                process,
+                epoch: 1,
+                run: 1,
+                members,
+                standing: CommitStanding::default(),
+                more: false,
+            }),
         }
     };
     assert_eq!(connection.hear(members), Ok(()));
@@ -52,7 +60,8 @@ fn fuzz_rendezvous_replies() {
                 _ => {
                     let members = vec![Member::default(); rng.usize(..3)].into();
                     let (process, epoch) = (ProcessId(rng.u32(..3)), rng.u64(..3));
-                    Ok(Answer::Members { process, epoch, run: 1, members, more: rng.bool() })
+                    let (standing, more) = (CommitStanding::default(), rng.bool());
+                    Ok(Answer::Members { process, epoch, run: 1, members, standing, more })
                 }
             };
             let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
+use self::leavers::Leavers;
 use self::places::{End, Former, Known, Seat};
 use self::sizes::check_sizes;
 use super::super::facts::MAX_FACT_BYTES;
@@ -58,6 +59,7 @@ pub(in crate::rendezvous) struct Epochs {
     vacant: Vec<bool>,
     /// Clients that wait for a place, in order of arrival.
     spares: Vec<Seat>,
+    leavers: Leavers,
     /// By client that has had a place: that in the newest epoch that it has joined.
     joined: BTreeMap<Link, ProcessId>,
     /// By key: the processes that are here, and those that had a place in an epoch that has begun.
@@ -91,6 +93,7 @@ impl Epochs {
             before: (0..processes).map(|_| None).collect(),
             vacant: vec![false; processes],
             spares: Vec::new(),
+            leavers: Leavers::default(),
             joined: BTreeMap::new(),
             known: BTreeMap::new(),
             reports: Vec::new(),
@@ -169,6 +172,7 @@ impl Epochs {
 
     /// Removes a client. Returns its process, if it had joined.
     pub(super) fn forget(&mut self, link: Link, actions: &mut Actions) -> Option<ProcessId> {
+        self.forget_leaver(link);
         if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
             let spare = self.spares.remove(at);
             self.is_away(spare.key);
@@ -265,7 +269,7 @@ impl Epochs {
     /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
     /// that runs, which it has not left in order.
     pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
-        if wish.epoch != self.epoch + 1 || self.phase != Phase::Running {
+        if wish.epoch != self.epoch + 1 || self.phase != Phase::Running || wish.leaves {
             return None;
         }
         let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
@@ -323,6 +327,11 @@ impl Epochs {
     /// come to a later epoch, or to the first if there are spares, lose their places, unless they
     /// are busy. New processes get the time once more.
     fn is_late(&mut self, now: Instant, actions: &mut Actions) {
+        if self.leavers.awaited > 0 {
+            self.leavers.awaited = 0;
+            self.gather_until = after(now, self.peer_timeout);
+            return self.place_spares(actions);
+        }
         let goes_on = self.epoch > 1 || !self.spares.is_empty();
         let is_awaited = |process: &ProcessId| {
             self.seats[process.index()].is_none() && !self.vacant[process.index()]
@@ -347,6 +356,7 @@ impl Epochs {
             return self.fail(error, actions);
         }
         self.gather_until = after(now, self.peer_timeout);
+        self.leavers.are_needed |= !late.is_empty();
         for process in late {
             self.vacant[process.index()] = true;
             if let Some(former) = &self.before[process.index()] {
@@ -403,8 +413,9 @@ impl Epochs {
                 late.push(seat.key);
             }
         }
+        self.leavers.are_needed |= !late.is_empty();
         late.into_iter().for_each(|key| self.has_part(key, Part::Out));
-        self.dismiss_spares(actions);
+        self.dismiss_spares(now, actions);
     }
 
     /// Marks a process as ended. Returns true if its epoch runs. Before an epoch is complete, only
@@ -427,6 +438,7 @@ impl Epochs {
         };
         let Some((key, _)) = holder.filter(|(_, held)| *held == link) else { return false };
         let until = after(now, self.peer_timeout);
+        self.leavers.are_needed |= how == HowEnded::Died;
         if self.phase != Phase::Running {
             // The others do not know it yet: another process may take its number.
             *seat = None;
@@ -450,20 +462,28 @@ impl Epochs {
         match how {
             HowEnded::Left => self.has_part(key, Part::Left(process)),
             HowEnded::Died | HowEnded::Returns => self.returns_by = Some(until),
+            HowEnded::Leaves => {}
         }
         true
     }
 
-    /// Tells the spares that the job has ended, if it has: no process is left, and none returns.
-    pub(super) fn dismiss_spares(&mut self, actions: &mut Actions) {
+    /// Tells the spares that the job has ended, if it has: no process is left, and none returns. If
+    /// all were lost, those that leave may go on with it.
+    pub(super) fn dismiss_spares(&mut self, now: Instant, actions: &mut Actions) {
         if !self.is_over() {
             return;
         }
         let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
-        let result = match self.seats.iter().flatten().any(has_left) {
+        let ends_well = self.seats.iter().flatten().any(has_left);
+        if !ends_well && self.leavers.go_on() {
+            self.begin_next(now);
+            return self.place_spares(actions);
+        }
+        let result = match ends_well {
             true => Ok(Answer::Done),
             false => Err(RendezvousError::AllLost { processes: self.seats.len() }),
         };
+        self.release_leavers(actions);
         for Seat { link, key, waits, .. } in std::mem::take(&mut self.spares) {
             actions.answer(link, waits.ask, result.clone());
             self.is_away(key);
@@ -473,11 +493,13 @@ impl Epochs {
     /// Fails a job that can never be complete, and answers all processes that joined with `error`.
     fn fail(&mut self, error: RendezvousError, actions: &mut Actions) {
         let spares = std::mem::take(&mut self.spares);
+        let leavers = self.leavers.take();
         let told: Vec<_> = self
             .seats
             .iter()
             .flatten()
             .chain(&spares)
+            .chain(&leavers)
             .map(|seat| (seat.link, seat.waits.ask))
             .collect();
         for (link, ask) in told {
@@ -485,7 +507,7 @@ impl Epochs {
         }
         self.joined.clear();
         let seats = self.seats.iter_mut().filter_map(Option::take);
-        let gone: Vec<_> = seats.chain(spares).map(|seat| seat.key).collect();
+        let gone: Vec<_> = seats.chain(spares).chain(leavers).map(|seat| seat.key).collect();
         gone.into_iter().for_each(|key| self.is_away(key));
         self.phase = Phase::Failed(error);
     }
@@ -508,7 +530,8 @@ impl Epochs {
         }
         processes(self.seats.len()).zip(&self.seats).find_map(|(process, seat)| {
             let end = seat.as_ref()?.ended.as_ref()?;
-            (end.how != HowEnded::Left).then(|| (process, end.why.clone()))
+            let is_lost = !matches!(end.how, HowEnded::Left | HowEnded::Leaves);
+            is_lost.then(|| (process, end.why.clone()))
         })
     }
 
@@ -557,6 +580,7 @@ fn is_gone(seat: &Option<Seat>) -> bool {
     end.is_some_and(|end| end.how != HowEnded::Returns)
 }
 
+mod leavers;
 mod places;
 mod resumed;
 mod sizes;

@@ -120,7 +120,7 @@ fn process_that_flips_a_bit_now_and_then_is_named_and_no_other() {
         assert!(results.iter().all(|named| *named == results[0]), "all know the same: {results:?}");
         match &results[0][..] {
             [] => missed += 1,
-            [Convicted { process, why }] => {
+            [Convicted { process, why, .. }] => {
                 assert_eq!(*process, faulty, "seed {seed}");
                 assert!(why.contains("kernel Double at") && why.contains(file!()), "{why}");
             }

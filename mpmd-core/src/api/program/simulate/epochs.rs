@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::{join_group, note, simulated};
+use mpmd_base::block::{Instant, join_group, note, simulated};
 use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
 
 use super::super::candidate::{Candidate, Start};
@@ -98,16 +98,41 @@ impl Simulation {
                 Box::new(move || {
                     join_group(process.0);
                     let mut result = Ok(false);
-                    over.unless_within(start, || result = job.run(run));
+                    over.unless_within(start, || {
+                        result = job.run(run);
+                        parts.lives[process.index()].ends();
+                    });
                     result
                 })
             });
             let threads = threads.collect();
             drop(server);
-            (self.run_threads(threads, &parts, &over), parts)
+            let results = self.run_threads(threads, &parts, &over);
+            assert_value_or_error(&results, &parts);
+            (results, parts)
         });
         (results, SimulationReport::of(report, parts))
     }
+}
+
+/// Panics if a job has ended without a value and without an error: no process has a value, none that
+/// lived has an error, and one has left after all others were lost.
+fn assert_value_or_error(results: &[Result<bool>], parts: &Parts) {
+    let ends = || results.iter().zip(parts.lives.iter().map(|life| life.times()));
+    let says = |(result, (killed, _)): (&Result<bool>, (Option<Instant>, _))| match result {
+        Ok(has_place) => *has_place,
+        Err(_) => killed.is_none(),
+    };
+    if ends().any(says) {
+        return;
+    }
+    let last_killed = ends().filter_map(|(_, (killed, _))| killed).max();
+    let left = ends().filter(|(result, _)| result.is_ok());
+    let last_left = left.filter_map(|(_, (_, ended))| ended).max();
+    assert!(
+        last_left.is_none_or(|left| last_killed.is_some_and(|killed| killed >= left)),
+        "the job has ended without a value and without an error: {results:?}"
+    );
 }
 
 impl SimulatedJob<'_> {
@@ -133,6 +158,7 @@ impl SimulatedJob<'_> {
         let mut builder = self.simulation.builder.clone();
         let new = Identity { key: self.process.0.into(), run: None };
         let identity = returning.as_ref().map_or(new, |returning| returning.identity);
+        let leaves = returning.as_ref().is_some_and(|returning| returning.leaves);
         builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
         let life = self.parts.lives[self.process.index()].clone();
         let (rendezvous, link) = self
@@ -155,6 +181,7 @@ impl SimulatedJob<'_> {
             sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
+            leaves,
             ..Member::default()
         };
         let (waits, token, server) = (true, [0; 32], None);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::Mutex;
+use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, Faults};
@@ -52,6 +52,10 @@ pub(super) struct Life(Mutex<State>);
 #[derive(Default)]
 struct State {
     is_dead: bool,
+    /// The time at which it was killed, if that was before its end.
+    killed: Option<Instant>,
+    /// The time at which its thread has ended.
+    ended: Option<Instant>,
     rendezvous: Option<(Weak<LocalServer>, LocalLink)>,
     /// Its place in the running epoch.
     place: Option<(Fabric, ProcessId)>,
@@ -106,10 +110,24 @@ impl Life {
         }
     }
 
+    /// Notes that the process has come to its end.
+    pub(super) fn ends(&self) {
+        self.0.lock().ended = Some(now());
+    }
+
+    /// Returns the times at which the process was killed and has ended, if it was and has.
+    pub(super) fn times(&self) -> (Option<Instant>, Option<Instant>) {
+        let state = self.0.lock();
+        (state.killed, state.ended)
+    }
+
     /// Kills the process: its operations fail, and the others hear nothing more from it.
     pub(super) fn kill(&self) {
         let mut state = self.0.lock();
         state.is_dead = true;
+        if state.ended.is_none() {
+            state.killed.get_or_insert_with(now);
+        }
         let (rendezvous, place) = (state.rendezvous.take(), state.place.take());
         let runtime = state.runtime.upgrade();
         drop(state);

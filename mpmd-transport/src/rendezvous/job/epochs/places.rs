@@ -40,6 +40,8 @@ pub(in super::super) enum HowEnded {
     Left,
     /// It has left, to join the next epoch.
     Returns,
+    /// It leaves the job, and waits until it is not needed any more: see `leavers`.
+    Leaves,
 }
 
 /// The holder of a place in the epoch before the one that gathers.
@@ -65,6 +67,8 @@ pub(in super::super) struct Wish {
     pub(in super::super) epoch: u64,
     pub(in super::super) identity: Identity,
     pub(in super::super) waits: bool,
+    /// True if the process leaves the job: see `leavers`.
+    pub(in super::super) leaves: bool,
 }
 
 /// The entry of a process into a job.
@@ -100,6 +104,11 @@ impl Epochs {
             };
         };
         self.check_is_new(link)?;
+        if wish.leaves && !self.leavers.are_needed {
+            self.vacant[process.index()] = true;
+            self.hold(link, wish, member, waits, now, actions);
+            return Ok(Entry::Waits);
+        }
         self.joined.insert(link, process);
         // Its connection was cut and it tries again. The end of its first connection has not been
         // seen yet.
@@ -131,8 +140,10 @@ impl Epochs {
             return None;
         }
         let key = wish.identity.key;
-        let had_it = |process: &ProcessId| {
-            self.before[process.index()].as_ref().is_some_and(|former| former.key == key)
+        let had_it = |process: &ProcessId| match &self.before[process.index()] {
+            Some(former) => former.key == key,
+            // The process that ran the service before, whose mark nobody knows.
+            None => wish.leaves && wish.process == *process && !self.vacant[process.index()],
         };
         let own = match self.epoch {
             1 => Some(wish.process).filter(|process| process.index() < self.seats.len()),
@@ -159,7 +170,7 @@ impl Epochs {
 
     /// Fails if a client has joined already.
     fn check_is_new(&self, link: Link) -> Result<(), RendezvousError> {
-        let waits = self.spares.iter().any(|spare| spare.link == link);
+        let waits = self.spares.iter().chain(&self.leavers.waiting).any(|it| it.link == link);
         if waits || self.has_joined(link) {
             let (what, when) = ("joining".into(), "once".into());
             return Err(RendezvousError::OutOfTurn { what, when });
@@ -182,13 +193,17 @@ impl Epochs {
             return Err(error);
         }
         self.check_is_new(link)?;
+        if wish.leaves {
+            self.hold(link, wish, member, waits, now, actions);
+            return Ok(Entry::Waits);
+        }
         let waits = Wait { until: after(now, Duration::MAX), ..waits };
         self.knows(wish, Part::Waits);
         self.tell_heirs(link, actions);
         self.spares.push(Seat { link, key: wish.identity.key, member, waits, ended: None });
         self.place_spares(actions);
         self.tell_size(actions);
-        self.dismiss_spares(actions);
+        self.dismiss_spares(now, actions);
         Ok(Entry::Waits)
     }
 
@@ -199,6 +214,7 @@ impl Epochs {
             return;
         }
         self.refuse_others(actions);
+        self.call_leavers_back();
         for process in processes(self.seats.len()) {
             if self.seats[process.index()].is_none() && self.vacant[process.index()] {
                 let spare = self.take_spare(|_| true);
@@ -209,7 +225,9 @@ impl Epochs {
                 self.seats[process.index()] = spare;
             }
         }
-        if self.seats.iter().all(Option::is_some) || (!self.owner_starts && self.shrinks()) {
+        let is_complete = self.seats.iter().all(Option::is_some);
+        let shrinks = !self.owner_starts && self.shrinks();
+        if self.leavers.awaited == 0 && (is_complete || shrinks) {
             self.begin(actions);
         }
     }
@@ -270,7 +288,8 @@ impl Epochs {
         }
         let members: Arc<[Member]> = members.into();
         self.heirs = in_order(&members);
-        self.spares.iter().for_each(|spare| self.tell_heirs(spare.link, actions));
+        let waiting = self.spares.iter().chain(&self.leavers.waiting);
+        waiting.for_each(|one| self.tell_heirs(one.link, actions));
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
         let told: Vec<_> =
             seats.map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask)).collect();
@@ -279,13 +298,14 @@ impl Epochs {
                 known.part = Part::Died(place);
             }
         }
+        let standing = self.leavers.standing();
         for (process, link, key, ask) in told {
             self.joined.insert(link, process);
             if let Some(known) = self.known.get_mut(&key) {
                 known.part = Part::Holds(process);
             }
             let (members, epoch, run) = (members.clone(), self.epoch, self.run);
-            let answer = Answer::Members { process, epoch, run, members, more: false };
+            let answer = Answer::Members { process, epoch, run, members, standing, more: false };
             actions.answer(link, ask, Ok(answer));
         }
     }
@@ -335,7 +355,8 @@ impl Epochs {
 
     /// Forgets a process that has gone, unless it had a place in an epoch that has begun.
     pub(super) fn is_away(&mut self, key: u128) {
-        if self.seats.iter().flatten().chain(&self.spares).any(|seat| seat.key == key) {
+        let spares = self.spares.iter().chain(&self.leavers.waiting);
+        if self.seats.iter().flatten().chain(spares).any(|seat| seat.key == key) {
             return;
         }
         match self.known.get_mut(&key) {
@@ -345,7 +366,7 @@ impl Epochs {
         }
     }
 
-    fn knows(&mut self, wish: &Wish, part: Part) {
+    pub(super) fn knows(&mut self, wish: &Wish, part: Part) {
         let new = Known { number: wish.process, part, since: 0 };
         self.known.entry(wish.identity.key).or_insert(new).part = part;
     }

@@ -13,6 +13,7 @@ use super::super::super::succession::{in_order, told};
 use super::super::super::{Joined, Part};
 use super::super::actions::{Actions, processes};
 use super::Epochs;
+use super::leavers::Leavers;
 use super::places::{Former, Known};
 use crate::strangers::Link;
 
@@ -33,12 +34,11 @@ impl Epochs {
         epochs.epoch = past.epoch + 1;
         epochs.heirs = in_order(&past.members);
         epochs.agreed = past.members.first().cloned();
+        epochs.leavers = Leavers::resumed(past.standing, lives.contains(&false));
         let places = processes(past.members.len()).zip(&past.members).zip(lives);
         for ((process, member), lives) in places {
-            let Some(heir) = member.heir.as_ref().filter(|_| *lives) else {
-                epochs.vacant[process.index()] = true;
-                continue;
-            };
+            epochs.vacant[process.index()] = !*lives;
+            let Some(heir) = member.heir.as_ref().filter(|_| *lives) else { continue };
             let former = Former { key: heir.mark, link: NOBODY };
             epochs.before[process.index()] = Some(former);
             let part = Part::Holds(process);

@@ -76,7 +76,7 @@ impl Epochs {
 }
 
 /// True if the program of a process goes on with so many.
-fn allows(process: &Seat, size: usize) -> bool {
+pub(super) fn allows(process: &Seat, size: usize) -> bool {
     process.member.sizes.iter().any(|allowed| *allowed as usize == size)
 }
 

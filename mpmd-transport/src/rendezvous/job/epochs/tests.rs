@@ -1,6 +1,7 @@
 //! Jobs that lose processes and go on in the next epoch.
 
 mod facts;
+mod leavers;
 mod resumed;
 
 use super::super::super::protocol::{Leaving, Request};
@@ -25,6 +26,7 @@ struct Table {
     /// The fields of these names in the description of each process that joins.
     sizes: Vec<u32>,
     is_added: bool,
+    leaves: bool,
     facts: Vec<Fact>,
 }
 
@@ -33,7 +35,8 @@ impl Table {
         let now = Instant::now();
         let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
         let joined_with = BTreeMap::new();
-        Self { job, now, keys, joined_with, sizes: Vec::new(), is_added: false, facts: Vec::new() }
+        let (sizes, facts) = (Vec::new(), Vec::new());
+        Self { job, now, keys, joined_with, sizes, is_added: false, leaves: false, facts }
     }
 
     /// Returns a job of three that runs.
@@ -67,9 +70,9 @@ impl Table {
     fn join_with(&mut self, link: Link, epoch: u64, process: u32, identity: Identity) {
         self.job.opened(link, self.now);
         self.joined_with.insert(link, identity.key);
-        let (sizes, is_added, facts) =
-            (self.sizes.clone(), self.is_added, self.facts.clone().into());
-        let member = Member { pid: link as u32, sizes, is_added, facts, ..Member::default() };
+        let (sizes, is_added, leaves) = (self.sizes.clone(), self.is_added, self.leaves);
+        let (pid, facts) = (link as u32, self.facts.clone().into());
+        let member = Member { pid, sizes, is_added, leaves, facts, ..Member::default() };
         let join = Request::Join {
             ask: 1,
             process: ProcessId(process),
@@ -121,7 +124,7 @@ impl Table {
     /// Takes the clients that have joined since the last call, as (link, process, epoch).
     fn joined(&mut self) -> Vec<(Link, u32, u64)> {
         let joined = self.answers().into_iter().map(|(link, result)| match result {
-            Ok(Answer::Members { process, epoch, run: RUN, members, more: false }) => {
+            Ok(Answer::Members { process, epoch, run: RUN, members, more: false, .. }) => {
                 assert_eq!(u64::from(members[process.index()].pid), link);
                 (link, process.0, epoch)
             }

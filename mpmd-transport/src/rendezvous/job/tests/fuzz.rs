@@ -103,7 +103,7 @@ fn ask_of(request: &Request) -> Option<u64> {
         | Request::Report { ask, .. }
         | Request::Look { ask, .. }
         | Request::Leave { ask, .. } => Some(*ask),
-        Request::Clock { .. } | Request::Status { .. } | Request::Pong => None,
+        Request::Clock { .. } | Request::Status { .. } | Request::Pong | Request::Whole => None,
     }
 }
 
@@ -142,6 +142,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 _ if rng.u8(..4) == 0 => member.facts = Box::new([Fact::new("--seed", text(rng))]),
                 _ => {}
             }
+            member.leaves = rng.u8(..3) == 0;
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
             let run = rng.bool().then(|| u128::from(rng.u8(..8) > 0));
             let identity = Identity { key: rng.u128(..8), run };
@@ -178,8 +179,11 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             Request::Status { look: rng.u64(..9), status: Ok(vec![3; rng.usize(..40)]) }
         }
         10 => Request::Status { look: rng.u64(..9), status: Err(text(rng)) },
-        _ if rng.bool() => Request::Clock { ask },
-        _ => Request::Pong,
+        _ => match rng.u8(..3) {
+            0 => Request::Clock { ask },
+            1 => Request::Whole,
+            _ => Request::Pong,
+        },
     }
 }
 

@@ -1,6 +1,6 @@
 //! Processes with other options or other files than the rest.
 
-use super::super::super::super::Joined;
+use super::super::super::super::{CommitStanding, Joined};
 use super::*;
 
 /// True if the error names the weights of process 0 and of another one.
@@ -145,7 +145,13 @@ fn service_that_goes_on_knows_the_facts_before_a_process_returns() {
     let facts = Box::new([Fact::new("weights", "old")]);
     let host = Member { facts, ..Member::default() };
     let members = vec![host, Member::default(), Member::default()];
-    let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members };
+    let past = Joined {
+        process: ProcessId(1),
+        epoch: 4,
+        run: RUN,
+        members,
+        standing: CommitStanding::default(),
+    };
     let mut table = Table::new();
     table.job = Job::resumed(3, TIME_LIMIT, (&past, &[false, true, true]), table.now);
     weights(&mut table, "new");

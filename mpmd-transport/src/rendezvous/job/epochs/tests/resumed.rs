@@ -1,6 +1,6 @@
 //! Jobs that go on at another service.
 
-use super::super::super::super::{Heir, Joined};
+use super::super::super::super::{CommitStanding, Heir, Joined};
 use super::*;
 
 /// The key of the process that had this place in the epoch before.
@@ -16,7 +16,16 @@ fn heir(key: u128, since: u64) -> Option<Heir> {
 
 /// Returns a job that goes on after epoch 4 of these members, of whom some live.
 fn resumed(members: Vec<Member>, lives: &[bool], sizes: &[u32]) -> Table {
-    let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members };
+    resumed_from(CommitStanding::default(), members, lives, sizes)
+}
+
+fn resumed_from(
+    standing: CommitStanding,
+    members: Vec<Member>,
+    lives: &[bool],
+    sizes: &[u32],
+) -> Table {
+    let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members, standing };
     let mut table = Table { sizes: sizes.to_vec(), ..Table::new() };
     table.job = Job::resumed(3, TIME_LIMIT, (&past, lives), table.now);
     table
@@ -146,4 +155,36 @@ fn those_who_were_there_first_are_first_in_the_succession() {
     join(&mut table, 22, 2, 2, key(2));
     // The first spare has place 1, and is behind process 2.
     assert_eq!(told(&mut table, 91), [["host:52", "host:90"]]);
+}
+
+#[test]
+fn service_that_goes_on_waits_for_those_that_leave() {
+    let member = |process| Member {
+        heir: (process > 0).then(|| heir(key(process), 4)).flatten(),
+        ..Member::default()
+    };
+    let members: Vec<Member> = (0..2).map(member).collect();
+    let standing = CommitStanding { whole: Some(3), leavers: 1 };
+    let table = || resumed_from(standing, members.clone(), &[false, true], &[1, 2, 3]);
+    let mut awaited = table();
+    awaited.returns(51, 1, 5);
+    assert_eq!(awaited.joined(), []);
+    awaited.leaves = true;
+    awaited.returns(57, 7, 5);
+    assert_eq!(awaited.joined(), [(57, 0, 5), (51, 1, 5)], "it has the place of the lost one");
+    let mut late = table();
+    late.returns(51, 1, 5);
+    late.pass(TIME_LIMIT, &[51]);
+    assert_eq!(late.joined(), [(51, 0, 5)]);
+}
+
+#[test]
+fn process_that_ran_the_service_and_leaves_is_awaited() {
+    let mut table = after_the_first(&[true, true, true], &[1, 2, 3]);
+    table.returns(51, 1, 5);
+    table.returns(52, 2, 5);
+    assert_eq!(table.joined(), []);
+    table.leaves = true;
+    table.returns(50, 0, 5);
+    assert_eq!(table.joined(), [(51, 0, 5), (52, 1, 5)]);
 }

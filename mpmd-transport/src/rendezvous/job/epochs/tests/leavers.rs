@@ -1,0 +1,104 @@
+//! Processes that leave in order, and deaths before the others can do without them.
+
+use super::*;
+
+/// Lets a process of epoch 1 leave the job.
+fn leave_job(table: &mut Table, process: u32) {
+    table.leave(10 + u64::from(process), true);
+    table.leaves = true;
+    table.join(2, process);
+    table.leaves = false;
+}
+
+fn whole(table: &mut Table, link: Link) {
+    table.job.said(link, Request::Whole, table.now);
+}
+
+#[test]
+fn leaver_ends_once_a_commit_of_the_others_is_whole() {
+    let mut table = Table::of_sizes(&[1, 2]);
+    whole(&mut table, 10);
+    leave_job(&mut table, 1);
+    assert_eq!(table.answers(), []);
+    for process in [0, 2] {
+        table.leave(10 + u64::from(process), true);
+        table.join(2, process);
+    }
+    assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
+    table.pass(TIME_LIMIT * 3, &[20, 21, 22]);
+    assert_eq!(table.answers(), []);
+    whole(&mut table, 21);
+    assert_eq!(table.answers(), [], "it is none of the epoch");
+    whole(&mut table, 20);
+    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+}
+
+#[test]
+fn leaver_is_called_back_by_a_death_at_any_time_before() {
+    // The order of (the leaver's return, the death, the return of the last one).
+    for order in [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0]] {
+        let mut table = Table::of_sizes(&[1, 2]);
+        whole(&mut table, 10);
+        for event in order {
+            match event {
+                0 => leave_job(&mut table, 1),
+                1 => table.die(10),
+                _ => {
+                    table.leave(12, true);
+                    table.join(2, 2);
+                }
+            }
+        }
+        assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)], "{order:?}");
+    }
+}
+
+#[test]
+fn leaver_goes_on_alone_if_all_others_are_lost() {
+    let mut table = Table::of_sizes(&[1, 2]);
+    whole(&mut table, 10);
+    leave_job(&mut table, 1);
+    for process in [0, 2] {
+        table.leave(10 + u64::from(process), true);
+        table.join(2, process);
+    }
+    assert_eq!(table.joined().len(), 2);
+    table.die(20);
+    assert_eq!(table.answers(), []);
+    table.die(22);
+    assert_eq!(table.joined(), [(21, 0, 3)]);
+    assert!(!table.job.epochs.is_over());
+}
+
+#[test]
+fn leaver_is_not_needed_by_a_job_that_has_ended() {
+    let mut table = Table::of_sizes(&[1, 2]);
+    whole(&mut table, 10);
+    leave_job(&mut table, 1);
+    table.leave(10, false);
+    table.leave(12, false);
+    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    assert!(table.job.epochs.parts().contains(&(ProcessId(1), Part::Left(ProcessId(1)))));
+}
+
+#[test]
+fn leavers_have_places_before_processes_without_copies() {
+    // Two of the three processes of a job that neither shrinks nor grows.
+    let mut table = Table::running();
+    whole(&mut table, 10);
+    leave_job(&mut table, 0);
+    leave_job(&mut table, 1);
+    table.join_as(90, 1, 3);
+    table.join_as(91, 1, 4);
+    table.leave(12, true);
+    table.join(2, 2);
+    assert_eq!(table.joined(), [(90, 0, 2), (91, 1, 2), (22, 2, 2)]);
+    table.die(22);
+    table.leave(90, true);
+    table.join(3, 0);
+    table.leave(91, true);
+    table.join(3, 1);
+    let links: Vec<Link> = table.joined().iter().map(|(link, ..)| *link).collect();
+    let leavers = links.iter().filter(|link| [20, 21].contains(link)).count();
+    assert_eq!(leavers, 2, "{links:?}");
+}
