@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
+use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::{Part, Report, Server};
 
 use super::cause::ExitKind;
@@ -226,7 +227,7 @@ struct Chaos {
 impl Chaos {
     fn new(every: Duration) -> Self {
         let mut random = fastrand::Rng::new();
-        let next = Instant::now() + every.mul_f64(2.0 * random.f64());
+        let next = after(Instant::now(), scaled(every, 2.0 * random.f64()));
         Self { every, next, random }
     }
 
@@ -235,9 +236,14 @@ impl Chaos {
         if now < self.next {
             return None;
         }
-        self.next = now + self.every.mul_f64(2.0 * self.random.f64());
+        self.next = after(now, scaled(self.every, 2.0 * self.random.f64()));
         self.random.choice(alive).copied()
     }
+}
+
+/// Returns a multiple of a time, or the longest time if that is too long.
+fn scaled(time: Duration, factor: f64) -> Duration {
+    Duration::try_from_secs_f64(factor * time.as_secs_f64()).unwrap_or(Duration::MAX)
 }
 
 #[cfg(test)]

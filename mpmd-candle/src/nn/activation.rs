@@ -131,8 +131,10 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     if !width.is_multiple_of(2) {
         bail!("swiglu: the input is {:?}: expected rows of two halves", xs.dims());
     }
-    let halves = xs.chunk(2, D::Minus1)?;
-    silu(&halves[0])? * &halves[1]
+    // `chunk` makes no halves of rows of width 0.
+    let half = width / 2;
+    let gate = xs.narrow(D::Minus1, 0, half)?;
+    silu(&gate)? * xs.narrow(D::Minus1, half, half)?
 }
 
 /// Computes `x tanh(ln(1 + exp(x)))`.

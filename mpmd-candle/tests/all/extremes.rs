@@ -175,3 +175,25 @@ fn layers_take_an_empty_batch() {
         }
     }
 }
+
+#[test]
+fn activations_take_each_dimension_empty() {
+    let curves: [(&str, Layer<'_>); 5] = [
+        ("gelu", &nn::ops::gelu),
+        ("gelu by the error function", &nn::ops::gelu_erf),
+        ("silu", &nn::ops::silu),
+        ("mish", &nn::ops::mish),
+        ("swiglu", &nn::ops::swiglu),
+    ];
+    for dtype in TYPES {
+        for empty in 0..3 {
+            let mut shape = [2, 3, 4];
+            shape[empty] = 0;
+            let x = variable(&[], &shape, dtype);
+            for (name, curve) in curves {
+                let y = curve(&x).unwrap_or_else(|why| panic!("{name} of {dtype:?}: {why}"));
+                assert_eq!(doubles(&y), [0.0; 0], "{name} of {dtype:?}, {shape:?}");
+            }
+        }
+    }
+}

@@ -8,6 +8,7 @@ use std::time::Duration;
 use mpmd_base::block::{mpsc, now};
 use mpmd_base::{ProcessId, bytes_text};
 use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_transport::deadline::after;
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
 use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
@@ -224,7 +225,7 @@ impl Runtime {
         let mut left = self.config.peer_timeout;
         loop {
             let slice = left.min(SLICE);
-            if self.in_flight.wait_until(now() + slice, |counts| counts.ended > ended) {
+            if self.in_flight.wait_until(after(now(), slice), |counts| counts.ended > ended) {
                 return true;
             }
             left -= slice;

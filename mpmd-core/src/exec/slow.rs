@@ -2,8 +2,9 @@
 //! run, or they cannot run at all.
 //!
 //! The stages of a pipeline have unequal work, so a process is compared with its own past, and the
-//! change with that of the others: on a machine with other load all become slower. Others that become
-//! faster make no process slow. Pure: all processes come to the same result from the same times.
+//! change with that of the others: on a machine with other load all become slower. Others that
+//! become faster make no process slow. Pure: all processes come to the same result from the same
+//! times.
 
 use std::collections::VecDeque;
 

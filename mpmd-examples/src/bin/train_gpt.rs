@@ -210,8 +210,11 @@ fn main() -> anyhow::Result<ExitCode> {
     let code = match args.elastic {
         true => {
             let layouts = plan.layouts()?;
-            let layout: mpmd_job::Layout =
-                Box::new(move |processes| Ok(layouts.of(processes)?.ranks() * each));
+            // A process beyond the ranks has a device and no stage.
+            let layout: mpmd_job::Layout = Box::new(move |processes| {
+                let devices = layouts.of(processes)?.ranks() * each;
+                Ok(devices.max(processes))
+            });
             let elastic = Elastic { layout: Some(layout), drop_slow: args.drop_slow };
             mpmd_job::run_recovering(&job, processes, devices, elastic, |p, commits| {
                 program(p, Some(commits))

@@ -218,15 +218,11 @@ fn devices_read_their_parts_alone() {
 #[test]
 fn devices_that_do_not_divide_a_model_are_refused() {
     for (name, devices, expected) in [
-        ("plain", &[3][..], "num_attention_heads: expected a multiple of 3, --tensor-parallel, fo"),
-        ("grouped", &[3], "num_key_value_heads: expected a divisor or a multiple of 3, --tensor-"),
-        (
-            "mistral",
-            &[3],
-            "intermediate_size: expected a multiple of 3, --tensor-parallel, found 2",
-        ),
-        ("gpt2", &[5], "n_head: expected a multiple of 5, --tensor-parallel, found 3"),
-        ("plain", &[2, 2], "--tensor-parallel: expected 1 numbers, one for each stage, or one for"),
+        ("plain", &[3][..], "num_attention_heads: expected a multiple of 3, the tensor"),
+        ("grouped", &[3], "num_key_value_heads: expected a divisor or a multiple of 3, the te"),
+        ("mistral", &[3], "intermediate_size: expected a multiple of 3, the tensor"),
+        ("gpt2", &[5], "n_head: expected a multiple of 5, the tensor parallel devices, f"),
+        ("plain", &[2, 2], "tensor_parallel: expected 1 numbers, one for each stage, or one for"),
     ] {
         let model = Stages::new(&open(name), 1, 1).unwrap();
         let said = model.tensor_parallel(devices).unwrap_err().to_string();

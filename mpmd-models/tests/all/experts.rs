@@ -149,15 +149,15 @@ fn experts_that_cannot_be_divided_are_refused() {
         model.expert_parallel(experts).unwrap_err().to_string()
     };
     for (name, experts, expected) in [
-        ("plain", &[2][..], "--expert-parallel: expected 1: the model has no experts, found 2"),
+        ("plain", &[2][..], "expert_parallel: expected 1: the model has no experts, found 2"),
+        ("qwen3-moe", &[3], "expert_parallel: expected 1, 2, 4 or a higher power of two, found 3"),
         (
             "qwen3-moe",
-            &[3],
-            "--expert-parallel: expected 1, 2, 4 or a higher power of two, found 3",
+            &[4],
+            "num_experts: expected a multiple of 4, the expert parallel devices, f",
         ),
-        ("qwen3-moe", &[4], "num_experts: expected a multiple of 4, --expert-parallel, found 6"),
-        ("mixtral", &[8], "num_local_experts: expected a multiple of 8, --expert-parallel, found"),
-        ("mixtral", &[2, 2, 2], "--expert-parallel: expected 2 numbers, one for each stage, or"),
+        ("mixtral", &[8], "num_local_experts: expected a multiple of 8, the expert"),
+        ("mixtral", &[2, 2, 2], "expert_parallel: expected 2 numbers, one for each stage, or"),
     ] {
         let said = said(name, experts);
         assert!(said.contains(expected), "{said}");
@@ -174,8 +174,7 @@ fn experts_that_cannot_be_divided_are_refused() {
     };
     cut(&[0..4, 4..6], &[4, 2]).unwrap();
     let said = cut(&[0..2, 2..5, 5..6], &[2]).unwrap_err().to_string();
-    let expected =
-        "--expert-parallel: expected 1 for stage 1, whose layers have no experts, found 2";
+    let expected = "expert_parallel: expected 1 for stage 1, whose layers have no experts, found 2";
     assert!(said.contains(expected), "{said}");
     let said = model("mixtral", 2, &[1], 1).tensor_parallel(&[8]).unwrap_err().to_string();
     assert!(said.contains("num_attention_heads: expected a multiple of 8"), "{said}");

@@ -31,6 +31,8 @@ pub(crate) fn args(text: &str) -> Args {
             ["--weight-decay", value] => settings.weight_decay = value.parse().unwrap(),
             ["--lr", value] => settings.learning_rate = value.parse().unwrap(),
             ["--lora", value] => rank = Some(value.parse::<usize>().unwrap()),
+            ["--compute", "bf16"] => settings.compute = DType::Bf16,
+            ["--compute", "f16"] => settings.compute = DType::F16,
             ["--alpha", value] => alpha = Some(value.parse().unwrap()),
             other => panic!("{other:?}"),
         }

@@ -67,7 +67,7 @@ fn folders_that_make_no_new_model_are_refused() {
     for (folder, expected) in [
         (
             deep,
-            "num_hidden_layers: expected at most 1000 in each stage of a training (--stages 2 or \
+            "num_hidden_layers: expected at most 1000 in each stage of a training (2 stages or \
              more), found 1001, and 1001 of them in a stage",
         ),
         (empty, "config.json: expected the config of a model, found No such file"),

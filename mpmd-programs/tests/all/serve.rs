@@ -119,7 +119,10 @@ impl Serving {
             assert!(start.elapsed() < LONG, "it never ends");
             thread::sleep(Duration::from_millis(5));
         };
-        let said = self.lines.lock().unwrap().try_iter().collect();
+        // Up to the end of its output.
+        let lines = self.lines.lock().unwrap();
+        let said = std::iter::from_fn(|| lines.recv_timeout(LONG).ok()).collect();
+        drop(lines);
         (status, said)
     }
 }

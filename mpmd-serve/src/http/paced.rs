@@ -42,7 +42,7 @@ impl Paced {
             return result;
         }
         if !std::mem::replace(&mut self.waits, true) {
-            self.end.as_mut().reset(Instant::now() + self.longest);
+            self.end.set(sleep(self.longest));
         }
         ready!(self.end.as_mut().poll(cx));
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))

@@ -356,9 +356,14 @@ impl Arrivals {
     /// Blocks until a request has come, a client has left or the phase has changed since the last
     /// call, at most for `timeout`. Returns false if nothing happened.
     pub fn wait(&self, timeout: Duration) -> bool {
-        let until = now() + timeout;
+        let start = now();
         let mut state = self.0.state.lock();
-        while !state.has_news && !self.0.changed.wait_until(&mut state, until).timed_out() {}
+        while !state.has_news {
+            let left = timeout.saturating_sub(since(start));
+            if self.0.changed.wait_for(&mut state, left).timed_out() {
+                break;
+            }
+        }
         std::mem::take(&mut state.has_news)
     }
 

@@ -341,7 +341,8 @@ fn pages_of_other_servers_are_refused_without_keys() {
 fn settings_that_let_strangers_in_are_refused() {
     let start = |settings: FrontSettings| {
         let model = Model::of(&Folder::open(plain()).unwrap(), None, 99).unwrap();
-        Front::start(&settings, model, mpmd_serve::queue(settings.waiting).0)
+        let (queue, _) = mpmd_serve::queue(settings.waiting);
+        Front::start(&settings, model, queue).map_err(|why| why.to_string())
     };
     let file = |text: &str, mode: u32| {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -380,7 +381,7 @@ fn settings_that_let_strangers_in_are_refused() {
         ),
         (FrontSettings { host: "no such host".to_owned(), ..settings() }, "host no such host"),
     ] {
-        let error = start(settings).err().unwrap().to_string();
+        let error = start(settings).err().unwrap();
         assert!(error.contains(expected), "{error}");
     }
     let front = start(FrontSettings { allow_all: true, ..all_hosts() }).unwrap();

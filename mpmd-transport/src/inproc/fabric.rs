@@ -279,7 +279,7 @@ impl Core {
             && state.node(process).open.values().any(|open| !open.kept || open.ending)
         {
             let slice = left.min(FLUSH_SLICE);
-            if changed.wait_until(&mut state, now() + slice).timed_out() {
+            if changed.wait_until(&mut state, after(now(), slice)).timed_out() {
                 left -= slice;
             }
         }

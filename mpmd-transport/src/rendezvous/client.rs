@@ -9,7 +9,9 @@ use super::clock::{ClockOffset, clock, quickest};
 use super::connect::is_gone;
 use super::connection::{Connection, open};
 use super::protocol::{self, Answer, Leaving, Request};
-use super::{Down, Identity, JoinConfig, Joined, Member, RendezvousError, Report, Succession};
+use super::{
+    Down, Identity, JoinConfig, Joined, Member, Parting, RendezvousError, Report, Succession,
+};
 use mpmd_proto::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). Any thread may call its
@@ -185,7 +187,8 @@ impl Rendezvous {
         self.link.send(Request::Whole)
     }
 
-    /// True if a commit of this epoch is [whole](Self::commit_is_whole) as far as this process knows.
+    /// True if a commit of this epoch is [whole](Self::commit_is_whole) as far as this process
+    /// knows.
     pub fn has_whole_commit(&self) -> bool {
         self.link.state.lock().is_whole
     }
@@ -315,6 +318,13 @@ impl Rendezvous {
         self.link.state.lock().succession.clone()
     }
 
+    /// Returns what this process knows of the end of its contact with the server, for its
+    /// [`Seeker`](super::Seeker). Call it after the loss of the connection, or after
+    /// [`leave_epoch`](Self::leave_epoch). Waits for about a second at most.
+    pub fn parting(&self) -> Parting {
+        self.link.parting()
+    }
+
     /// Leaves the job in order: the others will not be told that this process is down. Waits for
     /// the server's answer, at most five seconds. Does not wait if the server is known to be
     /// silent. Closes the connection.
@@ -324,6 +334,16 @@ impl Rendezvous {
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes, or
     /// [`Left`](RendezvousError::Left) if this process has left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
+        self.leave_and(Leaving::Leaves)
+    }
+
+    /// Leaves a job that has ended well, as [`leave`](Self::leave) does: all its processes have
+    /// come to the end, and none begins another epoch.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`leave`](Self::leave).
+    pub fn end(&self) -> Result<(), RendezvousError> {
         self.leave_and(Leaving::Ends)
     }
 

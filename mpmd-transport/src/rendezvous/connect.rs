@@ -122,6 +122,20 @@ pub(super) fn is_gone(server: &str) -> bool {
     probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Refused
 }
 
+/// Returns true if no process listens at a server's address any more. A process that dies closes
+/// its listener a moment before or after its connections.
+pub(super) fn is_gone_soon(server: &str) -> bool {
+    const TRIES: u32 = 10;
+    const BETWEEN: Duration = Duration::from_millis(20);
+    for _ in 0..TRIES {
+        if is_gone(server) {
+            return true;
+        }
+        std::thread::sleep(BETWEEN);
+    }
+    false
+}
+
 /// Returns true if a process listens at a server's address, even if it does not serve yet.
 pub(super) fn is_heard(server: &str) -> bool {
     probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Listens

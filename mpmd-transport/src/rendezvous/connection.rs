@@ -7,14 +7,16 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_base::block::Mutex;
 use mpmd_base::block::mpsc::{self, RecvTimeoutError};
+use mpmd_base::block::{Condvar, Mutex, now};
 
 use super::clock::clock;
-use super::connect::meet;
+use super::connect::{is_gone_soon, meet};
+use super::contact::{Contact, Parting, system_time};
 use super::hub::Line;
 use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
 use super::{Down, JoinConfig, Member, RendezvousError, Succession};
+use crate::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
 /// Connects to the server, which may start later unless `is_started`, and starts a thread that
@@ -44,7 +46,8 @@ pub(super) fn open(
     let link = Arc::new(Connection {
         server: config.server.clone(),
         wire: Wire::Tcp { stream, writing: Mutex::new(()) },
-        state: Mutex::new(State::default()),
+        state: Mutex::new(State::new(config.peer_timeout)),
+        changed: Condvar::new(),
     });
     let listener = link.clone();
     std::thread::Builder::new()
@@ -59,6 +62,8 @@ pub(super) struct Connection {
     pub(super) server: String,
     pub(super) wire: Wire,
     pub(super) state: Mutex<State>,
+    /// Notified when the [contact](State::contact) is complete after a loss.
+    pub(super) changed: Condvar,
 }
 
 /// The way of messages to the server.
@@ -72,8 +77,10 @@ pub(super) enum Wire {
     Local(Line),
 }
 
-#[derive(Default)]
 pub(super) struct State {
+    pub(super) contact: Contact,
+    /// True from the loss of the connection until the contact has a note of it.
+    pub(super) notes_loss: bool,
     pub(super) asked: u64,
     pub(super) asks: HashMap<u64, mpsc::Sender<Answered>>,
     /// The members received so far: the answer to `join` may come in parts.
@@ -104,6 +111,31 @@ pub(super) struct State {
     pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
 }
 
+impl State {
+    pub(super) fn new(peer_timeout: Duration) -> Self {
+        Self {
+            contact: Contact::new(peer_timeout, system_time()),
+            notes_loss: false,
+            asked: 0,
+            asks: HashMap::new(),
+            members: Vec::new(),
+            ended: None,
+            joined: false,
+            silent: None,
+            loss_told: false,
+            leaving: false,
+            is_whole: false,
+            succession: None,
+            sizes: (0, 0),
+            tell: None,
+            untold: Vec::new(),
+            tell_busy: None,
+            describe: None,
+            statuses: BTreeMap::new(),
+        }
+    }
+}
+
 /// The function of [`Rendezvous::on_look`](super::Rendezvous::on_look).
 pub(super) type Describe = dyn Fn(&[u8]) -> Vec<u8> + Send + Sync;
 
@@ -116,6 +148,9 @@ type Answered = (i64, Result<Answer, RendezvousError>);
 /// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
 /// processes, should come first.
 const SLACK: Duration = Duration::from_secs(2);
+
+/// Time limit for the [note](Connection::parting) of a loss, which takes a second at most.
+const PARTING_WITHIN: Duration = Duration::from_secs(5);
 
 /// The largest number of statuses and members that are kept: that of the processes of the largest
 /// job.
@@ -206,6 +241,7 @@ impl Connection {
         let why = 'connected: loop {
             let read = stream.read(&mut bytes);
             let now = Instant::now();
+            self.state.lock().contact.runs(system_time());
             // If this process itself was stopped, it cannot call the server silent.
             if now.duration_since(looked) > silence / 2 {
                 heard = now;
@@ -215,7 +251,10 @@ impl Connection {
                 Ok(0) => break "the connection was closed".to_owned(),
                 Ok(n) => {
                     heard = now;
-                    self.state.lock().silent = None;
+                    let mut state = self.state.lock();
+                    state.silent = None;
+                    state.contact.hears(system_time());
+                    drop(state);
                     frames.push(&bytes[..n]);
                 }
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
@@ -246,11 +285,37 @@ impl Connection {
 
     /// Handles the end of the connection.
     fn is_over(&self, why: String) {
-        let is_loss = self.state.lock().ended.is_none();
+        let lost_at = system_time();
+        let mut state = self.state.lock();
+        let is_loss = state.ended.is_none();
+        state.notes_loss = is_loss;
+        drop(state);
         self.end(self.gone(why.clone()));
         if is_loss {
             self.tell_loss(why);
+            let is_refused = match &self.wire {
+                Wire::Tcp { .. } => is_gone_soon(&self.server),
+                Wire::Local(_) => false,
+            };
+            let mut state = self.state.lock();
+            state.contact.is_cut(lost_at, is_refused);
+            state.notes_loss = false;
+            self.changed.notify_all();
         }
+    }
+
+    /// Returns what this process knows of the end of its contact with the server. Right after the
+    /// loss of the connection this waits for about a second at most.
+    pub(super) fn parting(&self) -> Parting {
+        let until = after(now(), PARTING_WITHIN);
+        let mut state = self.state.lock();
+        while state.notes_loss {
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                state.contact.is_cut(system_time(), false);
+                break;
+            }
+        }
+        Parting::new(state.contact.clone())
     }
 
     /// If this process has joined: records that the server is silent, fails all pending requests
@@ -316,6 +381,7 @@ impl Connection {
                     }
                     state.sizes = (state.members.len(), state.members.len());
                     *members = std::mem::take(&mut state.members).into();
+                    state.contact.has_place();
                     state.joined = true;
                 }
                 let asker = state.asks.remove(&ask);
@@ -332,11 +398,13 @@ impl Connection {
                 }
                 self.tell(Down::Process(process, why));
             }
+            Reply::Place => self.state.lock().contact.has_place(),
             Reply::CouldHave { processes } => self.state.lock().sizes.1 = processes as usize,
             Reply::Heirs { run, addresses } => {
                 self.state.lock().succession = Some(Succession::told(run, addresses));
             }
             Reply::Dropped { why } => {
+                self.state.lock().contact.is_given_up(&why);
                 let given_up = RendezvousError::GivenUp { server: self.server.clone(), why };
                 self.end(given_up.clone());
                 self.tell_loss(given_up.to_string());

@@ -262,6 +262,19 @@ pub enum RendezvousError {
         /// The connection's error, in words.
         why: String,
     },
+    /// The service is gone, and this process does not go on with it: the others may have ended the
+    /// job without this process. The environment's fault.
+    #[error(
+        "the rendezvous service of this job at {server} is gone, and this process does not go on \
+         without the others, since {why}: they may have ended the job. See what they say and have \
+         saved; if the job has not ended, start it again"
+    )]
+    Outlived {
+        /// The service's address, as `host:port`.
+        server: String,
+        /// The reason, in words.
+        why: String,
+    },
     /// This process has left the job. The caller's fault.
     #[error("this process has left the job")]
     Left,

@@ -170,7 +170,11 @@ impl Job {
                 self.actions.answer(link, ask, Ok(Answer::Done));
                 self.actions.close(link);
                 let (why, how) = match how {
-                    Leaving::Ends => ("it has left the job", HowEnded::Left),
+                    Leaving::Ends => {
+                        self.epochs.ends_well(link, now, &mut self.actions);
+                        ("it has left the job", HowEnded::Left)
+                    }
+                    Leaving::Leaves => ("it has left the job", HowEnded::Left),
                     Leaving::Returns => ("it has left the job", HowEnded::Returns),
                     Leaving::GivesBack(why) => {
                         self.epochs.gives_up(link);
@@ -261,7 +265,11 @@ impl Job {
             };
             self.barriers.fail(error, &mut self.actions);
         }
-        match self.epochs.join(link, wish, member, wait, now, &mut self.actions)? {
+        let entry = self.epochs.join(link, wish, member, wait, now, &mut self.actions)?;
+        if matches!(entry, Entry::HasPlace { .. }) && wish.waits {
+            self.actions.say(link, Reply::Place);
+        }
+        match entry {
             Entry::HasPlace { instead_of: None } => {}
             Entry::HasPlace { instead_of: Some(before) } => {
                 self.forget(before);

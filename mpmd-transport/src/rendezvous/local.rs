@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
 
-use mpmd_base::block::{Mutex, mpsc, thread};
+use mpmd_base::block::{Condvar, Mutex, mpsc, thread};
 
 use super::connection::{Connection, State, Wire};
 use super::hub::{Hub, Line};
@@ -76,7 +76,8 @@ impl LocalServer {
         let connection = Arc::new(Connection {
             server: "simulation".to_owned(),
             wire: Wire::Local(Line::new(self.hub.clone(), link)),
-            state: Mutex::new(State::default()),
+            state: Mutex::new(State::new(self.hub.peer_timeout)),
+            changed: Condvar::new(),
         });
         let listener = connection.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous".to_owned());

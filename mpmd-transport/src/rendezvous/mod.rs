@@ -26,14 +26,15 @@
 //! - `connection`: requests and answers, for both.
 //! - `facts`: the options and files of a process that must be those of all.
 //! - `connect`: how a client connects to the server, by its `config`.
-//! - `succession`: who goes on with the service if its process is gone, and `seeker`: a process
-//!   that finds it there.
+//! - `succession`: who goes on with the service if its process is gone, `seeker`: a process that
+//!   finds it there, and `contact`: the rule by which it may go on with the service itself.
 
 mod client;
 mod clock;
 mod config;
 mod connect;
 mod connection;
+mod contact;
 mod error;
 mod facts;
 mod hub;
@@ -43,6 +44,7 @@ mod observer;
 mod protocol;
 mod seeker;
 mod server;
+mod size_range;
 mod succession;
 
 use serde::{Deserialize, Serialize};
@@ -54,6 +56,7 @@ pub use client::Rendezvous;
 pub use clock::ClockOffset;
 pub use config::{Identity, JoinConfig};
 pub use connect::split_address;
+pub use contact::Parting;
 pub use error::RendezvousError;
 pub use facts::{Difference, Fact};
 pub use local::{LocalLink, LocalServer};
@@ -61,6 +64,7 @@ pub use observer::Observer;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use seeker::Seeker;
 pub use server::{Server, ServerConfig};
+pub use size_range::SizeRange;
 pub use succession::{Heir, Succession};
 
 pub use crate::token::{Token, TokenError};
@@ -87,8 +91,9 @@ pub struct Member {
     /// instead of missing the process.
     pub trouble: Option<String>,
     /// The numbers of processes with which the program goes on after the first epoch, ascending.
-    /// Empty if it only does with all. Equal in all processes.
-    pub sizes: Vec<u32>,
+    /// Empty if it only does with all. Equal in all processes. Of the members that a process is
+    /// told only the first one has them.
+    pub sizes: Vec<SizeRange>,
     /// True if the process was added to the job: it may make it larger than it was at first.
     pub is_added: bool,
     /// True if the process leaves the job, but has copies of its state. It waits without a place

@@ -102,8 +102,10 @@ pub(super) enum Request {
 /// The way in which a process leaves an epoch.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) enum Leaving {
-    /// Its part of the job has ended.
+    /// The job has ended well: all processes of the epoch have come to its end.
     Ends,
+    /// It has failed, or the job goes on without it.
+    Leaves,
     /// It will join the next epoch.
     Returns,
     /// It does not take the place that it has got, for this reason.
@@ -125,6 +127,9 @@ pub(super) enum Reply {
         process: ProcessId,
         why: String,
     },
+    /// This client has a place in the epoch that gathers. Nobody else gets it as long as its
+    /// connection stands.
+    Place,
     /// The next epoch of the job can have so many processes: more than this one if others wait for
     /// a place. Said to process 0.
     CouldHave {
@@ -262,7 +267,7 @@ impl Frames {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Fact, Heir};
+    use super::super::{Fact, Heir, SizeRange};
     use super::*;
 
     #[test]
@@ -358,7 +363,7 @@ mod tests {
             program: "p".into(),
             facts: Box::new([Fact::new("--seed", "1")]),
             trouble: Some("none".into()),
-            sizes: vec![1, 2],
+            sizes: SizeRange::of([1, 2, 4]),
             is_added: true,
             leaves: true,
             heir: Some(Heir { address: "10.0.0.1:78".into(), mark: 1 << 80, since: 2 }),
@@ -407,6 +412,7 @@ mod tests {
             answer(Err(missing)),
             Reply::Ping,
             Reply::Down { process, why: why.clone() },
+            Reply::Place,
             Reply::CouldHave { processes: 3 },
             Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
             Reply::Look { look: 8, words: vec![5; 9] },

@@ -3,9 +3,11 @@
 use std::net::SocketAddr;
 
 use super::connect::{is_gone, is_heard};
+use super::contact::system_time;
 use super::succession::{Deputy, Place};
 use super::{
-    Heir, Identity, JoinConfig, Rendezvous, RendezvousError, Server, ServerConfig, Succession,
+    Heir, Identity, JoinConfig, Parting, Rendezvous, RendezvousError, Server, ServerConfig,
+    Succession,
 };
 
 /// What a process knows of the place of its job's service, over the epochs of the job.
@@ -19,12 +21,28 @@ pub struct Seeker {
     /// `None` on a process that runs the service, and on one that cannot go on with it.
     deputy: Option<Deputy>,
     succession: Option<Succession>,
+    /// The end of the last contact with the service. `None` before the first.
+    parting: Option<Parting>,
 }
 
 impl Seeker {
     /// Creates the knowledge of a process that starts: the address of the service.
     pub fn new(service: String) -> Self {
-        Self { service, is_left: false, host_lives: false, deputy: None, succession: None }
+        Self {
+            service,
+            is_left: false,
+            host_lives: false,
+            deputy: None,
+            succession: None,
+            parting: None,
+        }
+    }
+
+    /// Notes the end of this process's contact with the service. It decides if this process may go
+    /// on with the service itself.
+    pub fn part(&mut self, parting: Parting) {
+        let parting = parting.after(self.parting.take());
+        self.parting = Some(if self.is_left { parting.handed_over() } else { parting });
     }
 
     /// Notes who can go on with the service. Those that this process has heard of while it waited
@@ -46,11 +64,14 @@ impl Seeker {
     pub fn leaves(&mut self) -> bool {
         let elsewhere = |succession: &Succession| !succession.contains(&self.service);
         self.is_left = self.succession.as_ref().is_some_and(elsewhere);
+        if self.is_left {
+            self.parting = self.parting.take().map(Parting::handed_over);
+        }
         self.is_left
     }
 
-    /// Notes that the process which runs the service leaves the job, and looks for the next place of
-    /// the service like all others.
+    /// Notes that the process which runs the service leaves the job, and looks for the next place
+    /// of the service like all others.
     pub fn hands_over(&mut self) {
         self.host_lives = self.leaves();
     }
@@ -81,8 +102,8 @@ impl Seeker {
 
     /// Connects to the service. If its process is gone, connects to the one that goes on with it.
     /// That may be this process: then it puts the service into `server`. `config` is that of the
-    /// job's start; its server counts for nothing. A process that [hands over](Self::hands_over) the
-    /// service stops it once it has found the next place, and keeps it if there is none.
+    /// job's start; its server counts for nothing. A process that [hands over](Self::hands_over)
+    /// the service stops it once it has found the next place, and keeps it if there is none.
     ///
     /// Waits for a process that is to go on with the service, but has not come to it, at most for
     /// the peer timeout. One that waits for a place waits for as long as that process lives.
@@ -90,7 +111,8 @@ impl Seeker {
     /// # Errors
     ///
     /// The errors of [`Rendezvous::connect`], and of [`Server::bind`] if this process goes on with
-    /// the service.
+    /// the service. [`Outlived`](RendezvousError::Outlived) if it is the only one left, and the
+    /// others may have ended the job: since it was stopped or cut off for the peer timeout.
     pub fn connect(
         &mut self,
         config: &JoinConfig,
@@ -118,6 +140,15 @@ impl Seeker {
         }
     }
 
+    /// Checks that this process may go on with the service: the others cannot have ended the job.
+    fn may_go_on(&self, is_first: bool) -> Result<(), RendezvousError> {
+        let parted = match &self.parting {
+            Some(parting) => parting.check(is_first, system_time()),
+            None => Err("it has not been in contact with it".to_owned()),
+        };
+        parted.map_err(|why| RendezvousError::Outlived { server: self.service.clone(), why })
+    }
+
     /// Finds the place where the service goes on: at the earlier one, if that is `here`, should no
     /// other be left.
     fn find(
@@ -131,6 +162,7 @@ impl Seeker {
         match (place, &self.succession) {
             (Some(Place::At(address)), _) => self.service = address,
             (Some(Place::Here), Some(succession)) => {
+                self.may_go_on(succession.is_first(own.as_deref()))?;
                 let JoinConfig { processes, ref token, peer_timeout, .. } = *config;
                 let config = ServerConfig { processes, token: token.clone(), peer_timeout };
                 let deputy = self.deputy.take();

@@ -104,6 +104,11 @@ impl Succession {
         self.addresses.iter().any(|known| known == address)
     }
 
+    /// True if the process with this address comes before all others.
+    pub(super) fn is_first(&self, own: Option<&str>) -> bool {
+        own.is_some() && self.addresses.first().map(String::as_str) == own
+    }
+
     /// Takes over what a process has heard while it waited for a place.
     pub(super) fn hear(&mut self, told: Self) {
         // The same list says less if a process has had a place in that epoch.

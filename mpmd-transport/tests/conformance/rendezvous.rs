@@ -316,7 +316,7 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     // Join {ask 1, process 1, processes 2, epoch 1, identity {key 7, run None}, waits false,
     // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
     stopped
-        .write_all(&[20, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+        .write_all(&[21, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
         .unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
@@ -606,11 +606,11 @@ fn a_wrong_token_and_another_version_are_told_apart() {
     let newer = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; 42]).unwrap();
-        stream.write_all(b"MPMDMEET\x01\0\x0b\0\0\0\0\0").unwrap();
+        stream.write_all(b"MPMDMEET\x01\0\x0c\0\0\0\0\0").unwrap();
     });
     let error = Rendezvous::connect(other).unwrap_err();
     newer.join().unwrap();
-    assert!(matches!(error, RendezvousError::Version { theirs: 11, ours: VERSION, .. }), "{error}");
+    assert!(matches!(error, RendezvousError::Version { theirs: 12, ours: VERSION, .. }), "{error}");
     meet(&server, 1);
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use mpmd_base::ProcessId;
 use mpmd_transport::rendezvous::{
     Identity, JoinConfig, Joined, Member, Rendezvous, RendezvousError, Seeker, Server,
-    ServerConfig, Succession, Token,
+    ServerConfig, SizeRange, Succession, Token,
 };
 
 /// Time limit for a wait. Nothing here takes this long; it ends a test that would hang.
@@ -23,7 +23,7 @@ struct Process {
     identity: Identity,
     seeker: Seeker,
     server: Option<Server>,
-    sizes: Vec<u32>,
+    sizes: Vec<SizeRange>,
     peer_timeout: Duration,
 }
 
@@ -47,7 +47,7 @@ impl Process {
 
     fn new(number: u32, service: &str, sizes: &[u32]) -> Self {
         let (identity, seeker) = (Identity::random().unwrap(), Seeker::new(service.to_owned()));
-        let (sizes, peer_timeout) = (sizes.to_vec(), LONG);
+        let (sizes, peer_timeout) = (SizeRange::of(sizes.iter().copied()), LONG);
         Self { number, identity, seeker, server: None, sizes, peer_timeout }
     }
 
@@ -79,6 +79,7 @@ impl Process {
                 Ok(None) => panic!("the job goes on"),
                 Err(RendezvousError::ServerGone { .. }) => {
                     self.seeker.hear(rendezvous.succession());
+                    self.seeker.part(rendezvous.parting());
                 }
                 Err(error) => return Err(error),
             }
@@ -95,8 +96,9 @@ impl Process {
 impl Part {
     /// Leaves the epoch, and joins the next one.
     fn go_on(self) -> Receiver<Result<Part, RendezvousError>> {
-        let Self { process, rendezvous, joined } = self;
+        let Self { mut process, rendezvous, joined } = self;
         let _ = rendezvous.leave_epoch();
+        process.seeker.part(rendezvous.parting());
         process.join_later(joined.epoch + 1)
     }
 
@@ -182,6 +184,7 @@ fn service_that_dies_while_others_join_is_followed_by_the_next() {
     let mut second = parts.pop().unwrap();
     drop(parts);
     let _ = second.rendezvous.leave_epoch();
+    second.process.seeker.part(second.rendezvous.parting());
     // It has taken over, and dies before it joins.
     let connected = second.process.connect().unwrap();
     assert!(second.process.server.is_some());

@@ -1,5 +1,6 @@
 //! Wrong programs, each with labels that say how it is found. See the README of this folder.
 
+mod joining;
 mod recovery;
 mod server;
 mod weights;
@@ -53,6 +54,8 @@ macro_rules! programs {
 }
 
 programs! {
+    Once joining::rows_of_the_start,
+    Once joining::shape_by_processes,
     Recovering recovery::parts_restored_apart,
     Recovering recovery::two_states_at_a_step,
     Once server::alone_after_a_value,

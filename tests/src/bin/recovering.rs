@@ -1,8 +1,8 @@
 //! `recovering STEPS [shrink|leave|hold]`: a job that goes on after the loss of a process. With
-//! `shrink` it goes on with fewer ones, and with `leave` its first process leaves it. With `hold` its
-//! second process leaves it, and the first one is killed before it has left the epoch. Each process
-//! prints the sum of the final values. Some steps after the start of an epoch it prints the bytes of
-//! shared memory that it has mapped, its own and that of others.
+//! `shrink` it goes on with fewer ones, and with `leave` its first process leaves it. With `hold`
+//! its second process leaves it, and the first one is killed before it has left the epoch. Each
+//! process prints the sum of the final values. Some steps after the start of an epoch it prints the
+//! bytes of shared memory that it has mapped, its own and that of others.
 
 use std::time::Duration;
 

@@ -10,6 +10,7 @@ over_each_carrier! {
     killed_processes_are_replaced
     process_that_leaves_is_called_back_by_a_death
     stopped_process_is_replaced_and_changes_nothing_when_it_wakes
+    added_process_without_a_device_waits_and_ends_nothing
 }
 
 pub(crate) const PROCESSES: usize = 3;
@@ -69,6 +70,34 @@ fn process_that_leaves_is_called_back_by_a_death(carrier: Carrier) {
     let (sums, errors) = wait(&mut site.start(command, "launcher").unwrap(), &site);
     assert_eq!(sums, expected(STEPS)[..1], "{errors}");
     assert!(errors.contains("epoch 3 goes on after step "), "{errors}");
+}
+
+/// The program's arrays have the size of the devices of the start.
+fn added_process_without_a_device_waits_and_ends_nothing(carrier: Carrier) {
+    let site = Sandbox::new().unwrap();
+    let mpmd = |options: &[&str]| {
+        let mut command = site.command(package_program("mpmd-cli", "mpmd"));
+        command.arg("run").args(options).arg("--no-prefix");
+        command.args(["--", env!("CARGO_BIN_EXE_recovering"), &STEPS.to_string(), "shrink"]);
+        carrier.set(&mut command);
+        command
+    };
+    let job = mpmd(&["-n", &PROCESSES.to_string()]);
+    let mut launcher = site.start(job, "launcher").unwrap();
+    launcher.wait_for_output(" in epoch 1\n", Instant::now() + LONG).unwrap();
+    let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
+    let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "recovering");
+    let one = site.processes().into_iter().find(is_one).expect("the job runs");
+    let added = mpmd(&["--add", "1", "--job", &one.to_string()]);
+    let mut added = site.start(added, "added").unwrap();
+    let ends = [&mut launcher, &mut added].map(|one| one.wait(Instant::now() + LONG).unwrap());
+    let [job, end] = &ends;
+    assert_eq!([job.code(), end.code()], [0, 0], "{ends:?}");
+    let sums: Vec<&str> = job.stdout.lines().filter(|line| line.starts_with("sum ")).collect();
+    assert_eq!(sums, expected(STEPS), "{job:?}");
+    assert!(end.stdout.contains("it was not needed"), "{end:?}");
+    assert!(end.stderr.contains("at most 3 processes"), "{end:?}");
+    assert_eq!(site.processes(), [0; 0], "nothing is left");
 }
 
 /// A second kill could hit the process with the only copies.

@@ -13,7 +13,11 @@ use crate::recovery::{LONG, PROCESSES, STEPS, UNTIL_COPIED, expected};
 over_each_carrier! {
     each_process_that_runs_the_service_is_killed
     job_shrinks_without_the_process_that_runs_the_service
+    process_that_wakes_after_the_end_runs_nothing
 }
+
+/// The peer timeout in seconds.
+const PEER_TIMEOUT: &str = "10";
 
 /// The processes of a job, by the numbers with which they were started.
 struct Ranks {
@@ -38,6 +42,7 @@ impl Ranks {
             command.env(variables::SPARES, spares.to_string());
             command.env(variables::COORDINATOR, &coordinator);
             command.env(variables::JOB_TOKEN, "5".repeat(64));
+            command.env(variables::PEER_TIMEOUT, PEER_TIMEOUT);
             site.start(command, &format!("rank-{rank}")).unwrap()
         };
         let ranks: Vec<Watched> = (0..PROCESSES + spares).map(start).collect();
@@ -117,6 +122,25 @@ fn job_shrinks_without_the_process_that_runs_the_service(carrier: Carrier) {
     job.kill(1, 3);
     let (sums, said) = job.sums();
     assert_eq!(sums, expected(STEPS)[..1], "{said}");
+}
+
+/// Nobody listens any more when it wakes, as if all others had died.
+fn process_that_wakes_after_the_end_runs_nothing(carrier: Carrier) {
+    let mut job = Ranks::start(carrier, 0, STEPS, &["shrink"]);
+    job.wait_for(" in epoch 1\n");
+    let mut sleeper = job.ranks.remove(PROCESSES - 1);
+    sleeper.signal(Signal::STOP).unwrap();
+    for rank in &mut job.ranks {
+        let end = rank.wait(job.until).unwrap();
+        assert_eq!(end.code(), 0, "{end:?}");
+        assert!(end.stdout.contains(&expected(STEPS)[0]), "{end:?}");
+    }
+    sleeper.signal(Signal::CONT).unwrap();
+    let end = sleeper.wait(job.until).unwrap();
+    assert_eq!(end.code(), 1, "{end:?}");
+    assert!(end.stderr.contains("they may have ended the job"), "{end:?}");
+    assert!(!end.stdout.contains("sum "), "{end:?}");
+    assert_eq!(job.site.processes(), [0; 0], "nothing is left");
 }
 
 /// The process that runs the service is killed while another one leaves, which then runs it.

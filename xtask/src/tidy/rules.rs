@@ -21,8 +21,14 @@ pub(crate) const RULES: &[Rule] =
     &[rust_can_be_read, lines_are_short, files_are_short, text_is_clean, bincode_in_one_module];
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
-pub(crate) const PRODUCTION_RULES: &[Rule] =
-    &[one_way_in, one_face_of_devices, planners_are_pure, blocking_in_one_module, version_is_told];
+pub(crate) const PRODUCTION_RULES: &[Rule] = &[
+    one_way_in,
+    one_face_of_devices,
+    planners_are_pure,
+    blocking_in_one_module,
+    deadlines_have_a_limit,
+    version_is_told,
+];
 
 const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
@@ -248,6 +254,26 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
     named.chain(elapsed).collect()
 }
 
+/// Finds sums of the current time and a variable in the crates of users, which panic if that is
+/// `Duration::MAX`. Sums with constants are exempt.
+fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
+    if !source.path.starts_with("mpmd") {
+        return Vec::new();
+    }
+    let text = |at: usize| source.tokens.get(at).map_or("", |token| token.text.as_str());
+    let is_tests = |at: &usize| text(*at) == "mod" && text(at + 1) == "tests";
+    let end = (0..source.tokens.len()).find(is_tests).unwrap_or(source.tokens.len());
+    let is_sum = |at: &usize| {
+        let sum = ["now", "(", ")", "+"];
+        let added = text(at + sum.len());
+        (0..sum.len()).all(|i| text(at + i) == sum[i])
+            && added.starts_with(|first: char| first.is_ascii_lowercase())
+    };
+    let remedy = "a time of a caller may be `Duration::MAX`: write \
+                  `mpmd_transport::deadline::after(now(), time)`";
+    (0..end).filter(is_sum).map(|at| finding(source.tokens[at].line, remedy)).collect()
+}
+
 /// Finds programs whose arguments lack `--version`.
 fn version_is_told(source: &Source) -> Vec<Finding> {
     if !source.path.contains("/src/bin/") && !source.path.ends_with("/src/main.rs") {
@@ -426,6 +452,14 @@ mod tests {
         assert_eq!(check("mpmd-core/src/pipeline/run.rs"), NONE);
         let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
         assert_eq!(broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good), NONE);
+    }
+
+    #[test]
+    fn sum_of_now_and_a_variable_is_found() {
+        let text = "fn f() {\n let a = now() + timeout;\n let b = Instant::now() + self.longest;\n \
+                    let c = now() + LIMIT + 2 * LIMIT;\n let d = after(now(), timeout);\n}\n\
+                    #[cfg(test)]\nmod tests { fn f() { now() + timeout } }";
+        assert_eq!(broken(deadlines_have_a_limit, "mpmd-core/src/a.rs", text), [2, 3]);
     }
 
     #[test]

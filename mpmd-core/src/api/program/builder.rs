@@ -23,12 +23,29 @@ use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
 use mpmd_record::trace::About;
 
-/// The largest number of processes, in multiples of those of the start, that a job may come to.
+/// The largest number of processes for which a layout is asked, in multiples of those of the start
+/// and, for small jobs, at least.
 const MOST_TIMES: usize = 4;
+const LEAST_ASKED: usize = 256;
 
 /// The number of devices with which a program goes on with a number of processes, or the reason why
 /// it does not.
 pub(crate) type Layout = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
+
+/// Returns the number of devices with which the program of a layout goes on with `size` processes.
+///
+/// # Errors
+///
+/// The reason of the layout. If a process had no device, since it could have no part of the state.
+pub(crate) fn devices_of_size(layout: &Layout, size: usize) -> Result<usize, String> {
+    let devices = layout(size)?;
+    match devices < size {
+        true => Err(format!(
+            "its layout has {devices} devices for {size} processes, and each process needs one"
+        )),
+        false => Ok(devices),
+    }
+}
 
 /// Settings of a [`Program`], with defaults that suit most.
 #[derive(Clone, Debug)]
@@ -155,9 +172,9 @@ impl Builder {
 
     /// Sets how far the program may run ahead: a number of operations with work on this process
     /// that have not ended, and the bytes of their results. Pieces and small values that another
-    /// process keeps until it issues their operation count too. At either bound, issuing an operation
-    /// blocks. The defaults are 1024 operations and 4 GiB. More than 4096 operations count as 4096,
-    /// and 0 as 1.
+    /// process keeps until it issues their operation count too. At either bound, issuing an
+    /// operation blocks. The defaults are 1024 operations and 4 GiB. More than 4096 operations
+    /// count as 4096, and 0 as 1.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
         // Handles that only alias another handle's memory complete one another recursively. The
         // stack limits the length of such a chain.
@@ -502,6 +519,7 @@ impl Builder {
 
     /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
     /// of devices that it returns; by default as many as in `topology`, that of the first epoch.
+    /// A number of processes of which one would have no device is not allowed.
     ///
     /// # Errors
     ///
@@ -514,9 +532,11 @@ impl Builder {
             ));
         }
         let all = topology.devices().len();
-        let sizes = (1..=topology.processes().saturating_mul(MOST_TIMES)).filter_map(|size| {
-            let devices = layout.map_or(Ok(all), |layout| layout(size)).ok()?;
-            Some((size as u32, devices.max(size) as u32))
+        let asked = topology.processes().saturating_mul(MOST_TIMES).max(LEAST_ASKED);
+        let largest = layout.map_or(all, |_| asked);
+        let sizes = (1..=largest).filter_map(|size| {
+            let devices = layout.map_or(Ok(all), |layout| devices_of_size(layout, size)).ok()?;
+            Some((size as u32, u32::try_from(devices).ok()?))
         });
         self.sizes = sizes.collect();
         Ok(())

@@ -79,6 +79,7 @@ impl Candidate {
                     succession: self.rendezvous.succession(),
                     service_leaves: false,
                     leaves,
+                    parting: self.rendezvous.parting(),
                 };
                 let returning = Box::new(returning);
                 return Ok(Start::Lost { failure: Arc::new(failure), returning });

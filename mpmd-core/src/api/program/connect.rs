@@ -10,7 +10,8 @@ use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_transport::Transport;
 use mpmd_transport::rendezvous::{
-    Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig, Token,
+    Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig,
+    SizeRange, Token,
 };
 
 use super::builder::Layout;
@@ -69,6 +70,7 @@ impl Job {
         self.env.process = returning.process;
         self.builder.epoch = returning.epoch + 1;
         self.seeker.hear(returning.succession.take());
+        self.seeker.part(returning.parting.clone());
         if returning.service_leaves {
             self.seeker.hands_over();
             returning.wait_for_others();
@@ -174,8 +176,9 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
     builder.start_dry_run(env.process, topology, Some(order))
 }
 
-/// Joins the builder's epoch of a job, in which this process may be `returning`. One with a `seeker` waits for a place, see [`Candidate`], and
-/// may go on with the service of another process.
+/// Joins the builder's epoch of a job, in which this process may be `returning`. One with a
+/// `seeker` waits for a place, see [`Candidate`], and may go on with the service of another
+/// process.
 fn join(
     builder: Builder,
     env: &JobEnv,
@@ -203,6 +206,16 @@ fn join(
              random {}",
             mpmd_launch::variables::JOB_TOKEN
         ));
+    }
+    if env.is_added && returning.is_none() {
+        let largest = builder.sizes.last().map_or(env.processes, |(size, _)| *size as usize);
+        if largest <= env.processes {
+            warn_user(&format!(
+                "this process was added to a job that goes on with at most {largest} processes, as \
+                 many as have a device: while it has them, this one waits for the place of one \
+                 that is lost; a layout (`RecoveringBuilder::layout`) lets a job have more"
+            ));
+        }
     }
     let Former { identity, mut server, leaves } = match returning {
         Some(former) => former,
@@ -240,7 +253,7 @@ fn join(
         program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
         facts: builder.facts.as_ref().map_or_else(Box::default, |facts| facts.told().into()),
         trouble: opened.as_ref().err().map(lack),
-        sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
+        sizes: SizeRange::of(builder.sizes.iter().map(|(size, _)| *size)),
         is_added: env.is_added,
         leaves,
         heir,

@@ -37,8 +37,8 @@ impl Change {
         self.leave.contains(&process)
     }
 
-    /// True if a program that returns `error` passes on the error of this change: within its own, or
-    /// as text. No other part of the program has that error.
+    /// True if a program that returns `error` passes on the error of this change: within its own,
+    /// or as text. No other part of the program has that error.
     fn is_passed_on_by(&self, error: &impl fmt::Display) -> bool {
         Arc::strong_count(&self.why) > 1 || format!("{error:#}").contains(&*self.why)
     }

@@ -210,8 +210,9 @@ impl Program {
         self.hash = hash;
     }
 
-    /// Blocks while operations in flight on this process, and payloads that its peers have not taken,
-    /// reach the run-ahead limits of the configuration. Reports a hang after the peer timeout, then at growing intervals.
+    /// Blocks while operations in flight on this process, and payloads that its peers have not
+    /// taken, reach the run-ahead limits of the configuration. Reports a hang after the peer
+    /// timeout, then at growing intervals.
     ///
     /// It waits only for operations issued before. These do not depend on later operations, so
     /// there is no deadlock.

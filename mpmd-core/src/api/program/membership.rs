@@ -8,7 +8,8 @@ use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
-    CommitStanding, Down, Identity, Rendezvous, RendezvousError, Report, Server, Succession,
+    CommitStanding, Down, Identity, Parting, Rendezvous, RendezvousError, Report, Server,
+    Succession,
 };
 
 use super::neighbours::Neighbours;
@@ -48,6 +49,8 @@ pub(crate) struct Returning {
     pub(super) service_leaves: bool,
     /// True if the process leaves the job, once it is not needed any more.
     pub(super) leaves: bool,
+    /// The end of this process's contact with the service.
+    pub(super) parting: Parting,
 }
 
 impl Returning {
@@ -139,7 +142,18 @@ impl Membership {
     /// the others. Errors are only logged.
     pub(super) fn leave(self, report: Option<Report>) {
         self.tell(report);
-        if let Err(error) = self.rendezvous.leave() {
+        let left = self.rendezvous.leave();
+        self.serve_others(left);
+    }
+
+    /// Leaves a job that has ended well on all processes, as [`leave`](Self::leave) does.
+    pub(super) fn end(self) {
+        let left = self.rendezvous.end();
+        self.serve_others(left);
+    }
+
+    fn serve_others(self, left: Result<(), RendezvousError>) {
+        if let Err(error) = left {
             tracing::debug!(%error, "taking leave of the rendezvous");
         }
         if let Some(server) = self.server {
@@ -153,13 +167,22 @@ impl Membership {
         if let Err(error) = self.rendezvous.leave_epoch() {
             tracing::debug!(%error, "leaving an epoch of the job");
         }
+        let parting = self.rendezvous.parting();
         let is_whole = self.rendezvous.has_whole_commit();
         let Self { identity, server, mut succession, .. } = self;
         if let Some(succession) = succession.as_mut().filter(|_| is_whole) {
             succession.commit_is_whole();
         }
-        let (service_leaves, leaves) = (false, false);
-        Returning { process, epoch, identity, server, succession, service_leaves, leaves }
+        Returning {
+            process,
+            epoch,
+            identity,
+            server,
+            succession,
+            service_leaves: false,
+            leaves: false,
+            parting,
+        }
     }
 
     /// Returns the other process that runs the service. `None` if that is none of the job, or this.

@@ -39,7 +39,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Pool;
 
 pub use builder::Builder;
-pub(crate) use builder::Layout;
+pub(crate) use builder::{Layout, devices_of_size};
 pub(crate) use candidate::Start;
 pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
 pub(crate) use connect::{Job, SimulatedTransport, join_beside};
@@ -362,8 +362,10 @@ impl Program {
         let report = failure.map(|failure| self.runtime.report_of(failure, true));
         self.runtime.leave(failure.map(|failure| &**failure));
         self.end_trace();
-        if let Some(membership) = self.membership.take() {
-            membership.leave(report);
+        match (self.membership.take(), report) {
+            (Some(membership), None) => membership.end(),
+            (Some(membership), report) => membership.leave(report),
+            (None, _) => {}
         }
         result.map_err(Error::failed)
     }

@@ -53,17 +53,42 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u3
         0 => String::new(),
         every => format!(", one kernel call in {every} recomputed"),
     };
-    let size = |(size, devices): &(u32, u32)| format!("{size} ({devices} devices)");
-    let sizes = sizes.iter().map(size).collect::<Vec<_>>().join(", ");
     let sizes = match sizes.is_empty() {
-        true => sizes,
-        false => format!(", goes on with processes {sizes}"),
+        true => String::new(),
+        false => format!(", goes on with {}", list_sizes(sizes)),
     };
     format!(
         "{name}, build {build}, mpmd {}, {}{compared}{replicas}{replay}{sizes}",
         env!("CARGO_PKG_VERSION"),
         devices(topology)
     )
+}
+
+/// Lists numbers of processes, each with its number of devices: consecutive ones together, and
+/// after the first few a hash of all, since the text has a limit.
+fn list_sizes(sizes: &[(u32, u32)]) -> String {
+    const MOST_LISTED: usize = 6;
+    // `None` with one device for each process.
+    let devices = |(size, devices): &(u32, u32)| (size != devices).then_some(*devices);
+    let is_next =
+        |one: &(u32, u32), next: &(u32, u32)| next.0 == one.0 + 1 && devices(one) == devices(next);
+    let text = |run: &[(u32, u32)]| {
+        let (first, last) = (run[0].0, run[run.len() - 1].0);
+        match devices(&run[0]) {
+            None => format!("{first} to {last} processes of one device each"),
+            Some(devices) => format!("{first} to {last} processes and {devices} devices"),
+        }
+    };
+    let runs: Vec<&[(u32, u32)]> = sizes.chunk_by(is_next).collect();
+    let mut texts: Vec<String> = runs.iter().take(MOST_LISTED).map(|run| text(run)).collect();
+    if runs.len() > MOST_LISTED {
+        let mix = |hash: Rolling, (size, devices): &(u32, u32)| {
+            hash.mix_bytes(&size.to_le_bytes()).mix_bytes(&devices.to_le_bytes())
+        };
+        let hash = sizes.iter().fold(Rolling::default(), mix);
+        texts.push(format!("{} others ({:032x})", runs.len() - MOST_LISTED, hash.value()));
+    }
+    texts.join(", ")
 }
 
 /// Returns the properties that must be equal on all processes of a job beside that of the user's
@@ -158,6 +183,19 @@ mod tests {
         *large.last_mut().unwrap() = 8;
         assert_ne!(one, file("other", &large), "all of it counts");
         assert!(build(&folder.join("mpmd-no-such-program")).is_err());
+    }
+
+    #[test]
+    fn sizes_are_listed_briefly_and_none_is_left_out() {
+        let each: Vec<_> =
+            (1..=3).map(|size| (size, 4)).chain((4..=4000).map(|n| (n, n))).collect();
+        let said = list_sizes(&each);
+        assert_eq!(said, "1 to 3 processes and 4 devices, 4 to 4000 processes of one device each");
+        let odd = |last: u32| -> Vec<_> { (1..last).step_by(2).map(|size| (size, 9000)).collect() };
+        let [one, other] = [odd(8000), odd(8002)].map(|sizes| list_sizes(&sizes));
+        assert!(one.len() < 512 && other.len() < 512, "{one}");
+        assert_ne!(one, other);
+        assert_ne!(list_sizes(&[(3, 4), (4, 4), (5, 5)]), list_sizes(&[(3, 3), (4, 4), (5, 5)]));
     }
 
     #[test]

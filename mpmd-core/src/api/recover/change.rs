@@ -18,8 +18,8 @@ use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
 /// Bits of a word: more processes could take part; this process asks to leave; it was found to be
-/// slow or wrong in an earlier epoch, or in this one, but had copies that were needed. The bits above
-/// are the microseconds in which its kernels have run so far, or it could not run.
+/// slow or wrong in an earlier epoch, or in this one, but had copies that were needed. The bits
+/// above are the microseconds in which its kernels have run so far, or it could not run.
 const COULD_GROW: u64 = 1;
 const ASKS_TO_LEAVE: u64 = 2;
 const IS_DROPPED: u64 = 4;

@@ -90,10 +90,10 @@ impl Program {
     /// [`Error::EpochOver`] after a commit at which the processes of the job change: it is whole,
     /// and the program is called again. Every process gets it at the same step.
     ///
-    /// If this step was the last one to be committed, with other arrays or values. If a process has no
-    /// device. If an array has partial sums, was donated, or belongs to an
-    /// earlier epoch. If an earlier commit has failed for which this call waits, such as by the
-    /// loss of a process. Processes may see this last error at different steps.
+    /// If this step was the last one to be committed, with other arrays or values. If a process has
+    /// no device. If an array has partial sums, was donated, or belongs to an earlier epoch. If an
+    /// earlier commit has failed for which this call waits, such as by the loss of a process.
+    /// Processes may see this last error at different steps.
     #[track_caller]
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
@@ -177,8 +177,8 @@ impl Program {
 }
 
 impl Program {
-    /// Tells the service when the first commit of the epoch is whole on every process: then processes
-    /// that leave are not needed any more. Does not block.
+    /// Tells the service when the first commit of the epoch is whole on every process: then
+    /// processes that leave are not needed any more. Does not block.
     fn tell_when_whole(&self, whole: &MpmdArray) {
         if let (Some(tell), Some(shard)) = (self.whole_teller(), whole.shards().first()) {
             shard.slot.on_end(move |outcome| {
@@ -203,8 +203,8 @@ impl Snapshot {
         Self { arrays, contents }
     }
 
-    /// Returns a hash of the names, small values and arrays. Arrays on devices are equal if they are
-    /// the same object. The same on every process.
+    /// Returns a hash of the names, small values and arrays. Arrays on devices are equal if they
+    /// are the same object. The same on every process.
     fn identity(&self) -> u128 {
         let contents = self.contents.hash();
         let [low, high] = [contents as u64, (contents >> 64) as u64];
@@ -281,7 +281,8 @@ fn distance(topology: &Topology) -> Option<usize> {
     best.map(|(_, distance)| distance)
 }
 
-/// True if each region still has a copy on a process that stays if `process` leaves besides those in
+/// True if each region still has a copy on a process that stays if `process` leaves besides those
+/// in
 /// `leave`.
 pub(super) fn can_leave(topology: &Topology, leave: &[ProcessId], process: ProcessId) -> bool {
     let stays = |owner: ProcessId| owner != process && !leave.contains(&owner);

@@ -49,9 +49,9 @@ impl Commits {
         at: &'static Location<'static>,
     ) -> Result<u64> {
         if !self.kept.lock().may_restore() {
-            let problem = "the state of this epoch is restored or committed already, and one commit \
-                           has all of it: restore all parts of the state in one call, before the \
-                           first commit";
+            let problem = "the state of this epoch is restored or committed already, and one \
+                           commit has all of it: restore all parts of the state in one call, \
+                           before the first commit";
             return Err(IssueProblem::Signature(problem.to_owned()).at(at, "restore"));
         }
         let restored = match p.is_dry_run() || p.epoch() == 1 {

@@ -9,7 +9,9 @@ use mpmd_launch::LaunchError;
 use mpmd_transport::rendezvous::RendezvousError;
 
 use super::Recovery;
-use crate::api::program::{Builder, EpochEnd, Job, Layout, Program, Returning, Start};
+use crate::api::program::{
+    Builder, EpochEnd, Job, Layout, Program, Returning, Start, devices_of_size,
+};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 use crate::exec::slow::Paces;
@@ -110,9 +112,14 @@ impl RecoveringBuilder {
     }
 
     /// Sets the function that says with how many devices the program goes on with a number of
-    /// processes, for a job that [shrinks](OnLoss::Shrink). By default it goes on with any number,
-    /// and with the devices of the start. The devices are divided as evenly as possible, with at
-    /// least one for each process.
+    /// processes, for a job that [shrinks](OnLoss::Shrink). By default it goes on with the devices
+    /// of the start, and with any number of processes up to that of the devices. The devices are
+    /// divided as evenly as possible.
+    ///
+    /// Each process needs a device. With a number of processes for which the function returns fewer
+    /// devices, the program does not go on: an added process waits until one of the others is lost.
+    /// The function is asked before the job begins, for each number up to four times that of the
+    /// start, and at least up to 256: the job grows no further.
     ///
     /// Its error is the reason why the program does not go on, such as the memory that is missing:
     /// the job then waits for processes, at most for the peer timeout, and ends with that reason.
@@ -188,7 +195,7 @@ fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
         return error;
     };
     let left = processes.saturating_sub(missing.len());
-    match layout.and_then(|layout| layout(left).err()).filter(|_| left > 0) {
+    match layout.filter(|_| left > 0).and_then(|layout| devices_of_size(layout, left).err()) {
         Some(why) => Error::Environment(format!(
             "{error}. The program does not go on with the {left} that are left: {why}"
         )),
@@ -372,6 +379,64 @@ mod tests {
             let expected: Vec<usize> = (1..=processes).rev().chain([2]).collect();
             assert_eq!(sizes_of(&ends, STEPS), expected, "seed {seed}");
         }
+    }
+
+    /// The program of the guide cannot divide its twelve numbers over five devices.
+    #[test]
+    fn added_process_waits_while_there_is_no_device_for_it() {
+        for seed in 0..200 {
+            let random = &mut fastrand::Rng::with_seed(seed);
+            let processes = random.usize(2..5);
+            let mut job = Simulation::new(processes, processes).seed(seed);
+            job = match random.bool() {
+                true => job.shrink_devices_stay(),
+                false => job.shrink(move |_| Ok(processes)),
+            };
+            let loses = random.bool();
+            if loses {
+                let process = ProcessId(random.u32(..processes as u32));
+                job = job.lose_after(process, Duration::from_millis(random.u64(10..150)));
+            }
+            let added = random.usize(1..4);
+            for _ in 0..added {
+                job = job.add_after(Duration::from_millis(random.u64(..300)));
+            }
+            let (ends, report) = run(&job, 1);
+            assert_eq!(report.left, [""; 0], "seed {seed}");
+            let sizes = sizes_of(&ends, STEPS);
+            assert!(sizes.iter().all(|size| *size <= processes), "seed {seed}: {sizes:?}");
+            let ended = ends.iter().filter(|end| matches!(end, Ok(Some(_)))).count();
+            assert_eq!(ended, processes, "seed {seed}: {ends:?}");
+            let waited = ends.iter().filter(|end| matches!(end, Ok(None))).count();
+            assert_eq!(waited, added - usize::from(loses), "seed {seed}: {ends:?}");
+        }
+    }
+
+    #[test]
+    fn added_processes_are_taken_in_as_far_as_there_are_devices() {
+        for seed in 0..20 {
+            let mut job = Simulation::new(2, 4).seed(seed).shrink_devices_stay();
+            for millis in [40, 120, 200] {
+                job = job.add_after(Duration::from_millis(millis));
+            }
+            let (ends, _) = run(&job, 1);
+            assert_eq!(sizes_of(&ends, STEPS), [2, 3, 4], "seed {seed}");
+            let waited = ends.iter().filter(|end| matches!(end, Ok(None))).count();
+            assert_eq!(waited, 1, "seed {seed}: {ends:?}");
+        }
+    }
+
+    #[test]
+    fn layout_with_too_few_devices_is_a_reason() {
+        let missing = RendezvousError::Missing {
+            missing: vec![ProcessId(2)],
+            processes: 3,
+            peer_timeout: Duration::from_secs(1),
+        };
+        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), Some(&|_| Ok(1)));
+        let said = said.to_string();
+        let why = "its layout has 1 devices for 2 processes, and each process needs one";
+        assert!(said.ends_with(why), "{said}");
     }
 
     #[test]

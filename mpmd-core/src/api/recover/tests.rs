@@ -1,4 +1,5 @@
-//! Jobs that processes leave while others are lost, and states that are committed or restored twice.
+//! Jobs that processes leave while others are lost, and states that are committed or restored
+//! twice.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -90,7 +91,8 @@ impl Leaving {
         Ok(all.expect("every process has it").to_vec::<f32>()?.iter().sum())
     }
 
-    /// Runs the job. Returns the number of values, and the errors of processes that were not killed.
+    /// Runs the job. Returns the number of values, and the errors of processes that were not
+    /// killed.
     /// `None` if a process was lost before the first epoch had begun.
     fn run(&self) -> Option<(usize, Vec<String>)> {
         let has_begun = AtomicBool::new(false);

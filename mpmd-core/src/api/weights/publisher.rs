@@ -11,6 +11,7 @@ use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 use mpmd_transport::SharedBuffer;
+use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Token;
 
 use super::bits::can_cast;
@@ -347,7 +348,7 @@ impl Publisher {
         let _doing = runtime.status.enter(Doing::Waiting(what, at));
         let mut copying = self.shared.copying.lock();
         while *copying > 0 {
-            let until = now() + runtime.config.peer_timeout;
+            let until = after(now(), runtime.config.peer_timeout);
             if self.shared.copied.wait_until(&mut copying, until).timed_out() && *copying > 0 {
                 let (me, why) = (runtime.me, runtime.doing_and_why());
                 runtime.report_hang(&format!("process {me}: {at} waits for {what}; {why}"));

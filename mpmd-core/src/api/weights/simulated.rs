@@ -478,9 +478,15 @@ impl Jobs {
     }
 }
 
+/// Returns the seeds of a test: as many as `MPMD_SEEDS` says, else a few, since each takes long.
+fn seeds() -> std::ops::Range<u64> {
+    let asked = std::env::var("MPMD_SEEDS").ok().and_then(|asked| asked.parse().ok());
+    0..asked.unwrap_or(20)
+}
+
 #[test]
 fn paused_processes_link_again_within_seconds() {
-    for seed in 0..200 {
+    for seed in seeds() {
         run(seed, 2 + seed as usize % 2, seed % 3 == 0, |jobs| {
             // The first one is while the ends find each other.
             let begun = jobs.random_time(0.0, 0.3);
@@ -492,7 +498,7 @@ fn paused_processes_link_again_within_seconds() {
 
 #[test]
 fn killed_publishers_leave_no_version_without_an_end() {
-    for seed in 0..200 {
+    for seed in seeds() {
         run(seed, 2 + seed as usize % 2, seed % 3 > 0, |jobs| {
             let mut first = 0;
             for kill in 1..3 {

@@ -11,6 +11,7 @@ use mpmd_base::block::{Condvar, Mutex, now};
 use mpmd_device::cpu::bits::each_changed;
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
+use mpmd_transport::deadline::after;
 use mpmd_transport::memory::{Arena, OutOfMemory};
 use mpmd_transport::{Pool, SharedBuffer};
 
@@ -216,7 +217,7 @@ impl Store {
         pin: Option<u64>,
         timeout: Duration,
     ) -> Result<Vec<u64>, String> {
-        let until = now() + timeout;
+        let until = after(now(), timeout);
         let mut state = self.state.lock();
         loop {
             let numbers = state.pinned.iter().chain(&state.versions).map(|version| version.number);

@@ -422,7 +422,7 @@ impl Shared {
 
     /// Sleeps, at most until the subscription ends.
     pub(super) fn sleep(&self, time: Duration) {
-        let until = now() + time;
+        let until = after(now(), time);
         let mut known = self.state.lock();
         while known.ended.is_none() && !self.changed.wait_until(&mut known, until).timed_out() {}
     }

@@ -11,6 +11,7 @@ use mpmd_device::copy::copy_region;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
+use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Token;
 use mpmd_transport::{Pool, SharedBuffer};
 
@@ -312,7 +313,7 @@ impl Target for Taker<'_> {
     }
 
     fn has_room(&mut self, timeout: Duration) -> bool {
-        let until = now() + timeout;
+        let until = after(now(), timeout);
         while !self.taking.shared.has_ended() {
             let left = until.saturating_duration_since(now());
             match self.taking.intake.has_room() {

@@ -227,10 +227,10 @@ impl Runtime {
     /// Blocks until every operation and user closure of this process has ended, but at most for
     /// `within`. Also returns once an operation has failed or a peer is lost.
     pub(crate) fn wait_briefly(&self, within: Duration) {
-        let until = now() + within;
+        let until = after(now(), within);
         let left = || until.saturating_duration_since(now());
         // In short waits: a failure need not end an operation.
-        let look = || now() + left().min(TICK);
+        let look = || after(now(), left().min(TICK));
         let is_idle =
             || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
         loop {

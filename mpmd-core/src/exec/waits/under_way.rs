@@ -210,8 +210,8 @@ impl Runtime {
         }
     }
 
-    /// Asks each peer to tell when it has taken the oldest of the payloads that are left at it. Does
-    /// not block.
+    /// Asks each peer to tell when it has taken the oldest of the payloads that are left at it.
+    /// Does not block.
     pub(crate) fn ask_for_left(self: &Arc<Self>) {
         let first = self.under_way.lock().first_left();
         if !first.is_empty() {

@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
 use mpmd_proto::Failure;
+use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;
 
 use library::{
@@ -192,7 +193,7 @@ impl Communicators {
             let mut state = self.state.lock();
             (std::mem::take(&mut state.open), std::mem::take(&mut state.leaving))
         };
-        let deadline = now() + within;
+        let deadline = after(now(), within);
         for communicator in open.into_values() {
             closing.push(communicator.clone());
             // In parallel: NCCL may make the ranks of one host wait for each other.

@@ -3,13 +3,16 @@
 use super::super::CommitStanding;
 use super::*;
 
+const PEER_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Returns a client's connection in a job of two, and the server's end, which the test plays.
 fn connection() -> (Connection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let wire = Wire::Tcp { stream, writing: Mutex::new(()) };
-    let (server, state) = ("test".to_owned(), Mutex::default());
-    (Connection { server, wire, state }, listener.accept().unwrap().0)
+    let (server, changed) = ("test".to_owned(), Condvar::new());
+    let state = Mutex::new(State::new(PEER_TIMEOUT));
+    (Connection { server, wire, state, changed }, listener.accept().unwrap().0)
 }
 
 #[test]
@@ -48,7 +51,7 @@ fn fuzz_rendezvous_replies() {
     let (connection, mut server) = connection();
     server.set_nonblocking(true).unwrap();
     mpmd_fuzz::cases("rendezvous-replies", |rng| {
-        *connection.state.lock() = State::default();
+        *connection.state.lock() = State::new(PEER_TIMEOUT);
         let (mut answers, mut largest) = (Vec::new(), 0);
         for _ in 0..rng.u32(..20) {
             let ask = rng.u64(..4);

@@ -45,6 +45,8 @@ pub(in crate::rendezvous) struct Epochs {
     /// True while the server's owner may still start processes for free places.
     owner_starts: bool,
     phase: Phase,
+    /// True once a process of the epoch that runs has left since the job has ended well.
+    has_ended_well: bool,
     /// When the epoch that gathers began to do so.
     gathers_since: Instant,
     gather_until: Instant,
@@ -85,6 +87,7 @@ impl Epochs {
             launched: processes,
             owner_starts: false,
             phase: Phase::Gathering,
+            has_ended_well: false,
             gathers_since: now,
             gather_until: after(now, peer_timeout),
             returns_by: None,
@@ -266,10 +269,37 @@ impl Epochs {
         Ok(())
     }
 
+    /// Notes that the job has ended well, as a client with a place in the newest epoch that has
+    /// begun says. If a process that was cut off at the end has begun another epoch, that one is
+    /// over too.
+    pub(super) fn ends_well(&mut self, link: Link, now: Instant, actions: &mut Actions) {
+        if self.phase == Phase::Running && self.place_of(link).is_some() {
+            self.has_ended_well = true;
+            return;
+        }
+        let mut before = processes(self.before.len()).zip(&self.before);
+        let former = before.find_map(|(place, former)| {
+            let former = former.as_ref().filter(|former| former.link == link)?;
+            Some((place, former.key))
+        });
+        let Some((place, key)) = former else { return };
+        self.has_part(key, Part::Left(place));
+        if self.phase == Phase::Gathering {
+            self.has_ended_well = true;
+            self.phase = Phase::Running;
+            let seats = std::mem::take(&mut self.seats);
+            self.spares.extend(seats.into_iter().flatten());
+            self.spares.iter().for_each(|spare| _ = self.joined.remove(&spare.link));
+            self.dismiss_spares(now, actions);
+        }
+    }
+
     /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
-    /// that runs, which it has not left in order.
+    /// that runs, which it has not left in order. `None` if the job has ended well: then a process
+    /// that was cut off at the end has nothing left to do.
     pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
-        if wish.epoch != self.epoch + 1 || self.phase != Phase::Running || wish.leaves {
+        let is_next = wish.epoch == self.epoch + 1 && self.phase == Phase::Running;
+        if !is_next || wish.leaves || self.has_ended_well {
             return None;
         }
         let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
@@ -474,7 +504,7 @@ impl Epochs {
             return;
         }
         let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
-        let ends_well = self.seats.iter().flatten().any(has_left);
+        let ends_well = self.has_ended_well || self.seats.iter().flatten().any(has_left);
         if !ends_well && self.leavers.go_on() {
             self.begin_next(now);
             return self.place_spares(actions);

@@ -2,6 +2,7 @@
 //! job are in its file.
 
 mod fuzz;
+mod sleepers;
 
 use super::super::Identity;
 use super::super::protocol::MAX_KEY_BYTES;

@@ -1,5 +1,5 @@
-//! The state is committed as one, and restored in two parts. After a loss the second part would find
-//! the commit of the first one.
+//! The state is committed as one, and restored in two parts. After a loss the second part would
+//! find the commit of the first one.
 //!
 //! kind: a state that is restored in parts
 //! found by: issue

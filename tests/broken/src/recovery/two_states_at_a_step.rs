@@ -1,5 +1,5 @@
-//! The model and the sums of the optimiser are committed one by one, under the same step. After a loss
-//! the newer commit would be restored into the model.
+//! The model and the sums of the optimiser are committed one by one, under the same step. After a
+//! loss the newer commit would be restored into the model.
 //!
 //! kind: a state in two commits of one step
 //! found by: issue

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Instant, join_group, note, simulated};
-use mpmd_transport::rendezvous::{Identity, LocalServer, Member};
+use mpmd_transport::rendezvous::{Identity, LocalServer, Member, SizeRange};
 
+use super::super::builder::Layout;
 use super::super::candidate::{Candidate, Start};
 use super::super::membership::Returning;
 use super::super::transports::{self, Opened};
@@ -25,7 +26,16 @@ pub(crate) struct SimulatedJob<'a> {
     parts: &'a Parts,
     server: Arc<LocalServer>,
     process: ProcessId,
+    is_added: bool,
     runtime: Option<Arc<Runtime>>,
+}
+
+/// A process that starts later than the job, and waits for a place.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaterProcess {
+    after: Duration,
+    /// True if it may make the job larger than it was at first.
+    is_added: bool,
 }
 
 /// The thread of a process over the epochs of its job. Returns true if it had a place at the end.
@@ -37,8 +47,26 @@ impl Simulation {
     /// of one that is lost. Its number for faults is the next one beyond those of all others. For
     /// [`run_recovering`](Self::run_recovering).
     pub fn spare_after(mut self, after: Duration) -> Self {
-        self.spares.push(after);
+        self.later_processes.push(LaterProcess { after, is_added: false });
         self
+    }
+
+    /// Adds a process at this time after the start of the job, as `mpmd run --add` does: a job that
+    /// [shrinks](Self::shrink) may grow by it. Its number for faults is the next one beyond those
+    /// of all others. For [`run_recovering`](Self::run_recovering).
+    pub fn add_after(mut self, after: Duration) -> Self {
+        self.later_processes.push(LaterProcess { after, is_added: true });
+        self
+    }
+
+    /// Lets the job [shrink](crate::OnLoss::Shrink), and grow, with the devices of the start. For
+    /// [`run_recovering`](Self::run_recovering).
+    ///
+    /// # Panics
+    ///
+    /// If the devices are of several kinds.
+    pub fn shrink_devices_stay(self) -> Self {
+        self.shrink_by(None)
     }
 
     /// Lets the job [shrink](crate::OnLoss::Shrink) to the numbers of processes that
@@ -48,12 +76,16 @@ impl Simulation {
     /// # Panics
     ///
     /// If the devices are of several kinds.
-    pub fn shrink<F>(mut self, layout: F) -> Self
+    pub fn shrink<F>(self, layout: F) -> Self
     where
         F: Fn(usize) -> Result<usize, String> + Send + Sync + 'static,
     {
+        self.shrink_by(Some(&layout))
+    }
+
+    fn shrink_by(mut self, layout: Option<&Layout>) -> Self {
         let topology = self.builder.topology(self.processes, None);
-        let set = topology.and_then(|topology| self.builder.set_sizes(&topology, Some(&layout)));
+        let set = topology.and_then(|topology| self.builder.set_sizes(&topology, layout));
         assert!(set.is_ok(), "{set:?}");
         self
     }
@@ -67,7 +99,7 @@ impl Simulation {
 
     /// Number of processes, with the spares.
     pub(crate) fn processes_and_spares(&self) -> usize {
-        self.processes + self.spares.len()
+        self.processes + self.later_processes.len()
     }
 
     /// Runs each process on a thread, in a world of simulated time.
@@ -87,18 +119,21 @@ impl Simulation {
             let run = u128::from(world.seed) + 1;
             let server = LocalServer::start(self.processes, timeout, run);
             let server = Arc::new(server.expect("the system gives a thread"));
-            let starts = std::iter::repeat_n(Duration::ZERO, self.processes);
-            let starts = starts.chain(self.spares.iter().copied());
+            let of_job = LaterProcess { after: Duration::ZERO, is_added: false };
+            let starts = std::iter::repeat_n(of_job, self.processes);
+            let starts = starts.chain(self.later_processes.iter().copied());
             let over = Over::default();
             let threads = (0..).map(ProcessId).zip(starts).zip(processes);
             let threads = threads.map(|((process, start), run)| -> Thread<'_, _> {
                 let (server, runtime) = (server.clone(), None);
                 let (parts, over) = (&parts, over.clone());
-                let mut job = SimulatedJob { simulation: self, parts, server, process, runtime };
+                let LaterProcess { after, is_added } = start;
+                let mut job =
+                    SimulatedJob { simulation: self, parts, server, process, is_added, runtime };
                 Box::new(move || {
                     join_group(process.0);
                     let mut result = Ok(false);
-                    over.unless_within(start, || {
+                    over.unless_within(after, || {
                         result = job.run(run);
                         parts.lives[process.index()].ends();
                     });
@@ -115,8 +150,8 @@ impl Simulation {
     }
 }
 
-/// Panics if a job has ended without a value and without an error: no process has a value, none that
-/// lived has an error, and one has left after all others were lost.
+/// Panics if a job has ended without a value and without an error: no process has a value, none
+/// that lived has an error, and one has left after all others were lost.
 fn assert_value_or_error(results: &[Result<bool>], parts: &Parts) {
     let ends = || results.iter().zip(parts.lives.iter().map(|life| life.times()));
     let says = |(result, (killed, _)): (&Result<bool>, (Option<Instant>, _))| match result {
@@ -178,7 +213,8 @@ impl SimulatedJob<'_> {
         let member = Member {
             host: "simulated".to_owned(),
             pid: FIRST_PID + self.process.0,
-            sizes: builder.sizes.iter().map(|(size, _)| *size).collect(),
+            sizes: SizeRange::of(builder.sizes.iter().map(|(size, _)| *size)),
+            is_added: self.is_added,
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
             leaves,

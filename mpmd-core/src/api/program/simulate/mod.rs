@@ -13,6 +13,7 @@ use mpmd_base::block::{WorldReport, WorldSettings, join_group, simulated, thread
 use mpmd_transport::inproc::Faults;
 
 pub(crate) use self::epochs::EpochsOfProcess;
+use self::epochs::LaterProcess;
 use self::faults::{Fault, Later, Over, Parts};
 use self::life::{Life, Network};
 use super::{Builder, Program};
@@ -57,8 +58,8 @@ pub struct Simulation {
     delays: Faults,
     /// (Process, epoch, operation).
     lost: Vec<(ProcessId, u64, u64)>,
-    /// The times at which processes beyond the job's start, as spares.
-    spares: Vec<Duration>,
+    /// The processes beyond those of the job.
+    later_processes: Vec<LaterProcess>,
     later: Vec<Later>,
     world: Option<WorldSettings>,
 }
@@ -103,8 +104,8 @@ impl Simulation {
     /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
-        let (delays, lost, spares, later) = Default::default();
-        Self { processes, builder, delays, lost, spares, later, world: None }
+        let (delays, lost, later_processes, later) = Default::default();
+        Self { processes, builder, delays, lost, later_processes, later, world: None }
     }
 
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake

@@ -1,9 +1,9 @@
 //! Processes that leave the job in order, but have copies of its state: the others have one copy of
 //! some regions until their first commit of the next epoch is whole.
 //!
-//! Such a process waits without a place ([`Member::leaves`]). Once that commit is whole it hears that
-//! the job can do without it. If a process is lost before, it has a place in the next epoch again,
-//! and may ask to leave that one.
+//! Such a process waits without a place ([`Member::leaves`]). Once that commit is whole it hears
+//! that the job can do without it. If a process is lost before, it has a place in the next epoch
+//! again, and may ask to leave that one.
 
 use std::time::Duration;
 
@@ -33,8 +33,8 @@ pub(super) struct Leavers {
 }
 
 impl Leavers {
-    /// Creates those of a job that goes on at another service. `are_needed` is true if a process was
-    /// lost.
+    /// Creates those of a job that goes on at another service. `are_needed` is true if a process
+    /// was lost.
     pub(super) fn resumed(past: CommitStanding, are_needed: bool) -> Self {
         let CommitStanding { whole, leavers } = past;
         let awaited = if are_needed { leavers } else { 0 };
@@ -105,9 +105,9 @@ impl Epochs {
         }
     }
 
-    /// Gives those that leave places in the epoch that gathers, if they are needed: their own, other
-    /// free ones, places beyond these if the program allows it, or those of processes that have
-    /// come since and have no copies. These wait for a place then.
+    /// Gives those that leave places in the epoch that gathers, if they are needed: their own,
+    /// other free ones, places beyond these if the program allows it, or those of processes that
+    /// have come since and have no copies. These wait for a place then.
     pub(super) fn call_leavers_back(&mut self) {
         if !self.leavers.go_on() {
             return;

@@ -281,8 +281,11 @@ impl Epochs {
         self.vacant = vec![false; self.seats.len()];
         let mut members: Vec<Member> =
             self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
-        // They are equal.
-        members.iter_mut().skip(1).for_each(|member| member.facts = Box::default());
+        for member in members.iter_mut().skip(1) {
+            // They are equal.
+            member.facts = Box::default();
+            member.sizes = Vec::new();
+        }
         if self.agreed.is_none() {
             self.agreed = members.first().cloned();
         }

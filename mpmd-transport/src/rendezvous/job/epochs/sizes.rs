@@ -5,14 +5,14 @@
 //! all its processes say so: [`Member::sizes`]. No process that is left is turned away, since it
 //! has a part of the program's state.
 
-use super::super::super::RendezvousError;
 use super::super::super::protocol::Reply;
+use super::super::super::{RendezvousError, SizeRange};
 use super::super::actions::Actions;
 use super::places::Seat;
 use super::{Epochs, Phase};
 
-/// The largest number of sizes that a process may say.
-const MOST_SIZES: usize = 1024;
+/// The largest number of ranges that a process may say: its description must fit a message.
+const MOST_RANGES: usize = 64 << 10;
 
 impl Epochs {
     /// Notes that the server's owner may still start processes for free places, or that it will
@@ -25,7 +25,7 @@ impl Epochs {
 
     /// True if the program goes on with fewer processes than there are places.
     pub(in crate::rendezvous) fn may_shrink(&self) -> bool {
-        let smaller = |seat: &Seat| (1..self.seats.len()).any(|size| allows(seat, size));
+        let smaller = |seat: &Seat| largest(seat, self.seats.len().saturating_sub(1)).is_some();
         self.seats.iter().flatten().next().is_some_and(smaller)
     }
 
@@ -37,7 +37,12 @@ impl Epochs {
         self.epoch > 1
             && self.spares.is_empty()
             && places.all(|(seat, vacant)| seat.is_some() || *vacant)
-            && self.seats.iter().flatten().next().is_some_and(|first| allows(first, left))
+            && self
+                .seats
+                .iter()
+                .flatten()
+                .next()
+                .is_some_and(|first| largest(first, left) == Some(left))
     }
 
     /// Gives spares places beyond those of an epoch that begins, as far as the program allows it.
@@ -60,8 +65,7 @@ impl Epochs {
         let Some(first) = self.seats.iter().flatten().next() else { return now };
         let added = self.spares.iter().filter(|spare| spare.member.is_added).count();
         let missing = self.launched.saturating_sub(now).min(self.spares.len() - added);
-        let largest = (now + 1..=now + missing + added).rev().find(|size| allows(first, *size));
-        largest.unwrap_or(now)
+        largest(first, now + missing + added).unwrap_or(now).max(now)
     }
 
     /// Tells process 0 of a running epoch how many processes the next one could have.
@@ -77,14 +81,22 @@ impl Epochs {
 
 /// True if the program of a process goes on with so many.
 pub(super) fn allows(process: &Seat, size: usize) -> bool {
-    process.member.sizes.iter().any(|allowed| *allowed as usize == size)
+    largest(process, size) == Some(size)
 }
 
-/// Checks the number of sizes that a process says.
-pub(super) fn check_sizes(sizes: &[u32]) -> Result<(), RendezvousError> {
-    if sizes.len() <= MOST_SIZES {
+/// Returns the largest number of processes, at least 1 and at most `most`, with which the program
+/// of a process goes on.
+fn largest(process: &Seat, most: usize) -> Option<usize> {
+    let ranges = process.member.sizes.iter();
+    ranges.filter_map(|range| range.largest_up_to(most)).max().filter(|size| *size > 0)
+}
+
+/// Checks the number of ranges of sizes that a process says.
+pub(super) fn check_sizes(sizes: &[SizeRange]) -> Result<(), RendezvousError> {
+    if sizes.len() <= MOST_RANGES {
         return Ok(());
     }
     let what = "the list of numbers of processes".to_owned();
-    Err(RendezvousError::TooLong { what, bytes: 4 * sizes.len(), limit: 4 * MOST_SIZES })
+    let bytes = |ranges: usize| ranges * size_of::<SizeRange>();
+    Err(RendezvousError::TooLong { what, bytes: bytes(sizes.len()), limit: bytes(MOST_RANGES) })
 }

@@ -1,9 +1,11 @@
 //! Jobs that lose processes and go on in the next epoch.
 
+mod ends;
 mod facts;
 mod leavers;
 mod resumed;
 
+use super::super::super::SizeRange;
 use super::super::super::protocol::{Leaving, Request};
 use super::super::{Action, Job};
 use super::*;
@@ -24,7 +26,7 @@ struct Table {
     /// The key with which each link has joined.
     joined_with: BTreeMap<Link, u128>,
     /// The fields of these names in the description of each process that joins.
-    sizes: Vec<u32>,
+    sizes: Vec<SizeRange>,
     is_added: bool,
     leaves: bool,
     facts: Vec<Fact>,
@@ -46,7 +48,7 @@ impl Table {
 
     /// Returns a job of three that runs, whose later epochs may have these numbers of processes.
     fn of_sizes(sizes: &[u32]) -> Self {
-        let mut table = Self { sizes: sizes.to_vec(), ..Self::new() };
+        let mut table = Self { sizes: SizeRange::of(sizes.iter().copied()), ..Self::new() };
         (0..3).for_each(|process| table.join(1, process));
         assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
         table
@@ -88,7 +90,7 @@ impl Table {
 
     /// Lets a process of the running epoch leave in order, and return if `returns` is true.
     fn leave(&mut self, link: Link, returns: bool) {
-        let how = if returns { Leaving::Returns } else { Leaving::Ends };
+        let how = if returns { Leaving::Returns } else { Leaving::Leaves };
         self.job.said(link, Request::Leave { ask: 2, how }, self.now);
         self.job.closed(link, "the connection was closed");
     }
@@ -723,7 +725,7 @@ fn place_is_kept_free_while_the_owner_may_start() {
     // Or none comes in time.
     table.job.owner_starts(true);
     table.die(22);
-    table.sizes = vec![1];
+    table.sizes = SizeRange::of([1]);
     go_on(&mut table, 3, &[21], &[]);
     assert_eq!(table.joined(), []);
     table.pass(TIME_LIMIT + Duration::from_secs(1), &[30]);

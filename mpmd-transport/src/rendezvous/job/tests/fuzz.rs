@@ -5,7 +5,7 @@ use mpmd_fuzz::{Rng, integer};
 
 use crate::rendezvous::job::*;
 use crate::rendezvous::protocol::{Leaving, MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
-use crate::rendezvous::{Fact, Heir, Identity, Report};
+use crate::rendezvous::{Fact, Heir, Identity, Report, SizeRange};
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
@@ -134,7 +134,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 0 => member.program = text(rng),
                 1 => member.host = text(rng),
                 2 => member.trouble = Some(text(rng)),
-                3..6 => member.sizes = vec![1, 2, 3],
+                3..6 => member.sizes = SizeRange::of([1, 2, 3]),
                 6 => {
                     let (address, mark) = (text(rng), rng.u128(..8));
                     member.heir = Some(Heir { address, mark, since: integer(rng) });
@@ -163,7 +163,8 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
         5 => Request::Barrier { ask, name: text(rng), peer_timeout },
         6 => {
             let how = match rng.u8(..4) {
-                0 | 1 => Leaving::Ends,
+                0 => Leaving::Ends,
+                1 => Leaving::Leaves,
                 2 => Leaving::Returns,
                 _ => Leaving::GivesBack(text(rng)),
             };

@@ -17,7 +17,7 @@ fn weights(table: &mut Table, value: &str) {
 
 /// Returns a job of three that runs, in which all have the old weights.
 fn running(sizes: &[u32]) -> Table {
-    let mut table = Table { sizes: sizes.to_vec(), ..Table::new() };
+    let mut table = Table { sizes: SizeRange::of(sizes.iter().copied()), ..Table::new() };
     weights(&mut table, "old");
     (0..3).for_each(|process| table.join(1, process));
     assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);

@@ -26,7 +26,7 @@ fn resumed_from(
     sizes: &[u32],
 ) -> Table {
     let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members, standing };
-    let mut table = Table { sizes: sizes.to_vec(), ..Table::new() };
+    let mut table = Table { sizes: SizeRange::of(sizes.iter().copied()), ..Table::new() };
     table.job = Job::resumed(3, TIME_LIMIT, (&past, lives), table.now);
     table
 }

@@ -1,0 +1,62 @@
+//! The end of a job, and processes that were cut off at it.
+
+use super::*;
+
+impl Table {
+    /// Lets a process leave a job that has ended well.
+    fn end(&mut self, link: Link) {
+        self.job.said(link, Request::Leave { ask: 2, how: Leaving::Ends }, self.now);
+        self.job.closed(link, "the connection was closed");
+    }
+}
+
+#[test]
+fn process_cut_off_at_a_good_end_begins_no_epoch() {
+    let mut table = Table::of_sizes(&[1, 2, 3]);
+    table.die(11);
+    table.end(10);
+    table.join(2, 1);
+    assert_eq!(table.job.epochs.epoch, 1, "nothing is left to do");
+    assert_eq!(table.answers(), []);
+    table.end(12);
+    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+}
+
+#[test]
+fn epoch_that_a_process_cut_off_at_the_end_has_begun_is_over() {
+    let mut table = Table::of_sizes(&[1, 2, 3]);
+    table.die(11);
+    table.join(2, 1);
+    assert_eq!(table.job.epochs.phase(), &Phase::Gathering, "the others are awaited");
+    table.end(10);
+    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    table.end(12);
+    assert!(table.job.epochs.is_over());
+    table.join_as(90, 1, 3);
+    assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
+    let left = |place| Part::Left(ProcessId(place));
+    let parts: Vec<Part> = table.job.epochs.parts().into_iter().map(|(_, part)| part).collect();
+    assert!(parts.contains(&left(0)) && parts.contains(&left(2)), "{parts:?}");
+}
+
+#[test]
+fn others_begin_an_epoch_after_one_has_left_in_the_middle() {
+    let mut table = Table::of_sizes(&[1, 2, 3]);
+    table.leave(10, false);
+    table.leave(11, true);
+    table.leave(12, true);
+    table.join(2, 1);
+    table.join(2, 2);
+    assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)]);
+}
+
+#[test]
+fn job_with_thousands_of_sizes_begins_and_grows() {
+    let sizes: Vec<u32> = (1..=4000).chain((4002..9000).step_by(2)).collect();
+    let mut table = Table::of_sizes(&sizes);
+    table.is_added = true;
+    table.join_as(90, 1, 3);
+    (10..13).for_each(|link| table.leave(link, true));
+    (0..3).for_each(|process| table.join(2, process));
+    assert_eq!(table.joined(), [(20, 0, 2), (21, 1, 2), (22, 2, 2), (90, 3, 2)]);
+}
