@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 thread_local! {
-    /// What they held when an allocation of this thread failed last.
+    /// The holdings when an allocation of this thread failed last.
     static SHORTAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 

@@ -88,14 +88,22 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
             "--host {host}: other hosts can connect, so give --api-key-file FILE, or --no-auth to \
              let everyone in"
         ),
-        FrontError::UnreadableKeys { why, .. } => anyhow!("{}", with_options(&why.to_string())),
-        FrontError::InvalidKeys { .. } | FrontError::SharedKey => {
-            anyhow!("{}", with_options(&error.to_string()))
+        FrontError::UnreadableKeys { file, why } => {
+            let setting = file.setting();
+            anyhow!("{}", as_option(setting, &why.to_string()))
         }
+        FrontError::InvalidKeys { file, .. } => {
+            anyhow!("{}", as_option(file.setting(), &error.to_string()))
+        }
+        FrontError::SharedKey => anyhow!(
+            "--control-key-file and --api-key-file: expected other keys in each, found one in both"
+        ),
         FrontError::WeightFolder { path, why } => {
             anyhow!("--allow-weights {}: {why}", path.display())
         }
-        FrontError::Descriptors { .. } => anyhow!("{}", with_options(&error.to_string())),
+        FrontError::Descriptors { .. } => {
+            anyhow!("{}", as_option("max_connections", &error.to_string()))
+        }
         FrontError::Listen { .. } => {
             anyhow!("{error}; give another --port, or --port 0 for any")
         }
@@ -103,10 +111,26 @@ pub(crate) fn named(error: FrontError) -> anyhow::Error {
     }
 }
 
-/// Replaces the names of settings by those of the options.
-fn with_options(message: &str) -> String {
-    let settings = ["api_key_file", "control_key_file", "max_connections"];
-    settings.iter().fold(message.to_owned(), |message, setting| {
-        message.replace(setting, &format!("--{}", setting.replace('_', "-")))
-    })
+/// Writes the name of the setting with which a message begins as that of the option.
+fn as_option(setting: &str, message: &str) -> String {
+    match message.strip_prefix(setting) {
+        Some(rest) => format!("--{}{rest}", setting.replace('_', "-")),
+        None => message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_serve::KeyFile;
+
+    use super::*;
+
+    #[test]
+    fn option_is_named_and_paths_stay() {
+        let path = "/keys/api_key_file".into();
+        let file = KeyFile::Api;
+        let invalid = FrontError::InvalidKeys { file, path, expected: "a key on a line" };
+        let said = named(invalid).to_string();
+        assert_eq!(said, "--api-key-file /keys/api_key_file: expected a key on a line");
+    }
 }

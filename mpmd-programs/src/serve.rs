@@ -294,11 +294,13 @@ impl<'a> Server<'a> {
         if !is_first {
             wait_for_process_0()?;
         }
-        let has_front = own.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        ensure!(
-            !is_first || has_front || p.is_dry_run(),
-            "the process that answers clients is lost, and no other can: the server ends"
-        );
+        if is_first && !p.is_dry_run() {
+            // Locked on process 0 alone, which keeps it while it serves: the others may be threads.
+            ensure!(
+                own.lock().unwrap_or_else(PoisonError::into_inner).is_some(),
+                "the process that answers clients is lost, and no other can: the server ends"
+            );
+        }
         let mut inference = self.inference(p)?;
         let subscribe = |subscribing| inference.subscribe(p, subscribing);
         let _subscription = self.subscribing.clone().map(subscribe).transpose()?;

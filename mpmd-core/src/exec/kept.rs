@@ -243,10 +243,11 @@ impl Kept {
     /// Notes that the program commits a state with this identity. Returns false if it has committed
     /// the step with another state.
     pub(crate) fn is_new_or_same(&mut self, step: u64, identity: u128) -> bool {
-        let is_other = |(last, of): (u64, u128)| last == step && of != identity;
-        let fits = !self.last.is_some_and(is_other);
+        if self.last.is_some_and(|(last, of)| last == step && of != identity) {
+            return false;
+        }
         self.last = Some((step, identity));
-        fits
+        true
     }
 
     /// Returns the identity of the next commit.

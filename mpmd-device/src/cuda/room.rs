@@ -1,9 +1,9 @@
 //! Room on a device that is out of memory.
 //!
-//! Two allocators take memory from it: the pools of this framework by `cuMemAlloc`, and the
-//! driver's own pool, from which other libraries take theirs in the order of a stream. Each keeps
-//! what was freed for itself. So whoever is out of memory waits for the device, has both give back
-//! what no one uses, and tries once more.
+//! Two allocators take memory from a device: the pools of this framework by `cuMemAlloc`, and the
+//! driver's pool, which other libraries use in the order of a stream. Each keeps freed memory for
+//! itself. After an allocation that fails, the caller waits for the device, both allocators give
+//! back their unused memory, and the allocation is tried once more.
 
 use std::ffi::c_void;
 use std::fmt;

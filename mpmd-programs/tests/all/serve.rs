@@ -164,6 +164,7 @@ fn program_answers_over_one_and_several_processes() {
         &["--stages", "2", "--processes", "2", "--cache", "100KiB", "--max-len", "200"],
         &["--stages", "2", "--processes", "2", "--tensor-parallel", "2,1", "--dtype", "bf16"],
         &["--stages", "2", "--front", "--chunk", "20"],
+        &["--stages", "3", "--transport", "inproc"],
     ] {
         let serving = Serving::start("qwen3-window", args);
         let ask = json!({

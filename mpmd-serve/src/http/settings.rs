@@ -100,11 +100,11 @@ pub enum FrontError {
         host: String,
     },
     /// A file of keys cannot be read, or others can read it.
-    #[error("{}: {why}", .file.setting())]
+    #[error("{why}")]
     UnreadableKeys {
         /// The file.
         file: KeyFile,
-        /// The reason, which names the path.
+        /// The reason, which names the setting and the path.
         why: LaunchError,
     },
     /// A file of keys has no keys, or some that cannot be sent.

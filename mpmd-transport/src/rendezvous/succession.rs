@@ -1,15 +1,15 @@
 //! The order in which processes go on with the service of a job after the loss of its process.
 //!
-//! A process that could do so listens at an address of its own from the time that it joins, as a
-//! [`Deputy`], and tells the address with its [`Member`]. All members of an epoch know the same
-//! list of such addresses, their [`Succession`]. The processes that have been in the job for
-//! longest come first: so the lists of two epochs have the same order, and a process that has not
-//! heard of the newest one goes to the same place as the others.
+//! A process that can take over the service listens at an address of its own, as a [`Deputy`], from
+//! the time that it joins. It tells the address with its [`Member`]. All members of an epoch know
+//! the same list of such addresses, their [`Succession`]. The list begins with the processes that
+//! are in the job for longest. So the lists of two epochs have the same order, and a process that
+//! knows an older list goes to the same place as the others.
 //!
-//! An address that refuses connections is that of a process that is gone, since the system answers
-//! for a living one even if its program does not. The first in the list that refuses none is the
-//! place of the service. A process that is merely silent may live, and could serve other processes:
-//! so nobody goes on in its place.
+//! The service goes on at the first address of the list that accepts connections. An address that
+//! refuses them belongs to a process that has ended: the system accepts connections for a living
+//! process even if its program hangs. Nobody replaces a process that is merely silent, since it may
+//! serve others. `contact` says which process may go on by itself.
 
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};

@@ -131,9 +131,9 @@ impl Program {
         self.return_later(failure)
     }
 
-    /// Ends an epoch whose processes have agreed on a change after a commit. `failure` is that of a
-    /// loss meanwhile, if there was one. A process that leaves has copies that the others may need:
-    /// so it returns too, and the service says when it is not needed any more.
+    /// Ends an epoch whose processes have agreed on a change after a commit. `failure` is the
+    /// failure of a process that was lost meanwhile. A process that leaves returns to the service,
+    /// too: the others may need its copies until the service lets it go.
     fn end_by_change<T, E: From<Error>>(
         self,
         change: &Change,

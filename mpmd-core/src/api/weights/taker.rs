@@ -57,7 +57,7 @@ pub(super) struct Taking {
     publications: Publications,
     /// It outlives links: their bits may still be read.
     memory: Pool,
-    /// The version that was taken, and whose end was lost with its link.
+    /// A version that this process took before its link broke. Process 0 tells whether it is whole.
     doubt: Option<Numbers>,
 }
 
