@@ -172,6 +172,10 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     settings.check().map_err(front::named)?;
     if options.elastic {
         // Before clients are told of a server.
+        ensure!(
+            devices.iter().all(|count| *count == devices[0]),
+            "--elastic: all stages need the same number of devices"
+        );
         job.check_recovering(devices.len(), devices.iter().sum())?;
     }
 
@@ -183,10 +187,6 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     let code = match options.elastic {
         false => mpmd_job::run(job, devices.len(), devices, program),
         true => {
-            ensure!(
-                devices.iter().all(|count| *count == devices[0]),
-                "--elastic: all stages need the same number of devices"
-            );
             let processes = devices.len();
             let all_devices: usize = devices.iter().sum();
             let elastic = Elastic::default();

@@ -185,7 +185,15 @@ impl Queue {
         state.waiting.1 += tokens;
         state.open += 1;
         let shared = self.0.clone();
-        let sender = Sender { shared, events, tokens, submitted, last: None, is_waiting: true };
+        let sender = Sender {
+            shared,
+            events,
+            tokens,
+            submitted,
+            last: None,
+            is_waiting: true,
+            has_left: false,
+        };
         state.arrived.push(Arrival { request, sender });
         state.has_news = true;
         self.0.changed.notify_all();
@@ -405,6 +413,8 @@ pub struct Sender {
     /// Time of the last token.
     last: Option<Instant>,
     is_waiting: bool,
+    /// True once the request no longer counts as one that runs.
+    has_left: bool,
 }
 
 impl Sender {
@@ -447,8 +457,29 @@ impl Sender {
             let since = time.saturating_duration_since(before.unwrap_or(self.submitted));
             self.shared.metrics.token(before.is_none(), since);
         }
+        if let Event::End(_) | Event::Failed(_) = event {
+            // Who has got the whole reply finds it ended in the metrics.
+            self.leave();
+        }
         // An error says that the client has left.
         _ = self.events.send(Sent::Event(event));
+    }
+
+    /// Counts the request as ended. A second call does nothing.
+    fn leave(&mut self) {
+        if std::mem::replace(&mut self.has_left, true) {
+            return;
+        }
+        let was_waiting = std::mem::take(&mut self.is_waiting);
+        let mut state = self.shared.state.lock();
+        if was_waiting {
+            self.leave_line(&mut state);
+        }
+        state.running -= 1;
+        if state.ends.len() == ENDS {
+            state.ends.pop_front();
+        }
+        state.ends.push_back(now());
     }
 
     /// True if the client has left.
@@ -459,14 +490,6 @@ impl Sender {
 
 impl Drop for Sender {
     fn drop(&mut self) {
-        let mut state = self.shared.state.lock();
-        if self.is_waiting {
-            self.leave_line(&mut state);
-        }
-        state.running -= 1;
-        if state.ends.len() == ENDS {
-            state.ends.pop_front();
-        }
-        state.ends.push_back(now());
+        self.leave();
     }
 }

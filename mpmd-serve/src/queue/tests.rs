@@ -128,6 +128,21 @@ fn events_end_once_however_a_request_ends() {
 }
 
 #[test]
+fn request_with_its_last_event_runs_no_more() {
+    let (queue, arrivals) = ready(9, 99);
+    let mut client = queue.submit(request(1)).unwrap();
+    let mut sender = arrivals.take().remove(0).sender;
+    sender.start();
+    assert!(queue.metrics().contains("mpmd_requests_running 1\n"));
+    sender.send(Event::End(Finish::Stop));
+    assert_eq!(next(&mut client), Some(Event::End(Finish::Stop)));
+    assert!(queue.metrics().contains("mpmd_requests_running 0\n"));
+    // It is counted once.
+    drop(sender);
+    assert!(queue.metrics().contains("mpmd_requests_running 0\n"));
+}
+
+#[test]
 fn figures_of_the_engine_are_shown_by_stage() {
     let (queue, arrivals) = ready(9, 99);
     let stage = StageFigures { busy: SECOND, handed_bytes: 5, handed: 2 * SECOND };
